@@ -7,9 +7,9 @@ import numpy as np
 from benchmarks.host.steps import ROWS_PER_RANK, VOCAB_SIZE
 from benchmarks.host.timing import Timing, timed, timed_once
 from sgl_jax.core.cache_groups import FULL_ATTENTION
-from sgl_jax.mem_cache.page_allocator import PageAllocator, alloc_each
-from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator, alloc_each
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
 _ROW = 1
 

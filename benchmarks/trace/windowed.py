@@ -15,9 +15,9 @@ from sgl_jax.bench.trace.oracles import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, block_tokens
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
 _CHUNK_TOKENS = 2048
 _ROW = 1

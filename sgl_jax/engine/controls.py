@@ -27,7 +27,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
+from sgl_jax.scheduler.record.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # Settings that nothing was compiled or sized for, but for the chunk, which may be smaller.

@@ -37,8 +37,8 @@ from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
-from sgl_jax.scheduler.event_log import EventWriter
-from sgl_jax.scheduler.events import (
+from sgl_jax.scheduler.record.event_log import EventWriter
+from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
     Expect,
     FailAll,
@@ -50,7 +50,7 @@ from sgl_jax.scheduler.events import (
     TakeOutputs,
     Tick,
 )
-from sgl_jax.scheduler.recorder import RecordedScheduler
+from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.mem_cache.ledger_walk import find_defects
-from sgl_jax.mem_cache.page_allocator import FREE, PageAllocator, describe_owner, each_page
+from sgl_jax.mem_cache.pages.page_allocator import FREE, PageAllocator, describe_owner, each_page
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 

@@ -12,16 +12,16 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.locked_pages import LockedPages
-from sgl_jax.mem_cache.page_allocator import (
+from sgl_jax.mem_cache.pages.locked_pages import LockedPages
+from sgl_jax.mem_cache.pages.page_allocator import (
     FREE,
     NULL_PAGE,
     RESERVED,
     TREE,
     describe_owner,
 )
+from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 
 _NO_PAGES = np.zeros(0, np.int32)
 

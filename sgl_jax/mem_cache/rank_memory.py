@@ -16,16 +16,16 @@ import numpy as np
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.locked_pages import LockedPages
 from sgl_jax.mem_cache.memory_view import MemoryView, PoolView
-from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.radix_cache import ChunkCache, RadixCache
-from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
-from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_lacking
+from sgl_jax.mem_cache.pages.locked_pages import LockedPages
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
+from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.session_leases import SessionLeases
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 # If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
 # pages evicted ahead.

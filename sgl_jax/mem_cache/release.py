@@ -22,16 +22,16 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.radix_cache import PrefixMatch
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_states import (
     drop_snapshots_past,
     forget_states_past,
     go_back,
     resumable_len,
 )
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
 _NO_TOKENS = np.zeros(0, np.int32)
 

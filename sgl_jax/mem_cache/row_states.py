@@ -20,7 +20,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
+from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 
 if TYPE_CHECKING:
     from sgl_jax.mem_cache.rank_memory import RankMemory

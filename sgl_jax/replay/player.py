@@ -8,8 +8,8 @@ from collections.abc import Callable
 from sgl_jax.core.messages import AbortRequest, Question
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
-from sgl_jax.scheduler.event_log import RecordingError
-from sgl_jax.scheduler.events import (
+from sgl_jax.scheduler.record.event_log import RecordingError
+from sgl_jax.scheduler.record.events import (
     Decision,
     Event,
     FailAll,
@@ -23,7 +23,7 @@ from sgl_jax.scheduler.events import (
     SessionReply,
     Started,
 )
-from sgl_jax.scheduler.recorder import RecordedScheduler
+from sgl_jax.scheduler.record.recorder import RecordedScheduler
 
 # Events after which the scheduler may have come to rest.
 _MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, Question)

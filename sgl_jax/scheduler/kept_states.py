@@ -1,8 +1,8 @@
 """Updates rows' states and snapshots between steps; `state_plan.py` chooses the new ones."""
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.release import publish_prefix
-from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import let_go_snapshots
 from sgl_jax.scheduler.ranks import Ranks
 

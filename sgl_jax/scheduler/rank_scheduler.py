@@ -13,7 +13,7 @@ from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
@@ -22,12 +22,12 @@ from sgl_jax.mem_cache.release import (
     release_kv_cache,
     resume_lease,
 )
-from sgl_jax.mem_cache.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.row_states import resumable_len
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.admission.output_lengths import OutputLengths
+from sgl_jax.scheduler.admission.reserve import AdmissionReserve
 from sgl_jax.scheduler.draft_policy import start_drafting
-from sgl_jax.scheduler.output_lengths import OutputLengths
 from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The most waiting requests checked for the tokens they await from a row.

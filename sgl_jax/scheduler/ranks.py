@@ -14,12 +14,12 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
-from sgl_jax.mem_cache.req_to_token_pool import RowTables
-from sgl_jax.scheduler.output_lengths import OutputLengths
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
+from sgl_jax.scheduler.admission.output_lengths import OutputLengths
+from sgl_jax.scheduler.admission.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.running_rows import RowColumns
-from sgl_jax.scheduler.tenants import Tenants
+from sgl_jax.scheduler.waiting.tenants import Tenants
 
 
 class Ranks:

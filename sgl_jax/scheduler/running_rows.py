@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, IntpArray, RowIndex
-from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 
 NO_TOKEN = -1
 TOKEN_BLOCK = 64  # tokens that are written to a row's table together

@@ -31,10 +31,15 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.memory_view import MemoryView
-from sgl_jax.scheduler.admission import Admission
+from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.deadlines import Deadlines
-from sgl_jax.scheduler.events import (
+from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.program_gate import ProgramGate
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
     Configure,
     Event,
@@ -51,18 +56,13 @@ from sgl_jax.scheduler.events import (
     TakeOutputs,
     Tick,
 )
-from sgl_jax.scheduler.forced_retract import ForcedRetract
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
-from sgl_jax.scheduler.program_gate import ProgramGate
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import LaunchedRows, build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.tenants import TenantCounts
-from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
-from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER, WaitingQueue
+from sgl_jax.scheduler.waiting.tenants import TenantCounts
+from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
 

@@ -19,7 +19,7 @@ from sgl_jax.core.step_plan import (
     StatePlan,
     StepPlan,
 )
-from sgl_jax.mem_cache.row_growth import commit_rows
+from sgl_jax.mem_cache.pages.row_growth import commit_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import NOT_SCORED
 from sgl_jax.scheduler.state_plan import plan_states

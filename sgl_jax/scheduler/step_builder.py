@@ -20,13 +20,13 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.release import free_tail
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.admission.victims import by_cost
 from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
-from sgl_jax.scheduler.victims import by_cost
 
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)

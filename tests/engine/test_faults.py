@@ -25,8 +25,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine import core as core_module
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.replay.__main__ import main as replay
-from sgl_jax.scheduler.event_log import EventReader
-from sgl_jax.scheduler.events import Flush, Tick
+from sgl_jax.scheduler.record.event_log import EventReader
+from sgl_jax.scheduler.record.events import Flush, Tick
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.faults import FaultyExecutor
 

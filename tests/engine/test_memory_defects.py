@@ -27,7 +27,7 @@ from sgl_jax.engine import core as core_module
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
-from sgl_jax.mem_cache.page_allocator import TREE
+from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.oracle_executor import OracleExecutor
@@ -306,7 +306,7 @@ def test_a_recording_with_a_repair_plays_again(
     make_core: Callable[..., EngineCore], tmp_path: Path
 ) -> None:
     from sgl_jax.replay.player import Player
-    from sgl_jax.scheduler.event_log import EventReader
+    from sgl_jax.scheduler.record.event_log import EventReader
 
     file = tmp_path / "events"
     secrets = {"api_key": "open-sesame", "admin_api_key": "swordfish"}

@@ -9,9 +9,9 @@ import numpy as np
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree_component import LeaseOffer
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
 EXCERPT = Path(__file__).parents[1] / "traces" / "conversation_excerpt.jsonl"
 ROW = 1

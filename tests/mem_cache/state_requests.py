@@ -11,9 +11,9 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit
+from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
-from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import NULL_SLOT, state_source, take_snapshot_slot
 
 INTERVAL = 8  # tokens between snapshots

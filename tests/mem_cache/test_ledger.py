@@ -8,10 +8,10 @@ import pytest
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.radix_cache import RadixCache
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 SIZES = EngineSizes(
     dp_size=8,

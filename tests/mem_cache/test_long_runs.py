@@ -6,18 +6,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
-from tests.mem_cache.test_eviction_queue import QueueMachine
+from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
+from tests.mem_cache.eviction.test_eviction_queue import QueueMachine
+from tests.mem_cache.pages.test_page_allocator import AllocatorMachine
+from tests.mem_cache.pages.test_req_to_token_pool import RowMachine
 from tests.mem_cache.test_lookbacks import LookbackMachine, run_at_random
-from tests.mem_cache.test_page_allocator import AllocatorMachine
-from tests.mem_cache.test_radix_cache import (
+from tests.mem_cache.test_release import LeaseMachine
+from tests.mem_cache.test_session_lease_machine import SessionLeaseMachine
+from tests.mem_cache.tree.test_radix_cache import (
     AdaptiveRadixCacheMachine,
     PagedRadixCacheMachine,
     RadixCacheMachine,
 )
-from tests.mem_cache.test_release import LeaseMachine
-from tests.mem_cache.test_req_to_token_pool import RowMachine
-from tests.mem_cache.test_session_lease_machine import SessionLeaseMachine
 
 MACHINES = [
     QueueMachine,

@@ -7,10 +7,10 @@ everything and one with a window of three tokens: the query's own, and the two b
 import numpy as np
 
 from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.radix_cache import PrefixMatch, RadixCache
-from sgl_jax.mem_cache.tree_component import LeaseOffer
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 FULL, WINDOW = 0, 1
 ROW = 1

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
-from sgl_jax.mem_cache.eviction_policy import EVICTION_POLICIES
-from sgl_jax.mem_cache.page_allocator import PageAllocator
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree_component import LeaseOffer
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 from tests.mem_cache.lookback_model import Lock, LookbackModel
 from tests.mem_cache.tree_model import (
     NAMESPACES,

@@ -12,10 +12,10 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.radix_cache import ChunkCache
-from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+from sgl_jax.mem_cache.tree.radix_cache import ChunkCache
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from tests.mem_cache.tree_model import (
     NAMESPACES,
     PrefixModel,

@@ -7,6 +7,7 @@ from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.dump import dump_rank
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
@@ -16,7 +17,6 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
-from sgl_jax.mem_cache.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import (
     NULL_SLOT,
     let_go_snapshots,

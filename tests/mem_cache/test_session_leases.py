@@ -7,6 +7,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     release_idle_lease,
@@ -14,7 +15,6 @@ from sgl_jax.mem_cache.release import (
     resume_lease,
     roll_back_lease,
 )
-from sgl_jax.mem_cache.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_leases import SessionLeases
 
 PAGE_SIZES = [1, 4, 16, 256]

@@ -22,14 +22,14 @@ import pytest
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
-from sgl_jax.mem_cache.eviction_policy import EvictionPolicy, LruPolicy
-from sgl_jax.mem_cache.full_component import FullComponent
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy, LruPolicy
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.radix_cache import RadixCache
-from sgl_jax.mem_cache.radix_tree import RadixTree
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+from sgl_jax.mem_cache.tree.full_component import FullComponent
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from tests.mem_cache.test_release import array, make_memory, write_kv
 
 PAGE = 4

@@ -18,20 +18,20 @@ class Mutation(NamedTuple):
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
-_ALLOCATOR = "sgl_jax/mem_cache/page_allocator.py"
-_ROWS = "sgl_jax/mem_cache/req_to_token_pool.py"
+_ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
+_ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
-_TREE = "sgl_jax/mem_cache/radix_tree.py"
-_FULL = "sgl_jax/mem_cache/full_component.py"
-_ADAPTIVE = "sgl_jax/mem_cache/adaptive_policy.py"
-_SHADOWS = "sgl_jax/mem_cache/shadow_pages.py"
-_GHOSTS = "sgl_jax/mem_cache/ghost_pages.py"
-_CACHE = "sgl_jax/mem_cache/radix_cache.py"
-_WINDOW = "sgl_jax/mem_cache/window_component.py"
-_ORDER = "sgl_jax/mem_cache/window_order.py"
+_TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
+_FULL = "sgl_jax/mem_cache/tree/full_component.py"
+_ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
+_SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
+_GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
+_CACHE = "sgl_jax/mem_cache/tree/radix_cache.py"
+_WINDOW = "sgl_jax/mem_cache/tree/window_component.py"
+_ORDER = "sgl_jax/mem_cache/tree/window_order.py"
 _STATES = "sgl_jax/mem_cache/row_states.py"
-_RESUMABLE = "sgl_jax/mem_cache/resumable.py"
-_LOCKED = "sgl_jax/mem_cache/locked_pages.py"
+_RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
+_LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
@@ -49,16 +49,16 @@ _DESK = "sgl_jax/sessions/service.py"
 _LEDGER = "sgl_jax/mem_cache/ledger.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/server_args.py"
-_ADMISSION = "sgl_jax/scheduler/admission.py"
-_ROOM = "sgl_jax/scheduler/step_room.py"
-_IN_FLIGHT = "sgl_jax/scheduler/in_flight.py"
-_QUEUE = "sgl_jax/scheduler/waiting_queue.py"
-_LINES = "sgl_jax/scheduler/waiting_lines.py"
-_RESERVE = "sgl_jax/scheduler/reserve.py"
-_CURSOR = "sgl_jax/mem_cache/prefix_cursor.py"
-_CURSORS = "sgl_jax/mem_cache/cursor_index.py"
-_STOPS = "sgl_jax/mem_cache/cursor_stops.py"
-_GROWTH = "sgl_jax/mem_cache/row_growth.py"
+_ADMISSION = "sgl_jax/scheduler/admission/admission.py"
+_ROOM = "sgl_jax/scheduler/admission/step_room.py"
+_IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
+_QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
+_LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
+_RESERVE = "sgl_jax/scheduler/admission/reserve.py"
+_CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
+_CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
+_STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
+_GROWTH = "sgl_jax/mem_cache/pages/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 
 _BUILT_ON = (
@@ -857,7 +857,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "fits = has_room and self.takes(request)",
         "fits = self.takes(request)",
     ),
@@ -1162,13 +1162,13 @@ MUTATIONS = (
     # -- which request starts, and where
     Mutation(
         "hold no rank for a request that is due",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "        room.hold(request.priority)\n",
         "",
     ),
     Mutation(
         "choose in each step anew the rank that is held",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}",
         "self._holds = {}",
     ),
@@ -1222,7 +1222,7 @@ MUTATIONS = (
     ),
     Mutation(
         "start a request without a row",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "self.is_open = self._has_row and self._builder.can_admit",
         "self.is_open = self._builder.can_admit",
     ),
@@ -1264,7 +1264,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "        self._forecast.start(self.dp_rank, row)\n",
         "",
     ),
@@ -1374,7 +1374,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: keep none where one that waits for a gap branches off",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "            room.rank.keep_branch(*chosen.leader)\n        room",
         "        room",
     ),
@@ -1405,31 +1405,31 @@ MUTATIONS = (
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "is_before = arrival[line] < started if",
         "is_before = arrival[line] != started if",
     ),
     Mutation(
         "pass over without a count",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "            passed_over[line] += 1\n",
         "            pass\n",
     ),
     Mutation(
         "pass over what may not run there",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
         "if not is_waiting[line]:\n            continue\n        assert 0",
     ),
     Mutation(
         "let all that were passed over start one after the other",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "        elif was_due and not is_before",
         "        elif False and not is_before",
     ),
     Mutation(
         "let a due request make an older one wait anew",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "        elif was_due and not is_before and priority",
         "        elif was_due and priority",
     ),
@@ -1465,13 +1465,13 @@ MUTATIONS = (
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "if pages <= room[k] or is_due or",
         "if pages < room[k] or is_due or",
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "is_short = needed > room[k]",
         "is_short = needed >= room[k]",
     ),
@@ -1489,7 +1489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "look no further than the first requests",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "offer.floor, room, floor):\n",
         "offer.floor, room, floor):\n                return\n",
     ),
@@ -1507,13 +1507,13 @@ MUTATIONS = (
     ),
     Mutation(
         "try the least important first",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "level, num_levels = highest - self._priority[:end],",
         "level, num_levels = self._priority[:end] - lowest,",
     ),
     Mutation(
         "take far priorities for the same",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "if num_levels > MOST_LEVELS:",
         "if False:",
     ),
@@ -1531,7 +1531,7 @@ MUTATIONS = (
     ),
     Mutation(
         "try what is due in its turn",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "key = (key + (passed_over[line] < max_passed_over)) << 1",
         "key = (key + 1) << 1",
     ),
@@ -2203,103 +2203,103 @@ MUTATIONS = (
     # -- priorities, preemption and tenants
     Mutation(
         "pressure: preempt at the threshold",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "np.searchsorted(self.priorities, below))",
         'np.searchsorted(self.priorities, below, "right"))',
     ),
     Mutation(
         "pressure: preempt for any difference of priority",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "priority_scheduling_preemption_threshold\n        preemptible",
         "priority_scheduling_preemption_threshold * 0\n        preemptible",
     ),
     Mutation(
         "pressure: preempt though the request then does not fit",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "        else:\n            return None\n",
         "        if not chosen:\n            return None\n",
     ),
     Mutation(
         "pressure: count what others read among the pages that a victim leaves",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "np.maximum(memory.locked[0].num_running_locks(pages), 1)",
         "np.ones(len(pages), np.int32)",
     ),
     Mutation(
         "pressure: count the prefix of a request among the pages that it gains",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "FreedPages(memory, memory.prefix_pages(cursor)), 0",
         "FreedPages(memory), 0",
     ),
     Mutation(
         "pressure: keep a victim that has become superfluous",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "        for row in chosen[-2::-1]:\n",
         "        for row in []:\n",
     ),
     Mutation(
         "pressure: spare a victim without which it does not fit",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "if num_needed <= self._num_pages(num_freed - num_less, rest):",
         "if True:",
     ),
     Mutation(
         "pressure: reserve for victims as well",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "kept = running.active[~np.isin(running.active, gone)]",
         "kept = running.active",
     ),
     Mutation(
         "pressure: preempt the least to compute again before the lowest priority",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         'self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]',
         "self._rows: RowIndex = rows",
     ),
     Mutation(
         "pressure: preempt the most to compute again",
-        "sgl_jax/scheduler/preemption.py",
+        "sgl_jax/scheduler/admission/preemption.py",
         "rows = rows[by_cost(rank.memory, running, rows)]",
         "rows = rows[by_cost(rank.memory, running, rows)][::-1]",
     ),
     Mutation(
         "pressure: preempt where a request may not run",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "for room in _allowed(rooms, request):\n            cursor = cursors",
         "for room in rooms:\n            cursor = cursors",
     ),
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "                room.rank.keep_branch(*leader)\n                return None\n",
         "                room.rank.keep_branch(*leader)\n",
     ),
     Mutation(
         "pressure: preempt where the most is to be computed",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "cost < best[0]",
         "cost > best[0]",
     ),
     Mutation(
         "pressure: preempt and start elsewhere",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "        room.preempt(found.rows)\n        self._start(room, request)\n",
         "        room.preempt(found.rows)\n",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
-        "sgl_jax/scheduler/admission.py",
+        "sgl_jax/scheduler/admission/admission.py",
         "                _renew(offer, preempting)\n                return True\n",
         "                _renew(offer, preempting)\n                return False\n",
     ),
     Mutation(
         "pressure: preempt where the step has no tokens for it",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "if request.priority <= self.priority_floor or not",
         "if request.priority <= self._held_above or not",
     ),
     Mutation(
         "pressure: preempt where the step has just retracted",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         " or not self._builder.can_admit:\n            return None",
         ":\n            return None",
     ),
@@ -2329,25 +2329,25 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: hold a rank against every priority",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "self._held_above = max(self._held_above, priority)",
         "self._held_above = 2**62",
     ),
     Mutation(
         "pressure: hold a rank against lower priorities alone",
-        "sgl_jax/scheduler/step_room.py",
+        "sgl_jax/scheduler/admission/step_room.py",
         "self._held_above = max(self._held_above, priority)",
         "self._held_above = max(self._held_above, priority - 1)",
     ),
     Mutation(
         "pressure: start below the floor",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "and may_run[ranks[k], line] and priority[line] > floor[k]:",
         "and may_run[ranks[k], line]:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "if is_before and priority[line] >= started_priority:",
         "if is_before:",
     ),
@@ -2359,61 +2359,61 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: serve every tenant by the same weight",
-        "sgl_jax/scheduler/tenants.py",
+        "sgl_jax/scheduler/waiting/tenants.py",
         "self._served += OUTPUT_WEIGHT * gained / self._weight",
         "self._served += OUTPUT_WEIGHT * gained",
     ),
     Mutation(
         "pressure: save up shares of a tenant that is away",
-        "sgl_jax/scheduler/tenants.py",
+        "sgl_jax/scheduler/waiting/tenants.py",
         "self._served[number] = max(self._served[number], self._lowest())",
         "pass",
     ),
     Mutation(
         "pressure: count cached tokens of a tenant as computed",
-        "sgl_jax/scheduler/tenants.py",
+        "sgl_jax/scheduler/waiting/tenants.py",
         "cost = PROMPT_WEIGHT * (num_tokens - num_cached)",
         "cost = PROMPT_WEIGHT * num_tokens",
     ),
     Mutation(
         "pressure: start more of a tenant than may run",
-        "sgl_jax/scheduler/tenants.py",
+        "sgl_jax/scheduler/waiting/tenants.py",
         "(running >= self._max_running)",
         "(running > self._max_running)",
     ),
     Mutation(
         "pressure: queue more of a tenant than may wait",
-        "sgl_jax/scheduler/tenants.py",
+        "sgl_jax/scheduler/waiting/tenants.py",
         "< tenant.max_queued",
         "<= tenant.max_queued",
     ),
     Mutation(
         "pressure: shares before priorities",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "level = level * NUM_LEVELS + turns.level[tenant]",
         "level = level + turns.level[tenant] * num_levels",
     ),
     Mutation(
         "pressure: no turn among tenants of one level",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "turn, num_levels = turns.order[tenant], num_levels",
         "turn, num_levels = self._no_turns[:end], num_levels",
     ),
     Mutation(
         "pressure: turns of tenants after the requests that others would read",
-        "sgl_jax/scheduler/waiting_queue.py",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
         "turn = turn * NUM_REUSES + self._reuse_order()",
         "turn = turn + self._reuse_order() * NUM_REUSES",
     ),
     Mutation(
         "pressure: the requests first that others would read least",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "order[line] -= min(num_read, NUM_REUSES - 1)",
         "order[line] -= NUM_REUSES - 1 - min(num_read, NUM_REUSES - 1)",
     ),
     Mutation(
         "pressure: count a request among those that would read it",
-        "sgl_jax/scheduler/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
         "(num_prompts[number] - 1)",
         "num_prompts[number]",
     ),

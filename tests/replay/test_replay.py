@@ -26,8 +26,8 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.replay.__main__ import main
 from sgl_jax.replay.difference import first_difference
-from sgl_jax.scheduler.event_log import EventReader, EventWriter, RecordingError
-from sgl_jax.scheduler.events import (
+from sgl_jax.scheduler.record.event_log import EventReader, EventWriter, RecordingError
+from sgl_jax.scheduler.record.events import (
     Flush,
     OutputsTaken,
     Planned,

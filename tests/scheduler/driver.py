@@ -25,12 +25,20 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
-from sgl_jax.scheduler.event_log import EventReader, EventWriter
-from sgl_jax.scheduler.events import FailAll, Note, Pause, PlanStep, ResultRead, TakeOutputs, Tick
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.recorder import RecordedScheduler
+from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
+from sgl_jax.scheduler.record.events import (
+    FailAll,
+    Note,
+    Pause,
+    PlanStep,
+    ResultRead,
+    TakeOutputs,
+    Tick,
+)
+from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED
-from sgl_jax.scheduler.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from tests.faults import StepFailedError
 from tests.oracle_executor import OracleExecutor
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.mem_cache.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.scheduler.admission.victims import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.victims import is_protected
-from sgl_jax.scheduler.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.admission import Admission
+from sgl_jax.scheduler.admission.admission import Admission
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
-from tests.scheduler.test_waiting_queue import Queue
+from tests.scheduler.waiting.test_waiting_queue import Queue
 
 
 def test_of_many_that_become_due_at_once_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows
+from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes

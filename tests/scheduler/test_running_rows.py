@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import GOES_ON, TOO_LONG, Gains, RowColumns, RunningRows
+from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from tests.scheduler.driver import generate
 
 MAX_LEN = 150  # not a whole number of blocks

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.events import FailAll, Flush
+from sgl_jax.scheduler.record.events import FailAll, Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 

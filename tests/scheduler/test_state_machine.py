@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
-from sgl_jax.scheduler.events import Flush, Note, Resume
+from sgl_jax.scheduler.record.events import Flush, Note, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness

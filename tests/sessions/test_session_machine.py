@@ -18,11 +18,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_states import resumable_len
-from sgl_jax.scheduler.events import Note
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.record.events import Note
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate

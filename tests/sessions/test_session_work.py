@@ -7,10 +7,10 @@ import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.mem_cache import radix_tree
-from sgl_jax.mem_cache.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree_component import PathStep
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree import radix_tree
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree.tree_component import PathStep
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import talk

@@ -1,0 +1,265 @@
+"""An eviction order that resists scans: the leaf least likely to be used again goes first.
+
+Each class holds the leaves with an equal number of uses, in a queue by age, and counts its reused
+and evicted pages. The reused share divided by a power of the age estimates the rate of use. Among
+the oldest leaves of all classes, the leaf with the lowest rate goes. So pages read once, as in a
+scan, leave before pages read often, while the counts support that; if use does not depend on the
+past, the order equals LRU.
+
+Evicted pages are remembered for a while by a hash of their prefix (`ghost_pages.py`). A page that
+returns enters the next class, as if it had stayed. So pages that return repeatedly are kept in the
+end, though no cache could hold them from one use to the next. A return counts in part: by how much
+a slightly longer stay would have served it.
+
+Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. Once another order
+leads, the cache follows it: leaves that the leader keeps go after all others.
+"""
+
+from hashlib import blake2b
+from math import sqrt
+
+import numpy as np
+
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy, UseRun
+from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction.ghost_pages import (
+    GhostPages,
+    Int64Array,
+    PrefixHasher,
+    RecalledPages,
+)
+from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
+from sgl_jax.mem_cache.eviction.shadow_pages import (
+    ADAPTIVE,
+    HALVED_AFTER,
+    LRU,
+    MAX_USES,
+    NUM_CLASSES,
+)
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
+
+_MAX_UNREAD = 16  # paths, which the shadows read together
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """For a cache of `num_pages` pages.
+
+    `page_hashes` of a node are uint64, one for each page of its edge: of the prefix to its end.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(NUM_CLASSES)
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._hasher = PrefixHasher(page_size)
+        self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
+        self._shadows = ShadowCaches(num_pages - 1)  # without the null page
+        self._path_end: TreeNode | None = None  # the last node that was used
+        # Leaves that the favourite keeps, which go after all others: by number of uses, then by
+        # hash.
+        self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
+        self._kept_by_hash: dict[int, tuple[TreeNode, int]] = {}
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        self._num_reused = [1.0] * NUM_CLASSES  # pages, and the share that returned
+        self._num_left = [1.0] * NUM_CLASSES  # pages
+        self._num_left_since_halved = 0
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._kept_by_hash)
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return super().__contains__(node) or self._is_kept(node)
+
+    def add(self, node: TreeNode) -> None:
+        if self._kept_by_hash:
+            self._release(node)
+        self._queues[node.num_uses].add(node)
+
+    def discard(self, node: TreeNode) -> None:
+        if self._kept_by_hash:
+            self._release(node)
+        self._queues[node.num_uses].discard(node)
+
+    def next_victim(self, now: int) -> TreeNode | None:
+        """The first leaf, by the favourite's order, that the favourite does not keep; else the
+        first."""
+        if self._shadows.num_unread:
+            self._follow(self._shadows.read())
+        leaf = self._first(self._queues, now)
+        if not self._shadows.has_changed:
+            return leaf
+        while leaf is not None:
+            if leaf.last_access >= self._shadows.path_used_at:
+                self._end_path()  # a leaf without locks: its path has ended
+                self._follow(self._shadows.read())
+            num_uses = self._shadows.num_uses(_last_hash(leaf))
+            if num_uses is None:
+                return leaf
+            self._keep(leaf, num_uses)
+            leaf = self._first(self._queues, now)
+        return self._first(self._kept, now)
+
+    def num_kept(self, leaf: TreeNode) -> int:
+        """Pages up to the last page that the favourite has, or has used more often than the end."""
+        if not self._shadows.has_changed:
+            return 0
+        num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
+        return self._shadows.num_used_more(leaf.page_hashes, num_uses)
+
+    def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
+        leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
+        if self._shadows.favourite == ADAPTIVE:
+            return self._lowest_rate(leaves, now)
+        if self._shadows.favourite == LRU:
+            return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
+        return leaves[0] if leaves else None
+
+    def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
+        if len(leaves) == 1:
+            return leaves[0]
+        rates = (self.rate(leaf.num_uses, leaf.last_access, now) for leaf in leaves)
+        return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
+
+    def _is_kept(self, leaf: TreeNode) -> bool:
+        if not len(leaf.page_hashes):
+            return False  # the root
+        return self._kept_by_hash.get(_last_hash(leaf), (None, 0))[0] is leaf
+
+    def _keep(self, leaf: TreeNode, num_uses: int) -> None:
+        super().discard(leaf)
+        self._kept[num_uses].add(leaf)
+        self._kept_by_hash[_last_hash(leaf)] = leaf, num_uses
+
+    def _release(self, leaf: TreeNode) -> None:
+        if self._is_kept(leaf):
+            self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
+
+    def _follow(self, gone: Int64Array | None) -> None:
+        """Drop pages of these hashes, which the favourite lost; None if the favourite changed."""
+        for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
+            if page_hash in self._kept_by_hash:
+                self.add(self._kept_by_hash[page_hash][0])
+
+    def rate(self, num_uses: int, last_access: int, now: int) -> float:
+        """The share of such pages that was used again, by age."""
+        reused, left = self._num_reused[num_uses], self._num_left[num_uses]
+        age = now - last_access + 1
+        # To the power of 1.25, by square roots alone: those are the same on every host.
+        return reused / (reused + left) / (age * sqrt(sqrt(age)))
+
+    def begin(self, node: TreeNode) -> list[UseRun]:
+        node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
+        self._go_along(node, node.last_access)
+        pages = self._ghosts.recall(node.page_hashes)
+        if pages is None:
+            return [UseRun(len(node.key), 0)]
+        self._count_returned(pages, node.last_access)
+        num_uses = np.zeros(len(node.page_hashes), np.int64)
+        num_uses[pages.is_ghost] = np.minimum(pages.num_uses + 1, NUM_CLASSES - 1)
+        # A use of a page also uses all pages before it, even if fewer of their uses are remembered.
+        num_uses = np.maximum.accumulate(num_uses[::-1])[::-1]
+        node.num_uses = int(num_uses[-1])
+        return _runs(num_uses, self._page_size)
+
+    def _count_returned(self, pages: RecalledPages, now: int) -> None:
+        """Count returns as parts of a use.
+
+        To serve a return at age b, a page evicted at age a had to stay b / a times as long. The
+        return counts as (a / b) ** 3 of a use: less is too little in large caches, more too much in
+        small ones.
+        """
+        share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
+        returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
+        for num_uses, count in enumerate(returned.tolist()):
+            self._num_reused[num_uses] += count
+
+    def use(self, node: TreeNode, now: int) -> None:
+        """Count a reuse and move the node to the next class."""
+        self._go_along(node, now)
+        self._num_reused[node.num_uses] += len(node.page_hashes)
+        if node.num_uses < NUM_CLASSES - 1:
+            if not node.children:
+                self.discard(node)
+            node.num_uses += 1
+
+    def _go_along(self, node: TreeNode, now: int) -> None:
+        """Add `node` to the open path if its parent was used last, else start another path."""
+        if node.parent is not self._path_end:
+            self._end_path()
+            if self._shadows.num_unread == _MAX_UNREAD:
+                self._follow(self._shadows.read())
+        self._shadows.use(node.page_hashes, now)
+        self._path_end = node
+
+    def _end_path(self) -> None:
+        if self._path_end is not None:
+            self._shadows.end_path()
+            self._path_end = None
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Both halves keep the number of uses."""
+        cut = len(upper.key) // self._page_size
+        upper.num_uses = lower.num_uses
+        upper.page_hashes = lower.page_hashes[:cut].copy()
+        lower.page_hashes = lower.page_hashes[cut:].copy()
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
+
+    def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
+        """Count the pages that leave, and remember them."""
+        if keep_tokens and self._is_kept(leaf):
+            self.add(leaf)  # the favourite may not keep its new end
+        keep = keep_tokens // self._page_size
+        gone = leaf.page_hashes[keep:]
+        self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
+        leaf.page_hashes = front(leaf.page_hashes, keep)
+        self._num_left[leaf.num_uses] += len(gone)
+        self._num_left_since_halved += len(gone)
+        if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:
+            self._num_left_since_halved = 0
+            # To 1, not to 0: a rate of 0 would never change the order again.
+            self._num_reused = [(count + 1) / 2 for count in self._num_reused]
+            self._num_left = [(count + 1) / 2 for count in self._num_left]
+
+    def audit(self) -> None:
+        super().audit()
+        for queue in self._kept:
+            queue.audit()
+        if sum(map(len, self._kept)) != len(self._kept_by_hash):
+            raise LedgerError("leaves that the favourite keeps are not listed by their hash")
+
+    def clear(self) -> None:
+        super().clear()
+        for queue in self._kept:
+            queue.clear()
+        self._kept_by_hash.clear()
+        self._ghosts.clear()
+        self._shadows.clear()
+        self._path_end = None
+        self._forget_counts()
+
+
+def _last_hash(node: TreeNode) -> int:
+    """The hash of the prefix that ends with the edge; shadows identify the leaf by it."""
+    return int(node.page_hashes.view(np.int64)[-1])
+
+
+def _hash_before(node: TreeNode) -> int:
+    """The hash of the prefix before `node`'s edge; the namespace's hash if that prefix is empty."""
+    parent = node.parent
+    if parent is not None and len(parent.page_hashes):
+        return int(parent.page_hashes[-1])
+    if not node.namespace:
+        return 0
+    return int.from_bytes(blake2b(node.namespace.encode(), digest_size=8).digest())
+
+
+def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:
+    """Runs of equal values, one value for each page, as tokens."""
+    ends = np.append(np.flatnonzero(np.diff(num_uses)) + 1, len(num_uses))
+    lengths = np.diff(ends, prepend=0) * page_size
+    return list(map(UseRun, lengths.tolist(), num_uses[ends - 1].tolist()))

@@ -1,0 +1,1 @@
+"""Pages and rows: allocators, page tables, locks."""

@@ -1,0 +1,247 @@
+"""Allocates the pages of one rank's pool and records the owner of each.
+
+A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0), the
+prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1). Every
+move names the owner it expects, so a double free or a foreign page raises at once. The allocator
+only records owners; it never evicts or decides. `alloc_each` takes pages for the rows of all ranks
+in one call.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NoReturn
+
+import numpy as np
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
+from sgl_jax.mem_cache.pages.transition_log import Action, Transition, TransitionLog
+
+FREE = 0
+RESERVED = -1
+TREE = -2
+
+NULL_PAGE = 0
+
+_MOVES_SHOWN = 24
+_IN_WORDS = {
+    "take": "{} took page {}",
+    "give to the tree": "{} gave page {} to the tree",
+    "free": "{} freed page {}",
+}
+
+
+def describe_owner(owner: int) -> str:
+    return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
+
+
+def each_page(move: Transition) -> list[tuple[int, int]]:
+    pages = move.pages.tolist()
+    owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
+    return list(zip(pages, owners, strict=True))
+
+
+class PageAllocator:
+    """Free list and owner array over `num_pages` pages; every call is O(pages it moves).
+
+    Args:
+        num_pages: pages of the pool, including the null page; at least 2.
+        name: of the pool, for messages ("rank 0 full").
+    """
+
+    def __init__(self, num_pages: int, name: str = "pool") -> None:
+        if num_pages < 2:
+            raise ValueError(f"{name}: a pool needs at least 2 pages, got {num_pages}")
+        self.num_pages = num_pages
+        self.name = name
+        self._owner = np.full(num_pages, FREE, np.int32)
+        self._last_owner = np.full(num_pages, FREE, np.int32)
+        self._stamp = np.zeros(num_pages, np.int32)  # see `_change_owner`
+        self._log = TransitionLog()
+        # A stack: the lowest ids come out first, and pages freed last are reused first while they
+        # are still warm in some cache.
+        self._free_stack = np.zeros(num_pages, np.int32)
+        self.num_free = 0  # pages without an owner
+        self.num_tree = 0  # owned by the prefix tree
+        self.reset()
+
+    def reset(self) -> None:
+        """Free every page but the null page."""
+        self._owner.fill(FREE)
+        self._last_owner.fill(FREE)
+        self._owner[NULL_PAGE] = RESERVED
+        self._free_stack[: self.num_pages - 1] = np.arange(self.num_pages - 1, 0, -1)
+        self.num_free = self.num_pages - 1
+        self.num_tree = 0
+        self._log.clear()
+
+    @property
+    def num_reserved(self) -> int:
+        """The null page."""
+        return 1
+
+    @property
+    def num_leased(self) -> int:
+        return self.num_pages - self.num_reserved - self.num_free - self.num_tree
+
+    def alloc(self, num_pages: int, owner: int) -> Int32Array:
+        """Take `num_pages` free pages for row `owner`; int32[num_pages].
+
+        Raises `OutOfPagesError`, changing nothing, if fewer are free.
+        """
+        if owner < 1:
+            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owner}")
+        self._require_free(num_pages)
+        pages = np.empty(num_pages, np.int32)
+        self._take(pages, np.full(num_pages, owner, np.int32))
+        return pages
+
+    def _require_free(self, count: int) -> None:
+        if count > self.num_free:
+            raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
+
+    def _take(self, pages: Int32Array, owners: Int32Array) -> None:
+        """Take a free page for each of `owners` and write it to `pages`; enough must be free.
+
+        The arrays must not change afterwards.
+        """
+        _pop_each(pages, owners, self._free_stack[: self.num_free], self._owner)
+        self.num_free -= len(pages)
+        self._log.note("take", owners, pages)
+
+    def free(self, pages: Int32Array, owner: int) -> None:
+        """Free pages that `owner` holds. Raises `OwnershipError`, changing nothing, otherwise."""
+        self._move(pages, owner, FREE, "free")
+        count = len(pages)
+        self._free_stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
+        if owner == TREE:
+            self.num_tree -= count
+
+    def give_to_tree(self, pages: Int32Array, owner: int) -> None:
+        """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing,
+        otherwise."""
+        self._move(pages, owner, TREE, "give to the tree")
+        self.num_tree += len(pages)
+
+    def _move(self, pages: Int32Array, owner: int, new_owner: int, action: Action) -> None:
+        if not _change_owner(pages, owner, new_owner, self._owner, self._last_owner, self._stamp):
+            self._refuse(pages, owner, action)
+        self._log.note(action, owner, pages.copy())
+
+    def owners(self) -> Int32Array:
+        """A copy of the owner of every page, int32[num_pages]."""
+        return self._owner.copy()
+
+    def free_pages(self) -> Int32Array:
+        """A copy of the free list, in no particular order."""
+        return self._free_stack[: self.num_free].copy()
+
+    def transitions(self) -> list[Transition]:
+        """The latest moves of this pool's pages, oldest first."""
+        return self._log.all()
+
+    def describe(self, pages: Int32Array, limit: int = 8) -> str:
+        """The owners and latest moves of the first few of `pages`, for messages."""
+        shown = ", ".join(
+            f"page {page}: {describe_owner(int(self._owner[page]))} "
+            f"(before: {describe_owner(int(self._last_owner[page]))})"
+            for page in pages[:limit].tolist()
+        )
+        more = len(pages) - limit
+        shown += f" and {more} more" if more > 0 else ""
+        return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
+
+    def _describe_history(self, pages: Int32Array) -> str:
+        """The moves of `pages` and their owners, latest last; ticks count calls to this pool."""
+        moves = [
+            f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
+            for move in self._log.of(pages)
+            for page, owner in each_page(move)
+        ]
+        forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
+        return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
+
+    def _refuse(self, pages: Int32Array, owner: int, action: Action) -> NoReturn:
+        """Raise `OwnershipError` with the reason why `owner` cannot move `pages`."""
+        is_missing = (pages < 0) | (pages >= self.num_pages)
+        if is_missing.any():
+            raise OwnershipError(
+                f"{self.name}: cannot {action}: no such page {pages[is_missing][:8].tolist()}"
+            )
+        wrong = self._owner[pages] != owner
+        if owner in (FREE, RESERVED) or wrong.any():
+            raise OwnershipError(
+                f"{self.name}: {describe_owner(owner)} cannot {action} pages of another owner: "
+                f"{self.describe(pages[wrong] if wrong.any() else pages)}"
+            )
+        values, counts = np.unique(pages, return_counts=True)
+        raise OwnershipError(
+            f"{self.name}: cannot {action} a page twice in one call: "
+            f"{values[counts > 1][:8].tolist()}"
+        )
+
+
+@compiled("(int32[::1], int64, int64, int32[::1], int32[::1], int32[::1])")
+def _change_owner(
+    pages: Int32Array,
+    owner: int,
+    new_owner: int,
+    owners: Int32Array,
+    last_owners: Int32Array,
+    stamps: Int32Array,
+) -> bool:
+    """Move `pages` from `owner` to `new_owner`; False, changing no owner, if not allowed.
+
+    A move is not allowed if a page does not exist, has another owner or appears twice, or if
+    `owner` cannot hold pages. `owners`, `last_owners` and `stamps` cover all pages; `stamps` is
+    scratch memory.
+    """
+    assert len(owners) == len(last_owners) == len(stamps)
+    for i in range(len(pages)):
+        page = pages[i]
+        if page < 0 or page >= len(owners) or owners[page] != owner:
+            return False
+        stamps[page] = i
+    # If two pages are equal, only the last keeps its stamp.
+    for i in range(len(pages)):
+        if stamps[pages[i]] != i or owner in (FREE, RESERVED):
+            return False
+    for page in pages:
+        last_owners[page] = owner
+        owners[page] = new_owner
+    return True
+
+
+def alloc_each(
+    allocators: Sequence[PageAllocator], owners: Int32Array, bounds: Sequence[int]
+) -> Int32Array:
+    """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
+
+    The rows of allocator k, and the pages that it returns for them, are in [bounds[k], bounds[k +
+    1]). Raises `OutOfPagesError`, changing nothing, if fewer are free.
+    """
+    if len(owners) and np.minimum.reduce(owners) < 1:
+        raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
+        allocator._require_free(end - first)
+    pages = np.empty(len(owners), np.int32)
+    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
+        if first < end:
+            allocator._take(pages[first:end], owners[first:end])
+    return pages
+
+
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
+def _pop_each(
+    pages: Int32Array, new_owners: Int32Array, free: Int32Array, owners: Int32Array
+) -> None:
+    """Fill `pages` from the end of `free`, the last page first, and record `new_owners` as their
+    owners in `owners`."""
+    assert len(pages) == len(new_owners) <= len(free)
+    for i in range(len(pages)):
+        page = free[len(free) - 1 - i]
+        assert 0 <= page < len(owners)
+        owners[page] = new_owners[i]
+        pages[i] = page

@@ -1,0 +1,215 @@
+"""Growing and committing the rows of all ranks at once: pages for new tokens, and the lengths
+written by launched steps.
+
+`tables` holds the columns of all ranks' rows, rank after rank; row numbers are indices into them.
+The loops are compiled (`core/compiled.py`).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
+from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.pages.page_allocator import alloc_each
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
+
+if TYPE_CHECKING:
+    from sgl_jax.mem_cache.rank_memory import RankMemory
+
+
+def grow_rows(
+    tables: RowTables,
+    memories: "Sequence[RankMemory]",
+    rows: RowIndex,
+    allocated_lens: Int32Array,
+    bounds: Sequence[int] | IntpArray,
+) -> list[bool]:
+    """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
+
+    Args:
+        tables: the columns of all `memories`, one after another.
+        memories: of the ranks, each with as many rows.
+        rows: indices into `tables`, distinct and leased, rank by rank.
+        allocated_lens: int32[len(rows)].
+        bounds: rank i has the rows `rows[bounds[i] : bounds[i + 1]]`.
+
+    Returns whether each rank's rows fit. All or nothing: if they do not fit even after eviction,
+    the rank is unchanged.
+    """
+    page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
+    bounds = np.asarray(bounds)
+    allocated_len = tables.kv_allocated_len
+    growing, owners, columns, page_bounds = _lacking_pages(
+        rows, allocated_lens, bounds, allocated_len, page_size, num_rows
+    )
+    if not len(growing):
+        _reserve(rows, allocated_lens, bounds, np.ones(len(memories), np.bool_), allocated_len)
+        return [True] * len(memories)
+    fits = [
+        memory.make_room(end - first)
+        for memory, (first, end) in zip(memories, pairwise(page_bounds.tolist()), strict=True)
+    ]
+    if not all(fits):
+        counts = np.diff(page_bounds)
+        has_room = np.repeat(fits, counts)
+        growing, owners, columns = growing[has_room], owners[has_room], columns[has_room]
+        page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
+    for number, group in enumerate(memories[0].groups):
+        if group.is_recurrent:
+            continue  # snapshots are taken one by one: `row_states.py`
+        allocators = [memory.allocators[group.pool] for memory in memories]
+        taken = alloc_each(allocators, owners, page_bounds.tolist())
+        tables.list_page_each(number, growing, columns, taken)
+    _reserve(rows, allocated_lens, bounds, np.array(fits), allocated_len)
+    return fits
+
+
+@compiled("(int64[::1], int32[::1], int64[::1], int32[::1], int32, int64)")
+def _lacking_pages(
+    rows: RowIndex,
+    lens: Int32Array,
+    bounds: IntpArray,
+    allocated_len: Int32Array,
+    page_size: int,
+    num_rows: int,
+) -> tuple[RowIndex, Int32Array, Int32Array, IntpArray]:
+    """The pages that `rows` lack to hold `lens` tokens, row by row.
+
+    Returns, for each page, its row, its row within the rank (`num_rows` rows each) and its column
+    in the row; and the bounds of each rank's pages. `bounds` delimit the ranks' rows;
+    `allocated_len` covers the rows of all ranks.
+    """
+    assert len(rows) == len(lens) == bounds[len(bounds) - 1]
+    lacking = np.empty(len(rows), np.int64)  # indices of rows that lack any
+    lacking_bounds = np.zeros(len(bounds), np.int64)
+    num_lacking = num_pages = 0
+    for rank in range(len(bounds) - 1):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            assert 0 <= rows[i] < len(allocated_len)
+            held_len = allocated_len[rows[i]]
+            num_left = -held_len % page_size  # slots of its last page
+            if lens[i] - held_len > num_left:
+                lacking[num_lacking] = i
+                num_lacking += 1
+                num_pages += (lens[i] - held_len - num_left + page_size - 1) // page_size
+        lacking_bounds[rank + 1] = num_lacking
+    growing = np.empty(num_pages, np.int64)
+    owners = np.empty(num_pages, np.int32)
+    columns = np.empty(num_pages, np.int32)
+    page_bounds = np.zeros(len(bounds), np.int64)
+    count = 0
+    for rank in range(len(bounds) - 1):
+        for i in lacking[lacking_bounds[rank] : lacking_bounds[rank + 1]]:
+            held = (allocated_len[rows[i]] + page_size - 1) // page_size
+            for column in range(held, (lens[i] + page_size - 1) // page_size):
+                growing[count] = rows[i]
+                owners[count] = rows[i] - rank * num_rows
+                columns[count] = column
+                count += 1
+        page_bounds[rank + 1] = count
+    return growing, owners, columns, page_bounds
+
+
+@compiled("(int64[::1], int32[::1], int64[::1], boolean[::1], int32[::1])")
+def _reserve(
+    rows: RowIndex,
+    lens: Int32Array,
+    bounds: IntpArray,
+    fits: BoolArray,
+    allocated_len: Int32Array,
+) -> None:
+    """Set the allocated lengths to at least `lens` for ranks in `fits`."""
+    assert len(rows) == len(lens) == bounds[len(bounds) - 1]
+    assert len(fits) == len(bounds) - 1
+    for rank in range(len(fits)):
+        if fits[rank]:
+            for i in range(bounds[rank], bounds[rank + 1]):
+                assert 0 <= rows[i] < len(allocated_len)
+                allocated_len[rows[i]] = max(allocated_len[rows[i]], lens[i])
+
+
+def commit_rows(
+    tables: RowTables, memories: "Sequence[RankMemory]", rows: RowIndex, committed_lens: Int32Array
+) -> None:
+    """Record that a launched step writes rows' KV up to `committed_lens` tokens.
+
+    `rows` are indices into `tables`, the columns of all `memories`. Raises `LeaseError`, changing
+    nothing, if a row has too few slots.
+    """
+    beyond = _commit(rows, committed_lens, tables.kv_allocated_len, tables.kv_committed_len)
+    if beyond >= 0:
+        rank, row = divmod(int(rows[beyond]), memories[0].rows.num_rows)
+        raise LeaseError(
+            f"rank {memories[rank].dp_rank}: row {row} would commit "
+            f"{committed_lens[beyond]} tokens of {tables.kv_allocated_len[rows[beyond]]}"
+        )
+
+
+@compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
+def _commit(
+    rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, committed_len: Int32Array
+) -> int:
+    """Set the committed lengths of `rows`; return -1. If rows have too few slots, set nothing and
+    return the index of the first."""
+    assert len(rows) == len(lens)
+    assert len(allocated_len) == len(committed_len)
+    for i in range(len(rows)):
+        assert 0 <= rows[i] < len(allocated_len)
+        if lens[i] > allocated_len[rows[i]]:
+            return i
+    for i in range(len(rows)):
+        committed_len[rows[i]] = lens[i]
+    return -1
+
+
+def pages_held_and_lacking(
+    memory: "RankMemory", tables: RowTables, rows: RowIndex, lens: Int32Array
+) -> Int32Array:
+    """Count the pages of the first pool that each row lists, and lacks for `lens` tokens.
+
+    Args:
+        memory: of any rank.
+        tables: columns that `rows`, int64[n], are indices of.
+        lens: int32[k, n] tokens.
+
+    Returns int32[1 + k, n].
+    """
+    numbers, most = memory.first_tables
+    pages: Int32Array = _held_and_lacking(
+        rows, lens, tables.kv_allocated_len, tables.first_pages, numbers, most, memory.page_size
+    )
+    return pages
+
+
+@compiled("(int64[::1], int32[:, ::1], int32[::1], int32[:, :], int64[::1], int64[::1], int64)")
+def _held_and_lacking(
+    rows: RowIndex,
+    lens: Int32Array,
+    allocated_len: Int32Array,
+    first_pages: Int32Array,
+    groups: IntpArray,
+    most: IntpArray,
+    page_size: int,
+) -> Int32Array:
+    """`pages_held_and_lacking` for `groups`, in each of which a row lists at most `most` pages."""
+    num_lens, num_rows = lens.shape
+    pages = np.zeros((1 + num_lens, num_rows), np.int32)
+    assert len(rows) == num_rows
+    assert len(groups) == len(most)
+    for i in range(num_rows):
+        row = rows[i]
+        assert 0 <= row < len(allocated_len)
+        held = (allocated_len[row] + page_size - 1) // page_size
+        for k in range(len(groups)):
+            assert 0 <= groups[k] < len(first_pages)
+            listed = held - first_pages[groups[k], row]
+            pages[0, i] += listed
+            room = max(most[k] - listed, 0)
+            for j in range(num_lens):
+                beyond = (lens[j, i] + page_size - 1) // page_size - held
+                pages[1 + j, i] += min(max(beyond, 0), room)
+    return pages

@@ -1,0 +1,1 @@
+"""The prefix tree, its components, and the cursors of waiting prompts."""

@@ -1,0 +1,179 @@
+"""The matched prefixes of waiting prompts on the prefix tree: one cursor for all equal beginnings.
+
+Prompts with equal beginnings share cursors, which form a tree of their own. Each cursor is a stem:
+a path up to `end` that some prompts share; its children are the stems that continue it. A cursor is
+live if the walk along its path goes past its parent; it then stands on a node of the prefix tree.
+Any other cursor stands at its parent's place, since the walk ends before the two differ.
+`cursor_index.py` keeps cursors up to date.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+
+LIVE = -1  # in the column `above`
+NO_CURSOR = -1  # in the column `parent`
+
+# `key_at(start, tokens, namespace)` returns the key under which a node that ends at `start` lists
+# the child that continues with `tokens`.
+KeyAt: TypeAlias = Callable[[int, Int32Array, str], bytes]
+
+
+class PrefixCursor:
+    """The walk along `tokens`, whole pages, for all prompts that begin with them.
+
+    `num_followers` prompts end there, except for a partial page; with none, prompts diverge there.
+    `number` is its line in the index's columns. The properties give the end of the walk; a live
+    cursor stores it in the fields `at`, `reached` and `usable`, and `at` is None for any other
+    cursor.
+    """
+
+    __slots__ = (
+        *("_key_at", "at", "children", "end", "key", "namespace", "num_followers", "number"),
+        *("parent", "reached", "tokens", "usable", "watched"),
+    )
+
+    def __init__(
+        self,
+        key_at: KeyAt,
+        number: int,
+        parent: "PrefixCursor | None",
+        key: bytes,
+        tokens: Int32Array,
+        namespace: str,
+    ) -> None:
+        self._key_at = key_at
+        self.number = number
+        self.parent = parent
+        self.key = key  # in the children of `parent`
+        self.tokens = tokens
+        self.namespace = namespace
+        self.end = len(tokens)
+        self.children: dict[bytes, PrefixCursor] = {}  # by the first page behind `end`
+        self.num_followers = 0
+        self.at: TreeNode | None = None
+        self.reached = 0
+        self.usable = 0
+        self.watched: list[TreeNode] = []
+
+    @property
+    def start(self) -> int:
+        """Tokens shared with its siblings."""
+        return 0 if self.parent is None else self.parent.end
+
+    @property
+    def live(self) -> "PrefixCursor":
+        """The live cursor at the end of this walk."""
+        cursor = self
+        while cursor.at is None:
+            assert cursor.parent is not None, "the first cursor is live"
+            cursor = cursor.parent
+        return cursor
+
+    @property
+    def node(self) -> TreeNode:
+        """The last node on the walk; the root if none matched."""
+        node = self.live.at
+        assert node is not None
+        return node
+
+    @property
+    def matched(self) -> int:
+        """Tokens matched by the walk, whole pages."""
+        return self.live.reached
+
+    @property
+    def length(self) -> int:
+        """Tokens that a match would find, whole pages; at most `matched`."""
+        return self.live.usable
+
+    @property
+    def next_key(self) -> bytes | None:
+        """The key of the child of `node` that would continue the walk, if one can."""
+        cursor: PrefixCursor | None = None
+        above = self
+        while above.at is None:
+            assert above.parent is not None, "the first cursor is live"
+            cursor, above = above, above.parent
+        matched = above.reached
+        if matched < above.at.end:
+            return None
+        if matched < above.end:
+            return self._key_at(matched, above.tokens[matched:], above.namespace)
+        return None if cursor is None else cursor.key
+
+    def places(self) -> list[tuple[TreeNode, bytes]]:
+        """Nodes, with keys, behind which a new child would extend the walk or its resumable part:
+        from the end of the walk up to the end of its resumable prefix, since gaps lie between the
+        two."""
+        live = self.live
+        node, key, places = live.at, self.next_key, []
+        while node is not None and node.end >= live.usable:
+            if key is not None:
+                places.append((node, key))
+            key, node = node.child_key, node.parent
+        return places
+
+    def stems(self) -> "Iterator[PrefixCursor]":
+        stack = [self]
+        while stack:
+            cursor = stack.pop()
+            yield cursor
+            stack.extend(cursor.children.values())
+
+    def resting(self) -> "Iterator[PrefixCursor]":
+        """This live cursor and the cursors at its place that are not live."""
+        stack = [self]
+        while stack:
+            cursor = stack.pop()
+            yield cursor
+            stack.extend(child for child in cursor.children.values() if child.at is None)
+
+    def __repr__(self) -> str:
+        return f"PrefixCursor({self.length} of {self.end} tokens, {self.num_followers} followers)"
+
+
+class CursorColumns:
+    """A line for each cursor, for loops over many: int32 arrays, longer than the used part.
+
+    `above` is the parent's number if the cursor is not live, else `LIVE`. For live cursors,
+    `usable_pages` counts the pages of `length`, and `place` is the stop's. For all cursors,
+    `parent` is the parent's number, `end_pages` counts the pages of `end`, and `num_prompts` the
+    prompts that begin with its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._set(np.zeros((6, 64), np.int32))
+        self._free = list(range(64))[::-1]
+
+    def _set(self, table: Int32Array) -> None:
+        self._table = table
+        self.above, self.usable_pages, self.place, self.parent, self.end_pages, self.num_prompts = (
+            table
+        )
+
+    def take(self) -> int:
+        """Return the number of a new cursor."""
+        if not self._free:
+            size = len(self.above)
+            self._free = list(range(size, 2 * size))[::-1]
+            self._set(np.concatenate([self._table, self._table], axis=1))
+        return self._free.pop()
+
+    def free(self, number: int) -> None:
+        self.above[number] = LIVE
+        self._free.append(number)
+
+
+@compiled("(int32[::1], int32[::1])")
+def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
+    size = min(len(a), len(b))
+    for i in range(size):
+        if a[i] != b[i]:
+            return i
+    return size

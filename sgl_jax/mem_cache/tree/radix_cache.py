@@ -1,0 +1,343 @@
+"""The prefix cache of a rank: it keeps the KV of token prefixes between requests.
+
+`peek` only reads (routing, admission); `match_prefix` locks its match and needs one `unlock` for
+each call. A prefix is kept under a namespace, "" by default, and found under that namespace alone.
+`ChunkCache` keeps nothing.
+
+Pages are int32[groups, n], a row for each cache group of the model. A match ends at a resumable
+position: FULL groups have all its pages, a window the pages that the next token reads. A lease
+locks these, and unlocks a window's pages as its own tokens fill the window (`let_go`). Its
+`first_pages` give, for each group, the first page that its row still lists.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
+from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES, LruPolicy
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
+from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, LockedEnd
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree.window_component import WindowComponent, lookback_pages
+
+_IN_NO_POOL = -1
+
+
+class PrefixMatch(NamedTuple):
+    """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
+
+    If a lock moved there from a node on the way, `pages` are the pages behind that node. For
+    windows, `match_prefix` returns the locked pages and 0 before them, `accept` all pages present.
+    """
+
+    length: int
+    pages: Int32Array  # [groups, length / page_size], excluding pages before that node
+    node: TreeNode | None  # None if length is 0: then nothing is locked
+
+
+class RadixCache:
+    """A radix tree with a component for each cache group, at most one of which is FULL.
+
+    Counts are pages. A `start` is a node that the calling lease has locked, on the path of the
+    tokens: only nodes below it are visited.
+
+    Args:
+        groups: of the model, at least one.
+        allocators: by pool number; groups may share one.
+        page_size: tokens.
+        num_evicted: above 0 if the cache replaces another.
+        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` otherwise, or for
+            invalid `groups`.
+
+    Attributes:
+        tree: the core, which counts the locks taken and not yet undone.
+        cursors: track the cached length of waiting prompts.
+        num_evicted: pages evicted since the start, of all pools.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        allocators: Sequence[PageAllocator],
+        page_size: int,
+        num_evicted: int = 0,
+        *,
+        eviction_policy: str = "adaptive",
+    ) -> None:
+        if eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"eviction_policy must be one of {EVICTION_POLICIES}, got {eviction_policy!r}"
+            )
+        full_groups = [number for number, each in enumerate(groups) if each.sliding_window is None]
+        if not groups or len(full_groups) > 1:
+            raise ValueError(
+                f"a prefix tree has at least one cache group and at most one without a window, got "
+                f"{[each.sliding_window for each in groups]}"
+            )
+        self._num_groups = len(groups)
+        self._num_pools = len(allocators)
+        # Evict tokens by the policy of FULL's pool, or of the first pool.
+        num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
+        self._policy = (
+            AdaptivePolicy(num_pages, page_size) if eviction_policy == "adaptive" else LruPolicy()
+        )
+        self._full: FullComponent
+        if full_groups:
+            number, pool = full_groups[0], groups[full_groups[0]].pool
+            self._full = FullComponent(
+                0, allocators[pool], page_size, self._policy, group=number, pool=pool
+            )
+        else:
+            self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
+        windows: list[WindowComponent] = []
+        for number, group in enumerate(groups):
+            if group.sliding_window is not None:
+                windows.append(
+                    WindowComponent(
+                        len(windows) + 1,
+                        number,
+                        group.pool,
+                        allocators[group.pool],
+                        page_size,
+                        lookback_pages(group.sliding_window, page_size),
+                        self._policy.num_classes,
+                        is_recurrent=group.is_recurrent,
+                    )
+                )
+        self._windows = tuple(windows)
+        self.tree = RadixTree(page_size, self._full, self._policy, windows)
+        self.cursors = self.tree.cursors
+        self.num_evicted = num_evicted
+
+    @property
+    def num_evictable(self) -> list[int]:
+        """Pages of each pool that the cache could free now."""
+        if not self._windows:
+            return [self._full.num_evictable]
+        return [self.tree.num_evictable(pool) for pool in range(self._num_pools)]
+
+    @property
+    def num_protected(self) -> list[int]:
+        """Pages of each pool that the cache holds and live leases have locked."""
+        if not self._windows:
+            return [self._full.num_protected]
+        components = self.tree.components
+        return [
+            sum(each.num_protected for each in components if each.pool == pool)
+            for pool in range(self._num_pools)
+        ]
+
+    def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
+        """Return the number of tokens that `match_prefix` would find. Changes nothing, not even
+        ages."""
+        _, length = self.tree.peek(_contiguous(tokens), namespace, start)
+        return length
+
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        """The `next_key` of a cursor that ends at `node` (None: nothing matched), if `tokens`, at
+        least a page, come next."""
+        return self.tree.child_key(node or self.tree.root, tokens, namespace)
+
+    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
+        """Return whether a child under `next_key` behind `node` would be useful if accepted.
+
+        It is if the walk of a cursor ends there for lack of it, or if the cache has it by now from
+        another request.
+        """
+        parent = node or self.tree.root
+        return next_key in parent.children or self.cursors.has_filed(parent, next_key)
+
+    def awaited_lens(
+        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
+    ) -> list[int]:
+        """The number of `tokens` behind `node` that other prompts await, as in `is_awaited`.
+
+        In whole pages, for at most `most` prompts.
+        """
+        parent = node or self.tree.root
+        return [
+            common_prefix_len(cursor.tokens[parent.end :], tokens)
+            // self.tree.page_size
+            * self.tree.page_size
+            for cursor in self.cursors.filed(parent, next_key, most)
+        ]
+
+    def match_prefix(
+        self,
+        tokens: Int32Array,
+        namespace: str = "",
+        start: TreeNode | None = None,
+        first_pages: FirstPages = None,
+    ) -> PrefixMatch:
+        """Lock the longest resumable prefix of `tokens`; a lock of `start`, with the lease's
+        `first_pages`, moves there."""
+        # Read before the lock moves, since `start` may then merge with the next node.
+        first = 0 if start is None else start.end // self.tree.page_size
+        node = self.tree.match(_contiguous(tokens), namespace, start, first_pages)
+        if node is None:
+            return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
+        length, pages = node.end, self._pages_behind(node, first)
+        for window in self._windows:
+            num_unread = length // self.tree.page_size - window.num_pages - first
+            pages[window.group, : max(num_unread, 0)] = 0
+        self.tree.settle()
+        return PrefixMatch(length, pages, node)
+
+    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
+        """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
+
+        Returns the prefix as the cache now holds it, or None if it keeps nothing. The prefix is
+        locked: any lock of `offer.node` moves there, and `pages` are the pages behind that node. If
+        the returned page differs from the offered page, or is 0, the offered page stays with the
+        lease.
+        """
+        start = offer.node
+        node = self.tree.insert(_contiguous(tokens), offer, start)
+        if not self._windows:
+            # Read before the lock moves, since `start` may then merge with the next node.
+            pages = self._full.pages_of(self.tree.path_to(node, start))[None]
+            self._lock_accepted(node, offer)
+            return PrefixMatch(node.end, pages, node)
+        first = 0 if start is None else start.end // self.tree.page_size
+        self._lock_accepted(node, offer)
+        self.tree.settle()  # some of the taken pages may be dead
+        return PrefixMatch(node.end, self._pages_behind(node, first), node)
+
+    def _lock_accepted(self, node: TreeNode, offer: LeaseOffer) -> None:
+        if offer.node is None:
+            self.tree.lock(node, offer.first_pages)
+        else:
+            self.tree.move_lock(offer.node, node, offer.first_pages)
+
+    def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
+        """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by
+        `let_go`."""
+        self.tree.unlock(node, first_pages)
+        self.tree.settle()
+
+    def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
+        """Unlock pages [first, end) of a window's group for a lease that ends at `node`.
+
+        The range may include pages before the lease's window or past its end: it has not locked
+        them.
+        """
+        for window in self._windows:
+            if window.group == group:
+                window.let_go(node, first, end)
+        self.tree.let_go(node)
+        self.tree.settle()
+
+    def evict(self, num_pages: int, pool: int = 0) -> int:
+        """Free `num_pages` of the pool, or all unlocked pages; returns the number freed.
+
+        May free up to one more page of tokens, and tokens that become not resumable. Exact for a
+        model without windows.
+        """
+        before = sum(self.num_evictable)
+        evicted = self.tree.evict(num_pages, pool)
+        self.num_evicted += before - sum(self.num_evictable)
+        return evicted
+
+    def reset(self) -> None:
+        """Evict everything and reset the policy. Raises `LedgerError` if a lock is held."""
+        if self.tree.num_locks:
+            raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
+        for pool, num_pages in enumerate(self.num_evictable):
+            self.evict(num_pages, pool)
+        self._policy.clear()
+
+    def pages_to(self, node: TreeNode) -> Int32Array:
+        """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 for
+        absent pages."""
+        return self._pages_of(self.tree.path_to(node))
+
+    def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
+        nodes, step = [], node
+        while step.parent is not None and step.end > first * self.tree.page_size:
+            nodes.append(step)
+            step = step.parent
+        num_pages = node.end // self.tree.page_size - first
+        held = self._pages_of(nodes[::-1])
+        pages: Int32Array = held[:, held.shape[1] - num_pages :]
+        return pages
+
+    def _pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        if not self._windows:
+            return self._full.pages_of(nodes)[None]
+        of_group = {window.group: window.pages_of(nodes) for window in self._windows}
+        rows = [of_group.get(group) for group in range(self._num_groups)]
+        pages: Int32Array = np.stack(
+            [self._full.pages_of(nodes) if row is None else row for row in rows]
+        )
+        return pages
+
+    def nodes(self) -> Sequence[TreeNode]:
+        """All nodes but the root, parents before children."""
+        return list(self.tree.nodes())
+
+    def held_pages(self, pool: int = 0) -> Int32Array:
+        """All pages of the pool that the cache holds, in no particular order."""
+        nodes = self.nodes()
+        parts = [each.pages_of(nodes) for each in self.tree.components if each.pool == pool]
+        pages = np.concatenate([np.zeros(0, np.int32), *parts])
+        held: Int32Array = pages[pages != 0]
+        return held
+
+    def audit(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
+        """Raise `LedgerError` unless counts, locks and the eviction set are right, edges are
+        contiguous, and no two nodes should be merged.
+
+        Each path must belong to one namespace, and its edges be listed under the keys of lookups.
+        Only locks may keep tokens that are not resumable. `locks` has an entry, with first pages,
+        for each lock of the live leases.
+        """
+        nodes, ends = self.nodes(), [LockedEnd(*lock) for lock in locks]
+        for component in self.tree.components:
+            component.audit(nodes, ends)
+        if self.tree.resumable is not None:
+            self.tree.resumable.audit(nodes)
+        self.cursors.audit()
+        for node in nodes:
+            if node.parent is None or node.end != node.parent.end + len(node.key):
+                raise LedgerError(
+                    f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
+                )
+            if not self.tree.is_listed(node):
+                raise LedgerError(
+                    f"{node!r} is not where lookups of its tokens and namespace end, or is of "
+                    f"another namespace than its parent {node.parent!r}",
+                    node.values[0],
+                )
+            if self.tree.may_merge(node.parent, node):
+                raise LedgerError(f"{node!r} is not merged with {node.parent!r}", node.values[0])
+
+
+class ChunkCache(RadixCache):
+    """Keeps nothing between requests: its tree stays empty, and every lease owns all its pages."""
+
+    def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
+        return None
+
+    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
+        return False
+
+    def awaited_lens(
+        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
+    ) -> list[int]:
+        return []
+
+    def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
+        """None: nothing is kept."""
+        return None
+
+
+def _contiguous(tokens: Int32Array) -> Int32Array:
+    return np.ascontiguousarray(tokens, dtype=np.int32)

@@ -1,0 +1,294 @@
+"""The resumable positions of the tree with windows, and the pages they need.
+
+The end of a page is resumable if, for every window, all pages of its lookback are present, or all
+pages since the root; FULL has all of its pages on every path. A window's page that no resumable
+position reads is dead, and so are tokens behind a path's last resumable position. Dead pages are
+freed at once unless a lease has locked them: after each call of the cache, only leases keep dead
+pages on the tree.
+
+Each node stores its resumable positions and, for each window, the run: the number of pages without
+a gap before the node's end, at most the lookback; the root's run is the full lookback. So a change
+of a node's pages affects that node, nodes below it within a window's reach, and, for dead pages,
+nodes above it within that reach; never more of the tree.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sgl_jax.core.step_plan import BoolArray
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
+from sgl_jax.mem_cache.tree.full_component import FullComponent
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree.window_component import WindowComponent
+from sgl_jax.mem_cache.tree.window_order import WEIGHTS
+
+
+class Resumable:
+    """Keeps `is_usable` and `runs` of all nodes; frees dead pages in `sweep`.
+
+    Args:
+        windows: at least one.
+        root: of the tree.
+        page_size: tokens.
+    """
+
+    def __init__(self, windows: Sequence[WindowComponent], root: TreeNode, page_size: int) -> None:
+        self.windows = tuple(windows)
+        self._page_size = page_size
+        self._longest = max(window.num_pages for window in windows)
+        self._changed: dict[int, TreeNode] = {}  # nodes that may hold dead pages
+        self._remarked: dict[int, TreeNode] = {}  # nodes whose usable positions changed
+        self._root = root
+        root.runs = tuple(window.num_pages for window in windows)
+        root.start_reading()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def usable_len(self, node: TreeNode, length: int, above: int = 0) -> tuple[int, list[TreeNode]]:
+        """The length of the longest resumable prefix of at most `length` tokens, and the searched
+        nodes, from `node` up to the node where the prefix ends.
+
+        `length` lies in the edge of `node`. The search ends at `above` tokens.
+        """
+        seen = []
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None and step.end > above:
+            seen.append(step)
+            start = step.end - len(step.key)
+            usable = step.is_usable[: max(length - start, 0) // self._page_size].nonzero()[0]
+            if len(usable):
+                return max(start + (int(usable[-1]) + 1) * self._page_size, above), seen
+            step = step.parent
+        return above, seen
+
+    def can_resume(self, node: TreeNode) -> bool:
+        """Return whether the end of `node`, which is not the root, is resumable."""
+        return bool(node.is_usable[-1])
+
+    # -- reports from the tree -------------------------------------------------------------
+
+    def added(self, nodes: Sequence[TreeNode]) -> None:
+        """`nodes`, consecutive from above, are new or have taken pages."""
+        for node in nodes:
+            self._recompute(node)
+            self._changed[node.node_id] = node
+
+    def read(self, node: TreeNode, now: int) -> None:
+        end = node.end // self._page_size
+        for window in self.windows:
+            for step, _, _ in window.edges_between(node, end - window.num_pages, end):
+                self._relist(step, now)
+
+    def used(self, node: TreeNode) -> None:
+        if node.read.num_uses != node.num_uses:
+            self._relist(node, node.read.last_access)
+
+    def _relist(self, node: TreeNode, last_access: int) -> None:
+        for window in self.windows:
+            window.forget(node)
+        node.read.last_access, node.read.num_uses = last_access, node.num_uses
+        for window in self.windows:
+            window.refresh(node)
+
+    def released(self, node: TreeNode) -> None:
+        """A lease that ends at `node` has unlocked pages, which may be dead."""
+        if node.end and not self.can_resume(node):
+            self._changed[node.node_id] = node
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`lower` lost the start of its edge to the new `upper`."""
+        cut = len(upper.key) // self._page_size
+        upper.is_usable = lower.is_usable[:cut].copy()
+        lower.is_usable = lower.is_usable[cut:].copy()
+        upper.runs = self._positions(upper)[1]
+        for nodes in self._changed, self._remarked:
+            if lower.node_id in nodes:
+                nodes[upper.node_id] = upper
+
+    def merged(self, upper: TreeNode, lower: TreeNode) -> None:
+        lower.is_usable = np.concatenate([upper.is_usable, lower.is_usable])
+        for nodes in self._changed, self._remarked:
+            if nodes.pop(upper.node_id, None) is not None:
+                nodes[lower.node_id] = lower
+        for window in self.windows:
+            window.refresh(lower)
+
+    def trimmed(self, leaf: TreeNode) -> None:
+        leaf.is_usable = leaf.is_usable[: len(leaf.key) // self._page_size].copy()
+        leaf.runs = self._positions(leaf)[1]
+        for window in self.windows:
+            window.refresh(leaf)
+        self._changed[leaf.node_id] = leaf
+
+    def left(self, leaf: TreeNode, parent: TreeNode) -> None:
+        """`leaf`, a child of `parent`, was removed."""
+        self._changed.pop(leaf.node_id, None)
+        self._remarked.pop(leaf.node_id, None)
+        if parent is not self._root:
+            self._changed[parent.node_id] = parent
+
+    def tombstoned(self, node: TreeNode) -> None:
+        self._recompute(node)
+        self._changed[node.node_id] = node
+
+    def take_remarked(self) -> list[TreeNode]:
+        """The nodes whose usable positions have changed since the last call."""
+        remarked = list(self._remarked.values())
+        self._remarked.clear()
+        return remarked
+
+    # -- eviction --------------------------------------------------------------------------
+
+    def least_useful(
+        self, pool: int, leaf: TreeNode | None, policy: EvictionPolicy, now: int
+    ) -> tuple[WindowComponent, TreeNode, int] | None:
+        """Choose a window, a node and a level to take pages of `pool` from; None to take them from
+        `leaf`, the eviction policy's choice."""
+        least = None
+        lowest = None if leaf is None else policy.rate(leaf.num_uses, leaf.last_access, now)
+        for window in self.windows:
+            if window.pool != pool:
+                continue
+            for level, item in window.order.oldest():
+                rate = WEIGHTS[level] * policy.rate(item.num_uses, item.last_access, now)
+                if lowest is None or rate < lowest:
+                    least, lowest = (window, item.node, level), rate
+        return least
+
+    def pages_to_keep(self, leaf: TreeNode, num_pages: int, pool: int, full: FullComponent) -> int:
+        """Pages of the edge that stay when the caller needs `num_pages` of the pool."""
+        count = len(leaf.key) // self._page_size
+        held = np.full(count, int(full.pool == pool))
+        for window in self.windows:
+            if window.pool == pool:
+                held += leaf.values[window.index] != 0
+        freed = np.cumsum(held[::-1])
+        return max(count - int(np.searchsorted(freed, num_pages)) - 1, 0)
+
+    # -- dead pages ------------------------------------------------------------------------
+
+    def sweep(self, trim: Callable[[TreeNode, int], None]) -> None:
+        """Free all dead pages without locks in changed nodes.
+
+        `trim(leaf, keep_tokens)` shortens the edge of a leaf; it reports that here.
+        """
+        while self._changed:
+            _, node = self._changed.popitem()
+            if not _is_on_tree(node):
+                continue
+            for each in self._with_those_above(node):
+                self._free_dead_windows(each)
+            if not node.children and not node.locks[0] and not self.can_resume(node):
+                trim(node, self._last_usable(node))
+
+    def _with_those_above(self, node: TreeNode) -> list[TreeNode]:
+        """The node, and the nodes above it within reach of a window from its edge."""
+        nodes, start = [node], node.end - len(node.key)
+        step = node.parent
+        reach = start - self._longest * self._page_size
+        while step is not None and step.parent is not None and step.end > reach:
+            nodes.append(step)
+            step = step.parent
+        return nodes
+
+    def _last_usable(self, node: TreeNode) -> int:
+        usable = node.is_usable.nonzero()[0]
+        return (int(usable[-1]) + 1) * self._page_size if len(usable) else 0
+
+    def _free_dead_windows(self, node: TreeNode) -> None:
+        is_changed = False
+        for window in self.windows:
+            is_dead = self.is_dead(window, node) & (node.locks[window.index] == 0)
+            if np.count_nonzero(is_dead):
+                window.tombstone(node, is_dead)
+                is_changed = True
+        if is_changed:
+            self._recompute(node)
+
+    def is_dead(self, window: WindowComponent, node: TreeNode) -> BoolArray:
+        """For each page of the edge: it is present, and no resumable position reads it."""
+        has_page = node.values[window.index] != 0
+        count = len(has_page)
+        ends = node.is_usable.nonzero()[0] + 1  # in pages of the edge
+        pages = np.arange(count)
+        following = np.append(ends, count + self._longest + 1)[
+            np.searchsorted(ends, pages, "right")
+        ]
+        is_dead: BoolArray = has_page & (following - pages > window.num_pages)
+        if np.count_nonzero(is_dead[-window.num_pages :]):
+            below = count + self._pages_to_usable(node, window.num_pages)
+            is_dead &= (following <= count) | (below - pages > window.num_pages)
+        return is_dead
+
+    def _pages_to_usable(self, node: TreeNode, limit: int) -> int:
+        """Pages from the end of `node` to the next resumable position below it; above `limit` if
+        none is so near."""
+        nearest = limit + 1
+        stack = [(child, 0) for child in node.children.values()]
+        while stack:
+            child, distance = stack.pop()
+            usable = child.is_usable[: nearest - distance].nonzero()[0]
+            if len(usable):
+                nearest = min(nearest, distance + int(usable[0]) + 1)
+                if nearest == 1:
+                    break
+                continue
+            distance += len(child.is_usable)
+            if distance + 1 < nearest:
+                stack += [(each, distance) for each in child.children.values()]
+        return nearest
+
+    # -- positions --------------------------------------------------------------------------
+
+    def _recompute(self, node: TreeNode) -> None:
+        """Update the node, and the nodes below it within reach of its pages."""
+        stack = [node]
+        while stack:
+            step = stack.pop()
+            is_usable, runs = self._positions(step)
+            if not np.array_equal(is_usable, step.is_usable):
+                step.is_usable = is_usable
+                self._remarked[step.node_id] = step
+                self._changed[step.node_id] = step
+            if runs != step.runs:
+                step.runs = runs
+                stack += step.children.values()
+
+    def _positions(self, node: TreeNode) -> tuple[BoolArray, tuple[int, ...]]:
+        """Compute `is_usable` and `runs` of a node from its pages and its parent's runs."""
+        assert node.parent is not None
+        positions = np.arange(1, len(node.key) // self._page_size + 1)
+        is_usable = np.ones(len(positions), np.bool_)
+        runs = []
+        for window, run_above in zip(self.windows, node.parent.runs, strict=True):
+            has_page = node.values[window.index] != 0
+            last_gap = np.maximum.accumulate(np.where(has_page, 0, positions))
+            run = positions - last_gap + run_above * (last_gap == 0)
+            is_usable &= run >= window.num_pages
+            runs.append(min(int(run[-1]), window.num_pages))
+        return is_usable, tuple(runs)
+
+    # -- proof ------------------------------------------------------------------------------
+
+    def audit(self, nodes: Sequence[TreeNode]) -> None:
+        """Raise `LedgerError` unless a fresh computation finds the same, and only locks keep dead
+        pages. `nodes` are all nodes, parents first."""
+        if self._changed:
+            raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
+        for node in nodes:
+            is_usable, runs = self._positions(node)
+            if not np.array_equal(is_usable, node.is_usable) or runs != node.runs:
+                raise LedgerError(f"{node!r}: the resumable positions are {is_usable.tolist()}")
+            for window in self.windows:
+                is_dead = self.is_dead(window, node) & (node.locks[window.index] == 0)
+                if is_dead.any():
+                    dead = node.values[window.index][is_dead]
+                    raise LedgerError(f"{node!r} has pages that nothing can read", dead)
+            if not node.children and not node.locks[0] and not self.can_resume(node):
+                raise LedgerError(f"the end of leaf {node!r} cannot be resumed")
+
+
+def _is_on_tree(node: TreeNode) -> bool:
+    return node.parent is not None and node.parent.children.get(node.child_key) is node

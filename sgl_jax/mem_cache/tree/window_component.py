@@ -1,0 +1,270 @@
+"""Sliding windows on the prefix tree: a position needs only the last pages before it.
+
+A node's value is an int32 array with a page for each page of its edge, 0 for freed pages. Locks are
+counted page by page, so they stay exact after any split or merge: a lease that ends at page p holds
+`[p - num_pages, p)`, and may release the first ones as it continues.
+
+`resumable.py` determines the resumable positions and so the needed pages, and `window_order.py` the
+order of eviction; this file stores and counts the pages.
+
+The component fits anything with a lookback of a number of values; with `num_pages` 1, a state that
+needs only its last snapshot.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, LockedEnd
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
+from sgl_jax.mem_cache.tree.window_order import Levels, WindowOrder
+
+_NO_PAGES = np.zeros(0, np.int32)
+
+
+def lookback_pages(sliding_window: int, page_size: int) -> int:
+    """The number of pages that a window reads before a page-aligned position.
+
+    The window includes the query's own token. Raises `ValueError` for a window below 2 tokens,
+    which reads nothing.
+    """
+    if sliding_window < 2:
+        raise ValueError(f"a sliding window needs at least 2 tokens, got {sliding_window}")
+    return -(-(sliding_window - 1) // page_size)
+
+
+class WindowComponent:
+    """Pages of layers that see `num_pages` pages before a position. Implements `TreeComponent`.
+
+    Args:
+        index: of the component in `values` and `locks` of nodes; component 0 locks paths.
+        group: its number in offers and results.
+        pool: of its pages, managed by `allocator`.
+        num_pages: the lookback, at least 1.
+        num_classes: `num_uses` of all nodes is below it.
+        is_recurrent: whether the values are snapshots of states.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group: int,
+        pool: int,
+        allocator: PageAllocator,
+        page_size: int,
+        num_pages: int,
+        num_classes: int,
+        *,
+        is_recurrent: bool = False,
+    ) -> None:
+        self.index = index
+        self.group = group
+        self.pool = pool
+        self.num_pages = num_pages
+        self._allocator = allocator
+        self._page_size = page_size
+        self.num_evictable = 0
+        self.num_protected = 0
+        self.order = WindowOrder(num_pages, num_classes, is_recurrent=is_recurrent)
+        self._dropped: list[Int32Array] = []
+        self._absorbed: list[tuple[Int32Array, int]] = []  # not the tree's yet, and their owners
+
+    def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        """The pages along `nodes`, in token order, 0 for absent pages."""
+        if not nodes:
+            return np.zeros(0, np.int32)
+        return np.concatenate([node.values[self.index] for node in nodes])
+
+    # -- values -----------------------------------------------------------------------------
+
+    def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
+        """Take each offered page that the node lacks.
+
+        The row owns it until `flush_dropped`, and keeps it if it is dropped before.
+        """
+        end = node.end // self._page_size
+        start = end - len(node.key) // self._page_size
+        if node.values[self.index] is None:
+            node.values[self.index] = np.zeros(end - start, np.int32)
+            node.locks[self.index] = np.zeros(end - start, np.int32)
+        pages, locks = node.values[self.index], node.locks[self.index]
+        offered = offer.pages[self.group, start:end]
+        is_new = (pages == 0) & (offered != 0)
+        taken = offered[is_new]
+        if len(taken):
+            self._absorbed.append((taken, offer.owner))
+            pages[is_new] = taken
+            num_locked = int(np.count_nonzero(locks[is_new]))
+            self.num_protected += num_locked
+            self.num_evictable += len(taken) - num_locked
+        self.refresh(node)
+
+    def tombstone(self, node: TreeNode, is_gone: BoolArray) -> None:
+        """Drop present, unlocked pages of the edge; `flush_dropped` frees them."""
+        pages = node.values[self.index]
+        gone = pages[is_gone]
+        self._dropped.append(gone)
+        self.num_evictable -= len(gone)
+        pages[is_gone] = 0
+        self.refresh(node)
+
+    def drop(self, node: TreeNode, keep_tokens: int) -> None:
+        """Set aside the unlocked pages past `keep_tokens` of the edge.
+
+        Call `refresh` for the rest once the edge is shorter.
+        """
+        keep = keep_tokens // self._page_size
+        pages, locks = node.values[self.index], node.locks[self.index]
+        if locks[keep:].any():
+            raise LedgerError(f"{node!r} is to be shortened, but a window is locked", pages[keep:])
+        gone = pages[keep:]
+        gone = gone[gone != 0]
+        self._dropped.append(gone)
+        self.num_evictable -= len(gone)
+        node.values[self.index], node.locks[self.index] = front(pages, keep), front(locks, keep)
+        self.forget(node)
+
+    def flush_dropped(self) -> None:
+        """Free the pages set aside, and take over the absorbed pages still present."""
+        dropped = np.concatenate(self._dropped) if self._dropped else _NO_PAGES
+        for taken, owner in self._absorbed:
+            is_dropped = np.isin(taken, dropped)
+            self._allocator.give_to_tree(taken[~is_dropped], owner)
+            dropped = np.setdiff1d(dropped, taken[is_dropped])
+        self._absorbed.clear()
+        self._dropped.clear()
+        if len(dropped):
+            self._allocator.free(dropped, TREE)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Divide pages and locks at the split."""
+        cut = len(upper.key) // self._page_size
+        pages, locks = lower.values[self.index], lower.locks[self.index]
+        upper.values[self.index], upper.locks[self.index] = pages[:cut].copy(), locks[:cut].copy()
+        lower.values[self.index], lower.locks[self.index] = pages[cut:].copy(), locks[cut:].copy()
+        self.refresh(upper)
+        self.refresh(lower)
+
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        """Always: pages are tracked one by one."""
+        return True
+
+    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Join pages and locks; call `refresh` for `lower` once its edge is longer."""
+        for values in ("values", "locks"):
+            above, below = getattr(upper, values), getattr(lower, values)
+            below[self.index] = np.concatenate([above[self.index], below[self.index]])
+        self.forget(upper)
+        self.forget(lower)
+
+    # -- locks ------------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode, first_pages: FirstPages) -> None:
+        """Lock the pages before the end of `node` that a lease there reads."""
+        self._count_locks(node, *self._interval(node, first_pages), 1)
+
+    def unlock(self, node: TreeNode, first_pages: FirstPages) -> None:
+        self._count_locks(node, *self._interval(node, first_pages), -1)
+
+    def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
+        """Lock the pages that a lease at `new` reads, and undo a lock of `old`."""
+        self.lock(new, first_pages)
+        self.unlock(old, first_pages)
+
+    def let_go(self, node: TreeNode, first: int, end: int) -> None:
+        """Unlock the pages [first, end) for a lease that ends at `node`."""
+        lowest, highest = self._interval(node, None)
+        self._count_locks(node, max(first, lowest), min(end, highest), -1)
+
+    def _interval(self, node: TreeNode, first_pages: FirstPages) -> tuple[int, int]:
+        end = node.end // self._page_size
+        first = max(end - self.num_pages, 0)
+        return (first if first_pages is None else max(first, int(first_pages[self.group]))), end
+
+    def _count_locks(self, node: TreeNode, first: int, end: int, change: int) -> None:
+        """Add `change` to the locks of pages [first, end) of the path to `node`."""
+        for step, low, high in self.edges_between(node, first, end):
+            pages, locks = step.values[self.index][low:high], step.locks[self.index][low:high]
+            if change < 0 and locks.min() <= 0:
+                raise LedgerError(f"{step!r} is unlocked more often than it was locked", pages)
+            locks += change
+            # Pages that were unlocked before, or are now.
+            num_changed = int(np.count_nonzero((pages != 0) & (locks == (change > 0))))
+            self.num_protected += change * num_changed
+            self.num_evictable -= change * num_changed
+            self.refresh(step)
+        self.refresh(node)  # the set of leases that end there may have changed
+
+    def edges_between(
+        self, node: TreeNode, first: int, end: int
+    ) -> Iterator[tuple[TreeNode, int, int]]:
+        """The nodes with pages [first, end) of the path to `node`, from below, and the range of
+        each edge."""
+        step: TreeNode | None = node
+        while step is not None and step.parent is not None and first < step.end // self._page_size:
+            start = (step.end - len(step.key)) // self._page_size
+            low, high = max(first - start, 0), min(end, step.end // self._page_size) - start
+            if low < high:
+                yield step, low, high
+            step = step.parent
+
+    # -- eviction ---------------------------------------------------------------------------
+
+    def refresh(self, node: TreeNode) -> None:
+        """List the node by the pages that may be taken while it stays on the tree."""
+        self.order.place(node, self._may_go(node), self._levels(node))
+
+    def forget(self, node: TreeNode) -> None:
+        self.order.forget(node)
+
+    def take(self, node: TreeNode, num_pages: int, level: int) -> None:
+        """Drop the first `num_pages` unlocked pages of the level, or all if there are fewer."""
+        is_gone = self._may_go(node) & (self._levels(node) == level)
+        is_gone[np.flatnonzero(is_gone)[num_pages:]] = False
+        self.tombstone(node, is_gone)
+
+    def _may_go(self, node: TreeNode) -> BoolArray:
+        may_go: BoolArray = (node.values[self.index] != 0) & (node.locks[self.index] == 0)
+        return may_go
+
+    def _levels(self, node: TreeNode) -> Levels:
+        count = len(node.key) // self._page_size
+        first = node.end // self._page_size - count
+        return self.order.levels(first, count, len(node.children))
+
+    # -- proof ------------------------------------------------------------------------------
+
+    def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
+        """Recompute locks, counts and lists; raise `LedgerError` if off."""
+        expected = {node.node_id: np.zeros_like(node.locks[self.index]) for node in nodes}
+        for node, first_pages in locks:
+            for step, low, high in self.edges_between(node, *self._interval(node, first_pages)):
+                if step.node_id not in expected:
+                    raise LedgerError(f"a lease locks {step!r}, not in the tree")
+                expected[step.node_id][low:high] += 1
+        evictable = protected = 0
+        listed = []
+        for node in nodes:
+            pages, counts = node.values[self.index], node.locks[self.index]
+            if len(pages) * self._page_size != len(node.key) or len(counts) != len(pages):
+                raise LedgerError(f"{node!r} has {len(pages)} pages of a window", pages)
+            differs = counts != expected[node.node_id]
+            if differs.any():
+                raise LedgerError(
+                    f"{node!r}: windows are locked {counts.tolist()} times, live leases account "
+                    f"for {expected[node.node_id].tolist()}",
+                    pages[differs & (pages != 0)],
+                )
+            may_go = self._may_go(node)
+            listed.append((node, may_go, self._levels(node)))
+            evictable += int(may_go.sum())
+            protected += int(((pages != 0) & (counts > 0)).sum())
+        if (evictable, protected) != (self.num_evictable, self.num_protected):
+            raise LedgerError(
+                f"window counts (evictable, protected) {self.num_evictable, self.num_protected}, "
+                f"a walk finds {evictable, protected}"
+            )
+        self.order.audit(listed)

@@ -1,0 +1,308 @@
+"""Chooses the waiting requests that start in the step being planned, and their ranks.
+
+A request fits if a row is free and there are enough pages for its tokens and the reserve of the
+running requests. A fitting request starts, unless a wait costs fewer prompt tokens: a wait for a
+prefix that a running request is computing (`in_flight.py`), or for a rank with so much more of its
+prefix cached that the wait is shorter than the work elsewhere. Each such wait has an end fixed at
+its start.
+
+A request that fits nowhere may preempt running ones of a lower priority (`preemption.py`), and
+starts in their place in the same step. Otherwise it blocks no fitting request, until so many have
+passed it over that it is due: then a rank is held for it, against requests of its own or a lower
+priority.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import release_idle_lease
+from sgl_jax.scheduler.admission.step_room import Option, RankRoom
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.waiting.tenants import Tenants
+from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
+from sgl_jax.scheduler.waiting.waiting_queue import Offer, WaitingQueue
+
+# A rank may run this many requests more than the least busy one, or this share of them more; each
+# further one counts as a step full of prompt tokens.
+MAX_SKEW_REQUESTS = 4
+MAX_SKEW_SHARE = 0.25
+# Requests that get a reason to wait in one step; the others get it in the next.
+MAX_PUT_OFF = 128
+# Requests tried for preemption in a step until this many fail.
+MAX_FAILED_PREEMPTIONS = 32
+
+_T = TypeVar("_T", RankScheduler, RankRoom)
+
+
+class Admission:
+    """Starts waiting requests on ranks.
+
+    Args:
+        waiting: the queue.
+        args: the scheduler's; may be replaced later.
+        home_of: the memory with the lease of a request's session, if any.
+        tenants: the tenants of the requests.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        args: SchedulerArgs,
+        home_of: Callable[[Request], RankMemory | None],
+        tenants: Tenants,
+    ) -> None:
+        self._waiting = waiting
+        self._tenants = tenants
+        self.args = args
+        self._home_of = home_of
+        self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
+        self._next_rank = 0  # of round_robin
+
+    def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+        """Start waiting requests in step number `step`; `builders` are the ranks' shares of it."""
+        highest = self._waiting.highest_priority
+        if highest is None:
+            return
+        threshold = self.args.priority_scheduling_preemption_threshold
+        may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
+        if not any(may_preempt) and not any(
+            builder.can_admit and builder.rank.has_row and highest > builder.priority_floor
+            for builder in builders
+        ):
+            return
+        forecast = ranks.forecast(np.array([builder.rank.has_row for builder in builders]))
+        rooms = [
+            RankRoom(builder, forecast, end)
+            for builder, end in zip(builders, ranks.soonest_ends(), strict=True)
+        ]
+        self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
+        offer = Offer(
+            num_pages=np.zeros(len(rooms), np.int32),
+            is_open=np.zeros(len(rooms), np.bool_),
+            floor=np.zeros(len(rooms), np.int64),
+            may_preempt=np.array(may_preempt),
+        )
+        for each in rooms:
+            _renew(offer, each)
+        while self._start_some(rooms, offer, step):
+            pass
+
+    def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+        """Start requests in the queue's order, up to the first after which more may fit: it
+        preempted others, or its output is forecast to be short. Returns whether to try the rest
+        anew."""
+        threshold = self.args.priority_scheduling_preemption_threshold
+        preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
+        num_put_off = num_failed = 0
+        for request in self._waiting.candidates(offer, step, preemptible, threshold):
+            if not self._tenants.may_run(request.tenant):
+                continue
+            chosen = self._choose(rooms, request, step)
+            room: RankRoom | None = None
+            if chosen is not None:
+                room = rooms[chosen.dp_rank]
+                if chosen.fits and chosen.leader is None:
+                    if self._start(room, request):
+                        _renew(offer, room)
+                        return True
+                else:
+                    self._put_off(room, request, chosen)
+                    num_put_off += 1
+            elif preemptible and (preempting := self._preempt_for(rooms, request, threshold)):
+                _renew(offer, preempting)
+                return True
+            elif self._waiting.is_due(request):
+                room = self._hold_for(rooms, request)
+            elif preemptible:
+                num_failed += 1
+                if num_failed == MAX_FAILED_PREEMPTIONS:
+                    offer.may_preempt[:] = False
+                    return True
+            if room is not None:
+                _renew(offer, room)
+            if num_put_off == MAX_PUT_OFF or not (preemptible or offer.is_open.any()):
+                break
+        return False
+
+    def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
+        """Make `request` wait for a rank, or for a prefix that is computed there."""
+        if chosen.leader is not None:
+            self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
+            room.rank.keep_branch(*chosen.leader)
+        room.num_staying += 1
+
+    # -- requests that do not fit -------------------------------------------------------------
+
+    def _preempt_for(
+        self, rooms: list[RankRoom], request: Request, threshold: int
+    ) -> RankRoom | None:
+        """Retract running requests for one of higher priority, and start it; return the rank's
+        room.
+
+        None, retracting nothing, if it would still fit nowhere, or a prefix of it is in flight.
+        Among several ranks, the one with the fewest tokens to compute is chosen.
+        """
+        cursors, best = self._waiting.cursors(request), None
+        for room in _allowed(rooms, request):
+            cursor = cursors[room.dp_rank]
+            num_read = room.rank.reusable_len(request, cursor)
+            leader = room.leader(request, cursor, num_read)
+            if leader is not None:
+                self._waiting.follow(request, room.dp_rank, *leader)
+                room.rank.keep_branch(*leader)
+                return None
+            found = room.preemption(request, cursor, threshold)
+            if found is not None:
+                cost = found.num_lost - num_read
+                if best is None or cost < best[0]:
+                    best = cost, room, found
+        if best is None:
+            return None
+        _, room, found = best
+        room.preempt(found.rows)
+        self._start(room, request)
+        return room
+
+    def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
+        """Hold a rank for a due request; return its room."""
+        if request.rid not in self._holds:
+            self._holds[request.rid] = self._least_short(rooms, request)
+        room = rooms[self._holds[request.rid]]
+        room.hold(request.priority)
+        return room
+
+    def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
+        """The rank where a request lacks the fewest pages; among equals, the least busy."""
+        cursors = self._waiting.cursors(request)
+        allowed = _allowed(rooms, request)
+        return min(
+            (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
+            for room in allowed
+            for r in (room.dp_rank,)
+        )[2]
+
+    # -- reasons to wait ----------------------------------------------------------------------
+
+    def why_waiting(
+        self, request: Request, ranks: Sequence[RankScheduler], step: int
+    ) -> WaitReason:
+        """The reason why `request` waits, with step number `step` planned next."""
+        if not self._tenants.may_run(request.tenant):
+            return WaitReason("tenant")
+        leader = self._waiting.leader_of(request)
+        if leader is not None:
+            dp_rank, row = leader
+            return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
+        if self._waiting.is_staying(request, step):
+            return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
+        cursors, allowed = self._waiting.cursors(request), _allowed(ranks, request)
+        holders = [self._holder(rank.dp_rank, request) for rank in allowed]
+        if None not in holders:
+            return WaitReason("order", behind=holders[0])
+        with_row = [rank for rank in allowed if rank.has_row]
+        short = {
+            rank.dp_rank: rank.num_pages_needed(request, cursors[rank.dp_rank])
+            - rank.num_pages_to_give()
+            for rank in with_row
+        }
+        if not short:
+            return WaitReason("rows")
+        if min(short.values()) > 0:
+            return WaitReason("pages", pages_short=short)
+        return WaitReason("step")
+
+    def _holder(self, dp_rank: int, request: Request) -> str | None:
+        """The id of the request for which a rank is held against `request`."""
+        for rid, held in self._holds.items():
+            if held == dp_rank and self._waiting.holds_up(rid, request):
+                return rid
+        return None
+
+    def count_waiting(self, ranks: Sequence[RankScheduler], step: int) -> dict[WaitKind, int]:
+        """The number of waiting requests by reason, with step number `step` planned next."""
+        num_pages = np.array([rank.num_pages_to_give() for rank in ranks], np.int32)
+        has_row = np.array([rank.has_row for rank in ranks])
+        return self._waiting.count_kinds(num_pages, has_row, step)
+
+    # -- choice of a rank ---------------------------------------------------------------------
+
+    def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
+        """All ranks that a request may run on; none if it fits none of them now."""
+        cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
+        has_room = [room.has_room(request, cursors[room.dp_rank]) for room in allowed]
+        if not any(
+            fits and room.takes(request) for room, fits in zip(allowed, has_room, strict=True)
+        ):
+            return []
+        bound = _num_unskewed(rooms)
+        return [
+            room.option(request, cursors[room.dp_rank], fits, bound)
+            for room, fits in zip(allowed, has_room, strict=True)
+        ]
+
+    def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
+        """The best rank for a request that fits on one now, even if it must wait there; else
+        None."""
+        options = self._options(rooms, request)
+        fitting = [option for option in options if option.fits]
+        if not fitting:
+            return None
+        stayed = self._waiting.stays_for(request)
+        if self.args.load_balance_method == "round_robin" and self._home_of(request) is None:
+            # A request that waited for a prefix in flight goes to its rank, if possible.
+            in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
+            return next((o for o in fitting if o.dp_rank == stayed), in_turn)
+        best, cheapest = min(options), min(fitting)
+        if best.fits or best.leader is not None:
+            return best
+        # It waits once in its life, for as many steps as the saved tokens take.
+        if stayed is None:
+            num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
+            self._waiting.stay(request, best.dp_rank, step + num_steps)
+        return best if self._waiting.is_staying(request, step) else cheapest
+
+    def _start(self, room: RankRoom, request: Request) -> bool:
+        """Start a fitting request; return whether others may fit that did not before."""
+        dp_rank = room.dp_rank
+        home = self._home_of(request)
+        if home is not None and home is not room.rank.memory and request.kept_by is not None:
+            release_idle_lease(home, request.kept_by)
+        may_more_fit = room.start(request, self._waiting.cursors(request)[dp_rank])
+        if request.num_retractions == 0:
+            self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
+        self._waiting.started(request, dp_rank)
+        self._holds.pop(request.rid, None)
+        self._next_rank = dp_rank + 1
+        return may_more_fit
+
+
+def _may_preempt(builder: StepBuilder, below: int) -> bool:
+    """Return whether a request with a priority below `below` runs there and may give way."""
+    lowest = builder.rank.running.priorities.lowest
+    return builder.can_admit and lowest is not None and lowest < below
+
+
+def _renew(offer: Offer, room: RankRoom) -> None:
+    """Update the rank's part of an offer."""
+    dp_rank = room.dp_rank
+    offer.is_open[dp_rank], offer.floor[dp_rank] = room.is_open, room.priority_floor
+    offer.num_pages[dp_rank] = room.num_pages if room.is_open else 0
+
+
+def _num_unskewed(rooms: list[RankRoom]) -> int:
+    """Requests that may run on a rank before they count as too many."""
+    least = min(room.num_running for room in rooms)
+    return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+
+
+def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:
+    """Keep the entries for the ranks that `request` may run on."""
+    pinned = request.message.dp_rank
+    return ranks if pinned is None else [ranks[pinned]]

@@ -1,0 +1,303 @@
+"""The number of pages that admission keeps for the further output of running requests.
+
+Reserving every request's longest possible output would leave most of the pool unused; reserving
+nothing would admit too much and retract all the time. So the need for memory is forecast: for some
+moments ahead, the size of each running request and the chance that it still runs
+(`output_lengths.py`). Requests end one by one, and each frees more than the others take meanwhile,
+so the sum has a peak: the reserve is the peak's excess over the present need. (Gong et al.,
+"Past-Future Scheduler", ASPLOS 2025, draw the lengths at random; here mean and variance of the sum
+are computed, so that all hosts find the same.)
+
+What the rows add to mean and variance is summed for each rank once in a step, and a request that
+starts adds its row. Sums are kept by powers of the part of its pages that each row gives back,
+which changes for all rows as pages are shared.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.pages.row_growth import pages_held_and_lacking
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.admission.output_lengths import MOMENTS, Float64Array, OutputLengths
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+
+# The forecast's distance above the mean need, in standard deviations: at a moment the need is
+# higher with a chance of 40 %, at the peak of all moments less often.
+_NUM_DEVIATIONS = 0.25
+# Sums of `Forecast`. Of a row that runs on with chance c, and then holds `own_part` * a + b pages:
+# c a, c b, a, b (if c is not 0), and of the variance c (1 - c) times a a, 2 a b, b b.
+_MEAN_A, _MEAN_B, _MOST_A, _MOST_B, _VAR_AA, _VAR_AB, _VAR_BB = range(7)
+# The same of one more request like the youngest, which has no a.
+_MORE_MEAN, _MORE_MOST, _MORE_VAR = range(7, 10)
+_NUM_SUMS = 10
+# Counts of `Forecast`: the pages that rows list, lack for the tokens which they have, and for all
+# that they may come to have; and how long the youngest may become.
+_HELD, _KNOWN, _MOST, _LONGEST = range(4)
+_ALL_OF_ONE: BoolArray = np.ones(1, np.bool_)
+# Where the only row of an array begins and ends.
+_ONE_ROW: IntpArray = np.array((0, 1))
+# A request with a smaller chance to run on counts as gone.
+_LEAST_CHANCE = 0.001
+
+
+class AdmissionReserve:
+    """The reserve of ranks. `conservativeness` scales it; `lengths` covers all ranks."""
+
+    def __init__(self, lengths: OutputLengths, conservativeness: float) -> None:
+        self.lengths = lengths
+        self.conservativeness = conservativeness
+
+    def pages(
+        self,
+        memory: RankMemory,
+        running: RunningRows,
+        rows: RowIndex | None = None,
+        num_freed: int = 0,
+    ) -> int:
+        """Pages to leave for the rank's running requests, and for the output of one more, which
+        is like the youngest of them. None while nothing runs.
+
+        With `rows`, those of these requests alone, were all others to end and to free `num_freed`
+        pages.
+        """
+        if rows is None:
+            rows = running.active
+        forecast = Forecast(self, [memory], memory.rows, running)
+        forecast.add(rows, np.array((0, len(rows))), _ALL_OF_ONE, slice(0, 1))
+        return forecast.pages(slice(0, 1), num_freed)[0]
+
+
+class Forecast:
+    """The reserve of several ranks while requests start in a step.
+
+    Args:
+        reserve: how it is computed.
+        memories: of the ranks.
+        tables: columns of the ranks' joint rows, as `running`.
+    """
+
+    def __init__(
+        self,
+        reserve: AdmissionReserve,
+        memories: Sequence[RankMemory],
+        tables: RowTables,
+        running: RowColumns,
+    ) -> None:
+        self._reserve = reserve
+        self._memories = memories
+        self._tables = tables
+        self._running = running
+        self._sums = np.zeros((len(memories), _NUM_SUMS, len(MOMENTS) - 1))
+        self._counts = np.zeros((len(memories), _LONGEST + 1), np.int64)
+
+    def add(
+        self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)
+    ) -> None:
+        """Requests run in `rows`, joint ones, oldest first: those of rank k of `ranks` lie in
+        [bounds[k], bounds[k + 1]), and are left out if the rank is not counted."""
+        running, lengths = self._running, self._reserve.lengths
+        lens = _lens(rows, running.planned_len, running.max_len)
+        _add_rows(
+            rows,
+            bounds,
+            is_counted,
+            running.length_class,
+            running.prompt_len,
+            lens,
+            pages_held_and_lacking(self._memories[0], self._tables, rows, lens),
+            lengths.starts,
+            lengths.survival,
+            lengths.chances,
+            lengths.is_current,
+            MOMENTS,
+            self._sums[ranks],
+            self._counts[ranks],
+        )
+
+    def start(self, dp_rank: int, row: int) -> None:
+        """A request has started in a row of a rank."""
+        joint = self._memories[dp_rank].rows.first_row + row
+        self.add(np.array((joint,)), _ONE_ROW, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
+
+    def recount(self, dp_rank: int, active: RowIndex) -> None:
+        """Other requests than before run on a rank: those in the rows `active`."""
+        self._sums[dp_rank], self._counts[dp_rank] = 0, 0
+        joint = self._memories[dp_rank].rows.first_row + active
+        bounds = np.array((0, len(joint)))
+        self.add(joint, bounds, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
+
+    def pages(self, ranks: slice, num_freed: int = 0) -> list[int]:
+        """The reserve of each of `ranks`, were `num_freed` pages to become free."""
+        in_use = [
+            each.allocator.num_pages - 1 - each.num_reclaimable_pages - num_freed
+            for each in self._memories[ranks]
+        ]
+        counts = self._counts[ranks]
+        peaks = _peaks(self._sums[ranks], counts, np.array(in_use)).tolist()
+        return [
+            # Uncomputed prompts are no forecast.
+            max(self._growth(peak - used, most, longest), known) if longest else 0
+            for peak, used, (_, known, most, longest) in zip(
+                peaks, in_use, counts.tolist(), strict=True
+            )
+        ]
+
+    def _growth(self, growth: float, at_most: int, longest: int) -> int:
+        """Pages by which the need is forecast to grow; no more than the requests, and one more
+        of `longest` tokens, may come to take."""
+        scaled = ceil(max(growth, 0.0) * self._reserve.conservativeness)
+        return min(scaled, at_most + self._memories[0].request_pages(longest))
+
+
+@compiled("(int64[::1], int32[::1], int32[::1])")
+def _lens(rows: RowIndex, planned_len: Int32Array, max_len: Int32Array) -> Int32Array:
+    """Tokens that each of `rows` has, has with one more, and may come to have: int32[3, n]."""
+    lens = np.empty((3, len(rows)), np.int32)
+    assert len(planned_len) == len(max_len)
+    for i in range(len(rows)):
+        row = rows[i]
+        assert 0 <= row < len(planned_len)
+        lens[0, i], lens[2, i] = planned_len[row], max_len[row]
+        lens[1, i] = min(planned_len[row] + 1, max_len[row])
+    return lens
+
+
+@compiled(
+    "(int64, float64[::1], int64[::1], int64[::1], float64[::1])",
+)
+def _find_chances(
+    bucket: int,
+    survival: Float64Array,
+    starts: IntpArray,
+    moments: IntpArray,
+    chances: Float64Array,
+) -> None:
+    """Write the chances of an output in `bucket` to continue up to each of `moments`."""
+    assert len(survival) == len(starts)
+    assert len(chances) < len(moments)
+    first = bucket
+    for j in range(len(chances)):
+        while bucket + 1 < len(starts) and starts[bucket + 1] <= starts[first] + moments[j]:
+            bucket += 1
+        chance = survival[bucket] / survival[first]
+        chances[j] = chance if chance >= _LEAST_CHANCE else 0.0
+
+
+@compiled(
+    "(int64[::1], int64[::1], boolean[::1], int32[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
+    "int64[::1], float64[:, ::1], float64[:, :, ::1], boolean[:, ::1], int64[::1], "
+    "float64[:, :, ::1], int64[:, ::1])"
+)
+def _add_rows(
+    rows: RowIndex,
+    bounds: IntpArray,
+    is_counted: BoolArray,
+    length_class: Int32Array,
+    prompt_len: Int32Array,
+    lens: Int32Array,
+    pages: Int32Array,
+    starts: IntpArray,
+    survival: Float64Array,
+    chances: Float64Array,
+    is_current: BoolArray,
+    moments: IntpArray,
+    sums: Float64Array,
+    counts: IntpArray,
+) -> None:
+    """Add rows to the sums and counts of their ranks.
+
+    Args:
+        rows: joint, oldest first; those of rank k lie in [bounds[k], bounds[k + 1]).
+        is_counted: bool[ranks].
+        length_class: of all joint rows, as `prompt_len`.
+        lens: int32[3, n] of `rows`, from `_lens`.
+        pages: int32[4, n], from `pages_held_and_lacking` for `lens`.
+        starts: as `survival`, `chances` and `is_current`, of `OutputLengths`.
+        moments: `MOMENTS`.
+        sums: float64[ranks, _NUM_SUMS, moments - 1].
+        counts: int64[ranks, 4].
+    """
+    num_ranks, num_moments = len(bounds) - 1, len(moments) - 1
+    ahead = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
+    assert bounds[num_ranks] == len(rows)
+    assert sums.shape == (num_ranks, _NUM_SUMS, num_moments)
+    assert len(counts) == len(is_counted) == num_ranks
+    assert lens.shape[1] == pages.shape[1] == len(rows)
+    assert chances.shape[2] == num_moments
+    for rank in range(num_ranks):
+        first, end = bounds[rank], bounds[rank + 1]
+        if first == end or not is_counted[rank]:
+            continue
+        mean_a, mean_b, most_a, most_b, var_aa, var_ab, var_bb = sums[rank, :7]
+        more_mean, more_most, more_var = sums[rank, 7:]
+        counts[rank, _LONGEST] = lens[2, end - 1]
+        for i in range(first, end + 1):
+            last = min(i, end - 1)
+            row = rows[last]
+            assert 0 <= row < len(prompt_len)
+            output_len, left_len = lens[0, last] - prompt_len[row], lens[2, last] - lens[0, last]
+            held, known, most = float(pages[0, last]), float(pages[2, last]), pages[3, last]
+            growth = (most - known) / max(left_len, 1)  # pages a token
+            if i == end:  # one more
+                output_len, left_len, known = 0, output_len + left_len, 0.0
+            else:
+                counts[rank, _HELD] += pages[0, i]
+                counts[rank, _KNOWN] += pages[1, i]
+                counts[rank, _MOST] += most
+            of_class = length_class[row]
+            bucket = np.searchsorted(starts, output_len, "right") - 1
+            assert 0 <= of_class < len(survival)
+            goes_on = chances[of_class, bucket]
+            if not is_current[of_class, bucket]:
+                _find_chances(bucket, survival[of_class], starts, moments, goes_on)
+                is_current[of_class, bucket] = True
+            num_ahead = 1
+            while num_ahead < num_moments and moments[num_ahead] < left_len:
+                num_ahead += 1
+            while goes_on[num_ahead - 1] == 0:
+                num_ahead -= 1
+            if i == end:
+                for j in range(num_ahead):
+                    gained = growth * min(ahead[j], float(left_len))
+                    more_mean[j] = goes_on[j] * gained
+                    more_most[j] = gained
+                    more_var[j] = goes_on[j] * (1 - goes_on[j]) * gained * gained
+                break
+            for j in range(num_ahead):
+                gained = known + growth * min(ahead[j], float(left_len))
+                likely = goes_on[j] * gained
+                unlikely = 1 - goes_on[j]
+                mean_a[j] += goes_on[j] * held
+                mean_b[j] += likely
+                most_a[j] += held
+                most_b[j] += gained
+                var_aa[j] += goes_on[j] * unlikely * held * held
+                var_ab[j] += 2 * likely * unlikely * held
+                var_bb[j] += likely * unlikely * gained
+
+
+@compiled("(float64[:, :, ::1], int64[:, ::1], int64[::1])")
+def _peaks(sums: Float64Array, counts: IntpArray, num_in_use: IntpArray) -> Float64Array:
+    """The most pages that each rank's requests, and one more, will hold at any moment:
+    float64[ranks].
+
+    `num_in_use` are the pages that the requests of each rank list, each counted once.
+    """
+    peaks = np.zeros(len(sums))
+    assert len(sums) == len(counts) == len(num_in_use)
+    for rank in range(len(sums)):
+        of_rank = sums[rank]
+        # A shared page is given back by the last that reads it: each has its part of it.
+        own_part = num_in_use[rank] / max(counts[rank, _HELD], 1)
+        for j in range(of_rank.shape[1]):
+            mean = own_part * of_rank[_MEAN_A, j] + of_rank[_MEAN_B, j] + of_rank[_MORE_MEAN, j]
+            most = own_part * of_rank[_MOST_A, j] + of_rank[_MOST_B, j] + of_rank[_MORE_MOST, j]
+            variance = (own_part * of_rank[_VAR_AA, j] + of_rank[_VAR_AB, j]) * own_part
+            variance += of_rank[_VAR_BB, j] + of_rank[_MORE_VAR, j]
+            peaks[rank] = max(peaks[rank], min(mean + _NUM_DEVIATIONS * np.sqrt(variance), most))
+    return peaks

@@ -1,0 +1,1 @@
+"""Events of the scheduler, recorded and replayed."""

@@ -1,0 +1,59 @@
+"""A scheduler whose events and decisions are recorded, for `python -m sgl_jax.replay`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import Reply
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.record.events import (
+    Decision,
+    Event,
+    OutputsTaken,
+    Planned,
+    PlanStep,
+    Raised,
+    Record,
+    SessionReply,
+    Started,
+    TakeOutputs,
+)
+from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+
+
+class RecordedScheduler(Scheduler):
+    """Passes to `write` every event before it is handled, and the decision that follows."""
+
+    def __init__(
+        self,
+        sizes: EngineSizes,
+        args: SchedulerArgs,
+        write: Callable[[Record], object],
+        max_passed_over: int = MAX_PASSED_OVER,
+    ) -> None:
+        super().__init__(sizes, args, max_passed_over)
+        self._write = write
+        write(Started(sizes, args.for_scheduler(), max_passed_over))
+
+    def handle(self, event: Event) -> Any:
+        self._write(event)
+        try:
+            value = super().handle(event)
+        except Exception as error:
+            self._write(Raised(f"{type(error).__name__}: {error}"))
+            raise
+        decision = _decision(event, value)
+        if decision is not None:
+            self._write(decision)
+        return value
+
+
+def _decision(event: Event, value: Any) -> Decision | None:
+    match event:
+        case PlanStep():
+            return Planned(value)
+        case TakeOutputs():
+            return OutputsTaken(value)
+        case _:
+            return SessionReply(value) if isinstance(value, Reply) else None

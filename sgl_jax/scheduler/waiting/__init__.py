@@ -1,0 +1,1 @@
+"""Requests without memory, in the order in which they are tried."""

@@ -1,0 +1,73 @@
+"""The shadows beside the cache serve what the caches that they stand for would."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
+from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
+from sgl_jax.mem_cache.eviction.shadow_pages import ADAPTIVE, LFU, LRU
+from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
+from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate, loss
+
+
+def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
+    """The share of the sampled pages that each shadow has when they are read."""
+    shadows, hasher = ShadowCaches(num_pages), PrefixHasher(1)
+    hits, num_seen = np.zeros(3), 0
+    for now, prompt in enumerate(prompts, 1):
+        before = shadows._counters[:6].copy()
+        shadows._counters[9] = 0  # hits never fade
+        shadows.use(hasher.hashes(np.array(prompt, np.int32)), now)
+        shadows.end_path()
+        shadows.read()
+        hits += shadows._counters[3:6] - before[3:6]
+        num_seen += shadows._counters[9]
+    return hits / num_seen
+
+
+@pytest.mark.parametrize("seed", [14, 22, 102])
+def test_shadows_of_lru_and_lfu_serve_what_these_serve(seed: int) -> None:
+    load = drawn_load(seed)
+    prompts = load.prompts()
+    hits = hits_of(prompts, load.num_pages)
+    assert hits[LRU] == pytest.approx(hit_rate(prompts, load.num_pages, "lru"), abs=0.003)
+    assert hits[LFU] == pytest.approx(lfu_hit_rate(prompts, load.num_pages), abs=1e-9)
+
+
+def test_a_sample_serves_what_the_whole_serves() -> None:
+    pages = fresh_pages()
+    documents = [take(pages, 200) for _ in range(300)]
+    rng = np.random.default_rng(3)
+    prompts = [documents[i] for i in rng.zipf(1.3, 2000) % 300]
+    whole = hit_rate(prompts, 20_000, "lru")
+    assert hits_of(prompts, 20_000)[LRU] == pytest.approx(whole, abs=0.02)
+
+
+@pytest.mark.parametrize("seed", [22, 3023, 3597])
+def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
+    """A path that was just used, and parts of a leaf."""
+    assert loss(drawn_load(seed)) <= 0.02
+
+
+def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
+    shadows = ShadowCaches(4)
+    for now, pages in enumerate(([1, 2], [1, 2], [1, 2, 3, 4], [7]), 1):
+        shadows.use(np.array(pages, np.uint64), now)
+        shadows.end_path()
+    shadows.read()
+    shadows.favourite = LFU
+    path = np.array([1, 2, 3, 4], np.uint64)
+    assert [shadows.num_uses(page) for page in (1, 2, 3, 4)] == [2, 2, 0, None]
+    assert [shadows.num_used_more(path, uses) for uses in (-1, 0, 2)] == [3, 2, 0]
+
+
+def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
+    shadows = ShadowCaches(4)
+    for now, first in enumerate([7, 7, 8, 7], 1):
+        shadows.use(np.array([first, 9, 9], np.uint64), now)
+        shadows.end_path()
+    shadows.read()
+    assert shadows.num_uses(9) == 3
+    shadows.clear()
+    assert shadows.num_uses(9) is None
+    assert shadows.favourite == ADAPTIVE

@@ -1,0 +1,272 @@
+"""The radix cache against a brute-force model, through everything that can happen to it."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.adaptive_policy import NUM_CLASSES
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from tests.mem_cache.tree_model import (
+    NAMESPACES,
+    PrefixModel,
+    Tokens,
+    array_of,
+    cached_pages,
+    check_shape,
+    in_namespace,
+    namespace_of,
+    shape_of,
+    token_lists,
+    uses_of_pages,
+)
+
+ROW = 1
+
+
+class RadixCacheMachine(RuleBasedStateMachine):
+    """Rules are what leases and evictions do; `locks` are the nodes that leases would hold."""
+
+    page_size = 1
+    eviction_policy = "lru"
+
+    @initialize()
+    def start(self) -> None:
+        self.allocator = PageAllocator(400)
+        self.cache = RadixCache(
+            FULL_ATTENTION, [self.allocator], self.page_size, eviction_policy=self.eviction_policy
+        )
+        max_uses = 0 if self.eviction_policy == "lru" else NUM_CLASSES - 1
+        self.model = PrefixModel(self.page_size, max_uses)
+        self.locks: list[TreeNode] = []
+
+    def accept(self, tokens: Tokens, owned_from: int, node: TreeNode | None = None) -> None:
+        """Offer pages of a row for `tokens`; before `owned_from` they are the tree's already.
+
+        `node` is what the lease has locked of them: that lock moves.
+        """
+        num_fresh = (len(tokens) - owned_from) // self.page_size
+        own = self.allocator.alloc(num_fresh, ROW)
+        shared = np.array(self.model.pages_of(tokens[:owned_from]), np.int32)
+        offered = np.concatenate([shared, own])
+        offer = LeaseOffer(ROW, owned_from, offered[None], node, namespace_of(tokens))
+        kept = self.cache.accept(array_of(tokens), offer)
+        num_known = 0 if node is None else owned_from // self.page_size
+        for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
+            self.model.pages.setdefault(prefix, page)
+        self.model.touch(tokens)
+        self.model.use(tokens, num_known * self.page_size)
+        assert kept.length == len(tokens)
+        assert kept.pages[0].tolist() == self.model.pages_of(tokens)[num_known:]
+        assert kept.node is not None
+        own = offered[num_known:]
+        self.allocator.free(own[own != kept.pages[0]], ROW)
+        self.locks.append(kept.node)
+        self.model.locked.append(tokens)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def accept_new(self, data: st.DataObject, namespace: str) -> None:
+        tokens = data.draw(token_lists(self.page_size))
+        self.accept(in_namespace(tokens, namespace), owned_from=0)
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def extend_what_is_locked(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix = self.model.locked[i]
+        added = data.draw(token_lists(self.page_size))
+        tokens = prefix + in_namespace(added, namespace_of(prefix))
+        node = self.locks.pop(i)
+        self.model.locked.pop(i)
+        self.accept(tokens, len(prefix), node)
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def match(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        expected = self.model.longest_match(tokens)
+        match = self.cache.match_prefix(array_of(tokens), namespace)
+        assert match.length == len(expected)
+        assert match.pages[0].tolist() == self.model.pages_of(expected)
+        assert (match.node is None) == (not expected)
+        if match.node is not None:
+            self.model.touch(expected)
+            self.model.use(expected)
+            self.model.locked.append(expected)
+            self.locks.append(match.node)
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def match_more_than_is_locked(self, data: st.DataObject) -> None:
+        """The lock moves to where the longer match ends."""
+        i = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix, namespace = self.model.locked[i], self.locks[i].namespace
+        more = data.draw(token_lists(self.page_size, ragged=True))
+        tokens = prefix + in_namespace(more, namespace)
+        expected = self.model.longest_match(tokens)
+        below = self.model.pages_of(expected)[len(prefix) // self.page_size :]
+        found = self.cache.peek(array_of(tokens), namespace, self.locks[i])
+        assert found == len(expected)
+        match = self.cache.match_prefix(array_of(tokens), namespace, self.locks[i])
+        assert (match.length, match.pages[0].tolist()) == (len(expected), below)
+        assert match.node is not None
+        assert match.node.end == len(expected)
+        self.locks[i], self.model.locked[i] = match.node, expected
+        if below:
+            # What lies above the lock is as young as what it holds, but not used once more.
+            self.model.touch(expected)
+            self.model.use(expected, len(prefix))
+
+    @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
+    def peek_changes_nothing(self, data: st.DataObject, namespace: str) -> None:
+        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        expected = self.model.longest_match(tokens)
+        before = shape_of(self.cache.tree)
+        assert self.cache.peek(array_of(tokens), namespace) == len(expected)
+        assert shape_of(self.cache.tree) == before
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock_one(self, data: st.DataObject) -> None:
+        self.unlock(data.draw(st.integers(0, len(self.locks) - 1)))
+
+    def unlock(self, i: int) -> None:
+        self.cache.unlock(self.locks.pop(i))
+        self.model.locked.pop(i)
+
+    @rule(num_pages=st.integers(0, 12))
+    def evict_at_once(self, num_pages: int) -> None:
+        self.evict(num_pages)
+
+    def evict(self, num_pages: int) -> None:
+        expected = min(num_pages, len(self.model.evictable()))
+        num_free = self.allocator.num_free
+        assert self.cache.evict(num_pages) == expected
+        assert self.allocator.num_free == num_free + expected
+        gone = self.model.remove_evicted(cached_pages(self.cache.tree))
+        assert len(gone) == expected
+
+    @rule(num_pages=st.integers(1, 6))
+    def evict_one_by_one(self, num_pages: int) -> None:
+        for _ in range(num_pages):
+            self.evict(1)
+
+    @rule()
+    def reset(self) -> None:
+        if self.model.locked:
+            with pytest.raises(LedgerError, match="pages are locked"):
+                self.cache.reset()
+            return
+        self.cache.reset()
+        self.model.reset()
+        assert not self.cache.tree.root.children
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.cache.audit([(node, None) for node in self.locks])
+        assert self.cache.tree.num_locks == len(self.locks)
+        assert self.cache.tree.num_locked_tokens == sum(map(len, self.model.locked))
+        assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
+        assert cached_pages(self.cache.tree) == self.model.pages
+        assert uses_of_pages(self.cache.tree) == self.model.uses
+        num_evictable = len(self.model.evictable())
+        assert self.cache.num_evictable == [num_evictable]
+        assert self.cache.num_protected == [len(self.model.pages) - num_evictable]
+        assert self.allocator.num_tree == len(self.model.pages)
+        assert self.allocator.num_leased == 0
+        check_shape(self.cache.tree)
+
+    def teardown(self) -> None:
+        """Drained and evicted, the pool is full and the tree is its root."""
+        if not hasattr(self, "cache"):
+            return
+        while self.locks:
+            self.unlock(0)
+        self.cache.evict(self.cache.num_evictable[0])
+        assert not self.cache.tree.root.children
+        assert self.allocator.num_free == self.allocator.num_pages - 1
+
+
+class PagedRadixCacheMachine(RadixCacheMachine):
+    page_size = 4
+
+
+class AdaptiveRadixCacheMachine(RadixCacheMachine):
+    page_size = 2
+    eviction_policy = "adaptive"
+
+
+TestPageOfOneToken = RadixCacheMachine.TestCase
+TestPageOfOneToken.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPageOfFourTokens = PagedRadixCacheMachine.TestCase
+TestPageOfFourTokens.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAdaptiveEviction = AdaptiveRadixCacheMachine.TestCase
+TestAdaptiveEviction.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def cache_with(*sequences: Tokens) -> RadixCache:
+    """Pages of one token; nothing is locked."""
+    allocator = PageAllocator(100)
+    cache = RadixCache(FULL_ATTENTION, [allocator], 1, eviction_policy="lru")
+    for tokens in sequences:
+        offered = allocator.alloc(len(tokens), ROW)
+        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered[None]))
+        assert kept.node is not None
+        allocator.free(offered[offered != kept.pages[0]], ROW)
+        cache.unlock(kept.node)
+    return cache
+
+
+def test_a_match_that_finds_nothing_locks_nothing() -> None:
+    cache = cache_with((1, 2, 3))
+    match = cache.match_prefix(array_of((9, 9)))
+    assert match.node is None
+    assert match.length == 0
+    assert cache.num_protected == [0]
+    cache.audit([])
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = cache_with((1, 1), (2, 2), (3, 3))
+    node = cache.match_prefix(array_of((1, 1))).node
+    assert node is not None
+    cache.unlock(node)
+    cache.evict(4)
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 1)}
+
+
+def test_eviction_shortens_the_last_edge_to_the_deficit() -> None:
+    cache = cache_with((1, 2, 3, 4, 5))
+    assert cache.evict(2) == 2
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
+
+
+def test_an_emptied_tree_can_be_evicted_again_and_used_again() -> None:
+    cache = cache_with((1, 2))
+    assert cache.evict(9) == 2
+    assert cache.evict(9) == 0
+    cache.audit([])
+    assert cache.match_prefix(array_of((1, 2))).node is None
+
+
+def test_unlocking_more_often_than_locked_raises() -> None:
+    cache = cache_with((1, 2))
+    node = cache.match_prefix(array_of((1, 2))).node
+    assert node is not None
+    cache.unlock(node)
+    with pytest.raises(LedgerError, match="unlocked more often"):
+        cache.unlock(node)
+
+
+def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
+    cache = cache_with((1, 2, 3), (1, 2, 4))
+    match = cache.match_prefix(array_of((1, 2, 3)))
+    assert cache.evict(99) == 1
+    assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
+    assert match.node is not None
+    cache.audit([(match.node, None)])

@@ -1,0 +1,262 @@
+"""On which rank a request starts, when, and for which request a rank is held."""
+
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
+from tests.sessions.test_sessions import talk
+
+
+def make_driver(
+    *, num_running: int = 8, chunk: int = 16, config: dict[str, object] | None = None, **sizes: int
+) -> Driver:
+    """Two ranks that run so many requests at most; nothing is reserved."""
+    settings: dict[str, object] = {
+        "schedule_conservativeness": 0.0,
+    }
+    settings |= config or {}
+    sizes = {"dp_size": 2, "num_pages": 101, "max_context_len": 400, "max_chunk_tokens": chunk} | (
+        sizes
+    )
+    return Driver(
+        make_sizes(num_rows=num_running + 1, **sizes),
+        SchedulerArgs(**settings),  # type: ignore[arg-type]
+        max_passed_over=2,
+    )
+
+
+def start(driver: Driver, rid: str, prompt: list[int], max_new_tokens: int, dp_rank: int) -> None:
+    """Run a request on a rank until it decodes."""
+    driver.submit(generate(rid, prompt, max_new_tokens, dp_rank=dp_rank))
+    for _ in range(60):
+        driver.step()
+        if driver.tokens[rid]:
+            return
+    raise AssertionError(f"{rid} has no output after 60 steps")
+
+
+def rank_of(driver: Driver, rid: str) -> int | None:
+    """Where a request runs; None if it waits."""
+    request = driver.scheduler._requests[rid]
+    return None if request.lease is None else request.lease.dp_rank
+
+
+def finish(driver: Driver) -> None:
+    driver.run()
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
+# -- a request that is due ----------------------------------------------------------------------
+
+
+def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_same() -> None:
+    driver = make_driver(num_pages=21)
+    start(driver, "a", [1] * 41, 30, 0)
+    start(driver, "b", [2] * 33, 30, 1)
+    start(driver, "c", [3] * 21, 30, 1)
+    driver.submit(generate("big", [4] * 61, 2))  # 16 pages: a third of these is there at most
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [5 + i], 1))
+        driver.step()
+    driver.step()
+    driver.abort("c")  # now it lacks less on rank 1
+    for dp_rank in range(2):
+        driver.submit(generate(f"pinned to {dp_rank}", [8 + dp_rank] * 3, 9, dp_rank=dp_rank))
+    driver.step()
+    assert rank_of(driver, "big") is None
+    assert rank_of(driver, "pinned to 0") is None
+    assert rank_of(driver, "pinned to 1") == 1
+    driver.abort("a")
+    driver.step()
+    assert rank_of(driver, "big") == 0
+    finish(driver)
+
+
+def test_a_due_request_does_not_start_before_the_prefix_that_it_waits_for_is_there() -> None:
+    driver = make_driver(max_prompt_logprob_tokens=8)
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("leader", [*shared, 48], 9, dp_rank=0))
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    driver.submit(generate("scored", [47] * 200, 9, dp_rank=1, logprob_start_len=0))
+    driver.submit(generate("follower", [*shared, 49], 9))
+    for i in range(4):
+        driver.submit(generate(f"passes {i}", [41 + i] * 3, 2, dp_rank=1))
+    for _ in range(4):  # 64 tokens in chunks of 16
+        driver.step()
+        assert rank_of(driver, "follower") is None
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["follower"]
+    driver.step()
+    assert rank_of(driver, "follower") == 0
+    finish(driver)
+    assert driver.cached["follower"] == 64
+
+
+# -- what is not waited for ---------------------------------------------------------------------
+
+
+def test_what_another_namespace_computes_is_not_waited_for() -> None:
+    driver = make_driver(dp_size=1)
+    prompt = list(range(13))  # of a chunk of 16
+    driver.submit(generate("red", prompt, 9, namespace="red"))
+    driver.submit(generate("plain", prompt, 9))
+    driver.step()
+    assert rank_of(driver, "red") == rank_of(driver, "plain") == 0
+    finish(driver)
+    assert driver.cached["plain"] == 0
+
+
+def test_what_a_turn_publishes_at_its_end_is_not_waited_for() -> None:
+    s = talk(chunk=8)
+    s.say("s", [5] * 20, 2)
+    history, new = s.of["s"].tokens, [6, 7, 8, 9]
+    turn = s.begin("s", new, 30)
+    s.driver.submit(generate("plain", history + new + [3] * 3, 2))
+    s.driver.step()
+    assert rank_of(s.driver, turn) == rank_of(s.driver, "plain") == 0
+    s.run()
+    s.driver.check_tokens("plain")
+    s.close_all()
+
+
+# -- which rank ---------------------------------------------------------------------------------
+
+
+def cached_on_rank_0(**kwargs: object) -> tuple[Driver, list[int]]:
+    """Two ranks, and a prompt of 200 tokens that the first of them has cached."""
+    driver = make_driver(**kwargs)  # type: ignore[arg-type]
+    prompt = [i % 40 for i in range(200)]
+    driver.submit(generate("seed", prompt, 1, dp_rank=0))
+    driver.run()
+    return driver, prompt
+
+
+def test_a_request_waits_once_for_its_best_rank_and_no_longer_than_that_saves() -> None:
+    driver, prompt = cached_on_rank_0(num_running=1, chunk=8)
+    start(driver, "long", [41] * 8, 42, 0)  # may end in 20 steps: of 8 tokens, that is less
+    driver.submit(generate("waits", [*prompt, 42], 2))
+    driver.step()
+    assert driver.scheduler.why_waiting("waits").kind == "rank"
+    for _ in range(10):
+        driver.step()
+    assert "long" not in driver.finish
+    assert rank_of(driver, "waits") == 1
+    finish(driver)
+
+
+def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_there() -> None:
+    driver, prompt = cached_on_rank_0(num_running=2, chunk=8)
+    start(driver, "far from its end", [41] * 8, 160, 0)
+    start(driver, "near its end", [42] * 8, 12, 0)
+    for i in range(2):
+        driver.submit(generate(f"waits {i}", [*prompt, 43 + i], 2))
+    driver.step()
+    assert driver.scheduler.why_waiting("waits 0").kind == "rank"
+    assert rank_of(driver, "waits 1") == 1
+    finish(driver)
+    assert driver.dp_rank["waits 0"] == 0
+
+
+def test_a_cached_prefix_draws_no_more_requests_than_a_rank_may_be_ahead_by() -> None:
+    driver, prompt = cached_on_rank_0(num_running=12, chunk=256, num_pages=200)
+    ranks = driver.scheduler.ranks
+    most_ahead = 0
+    for i in range(12):
+        driver.submit(generate(f"r{i}", [*prompt, 40 + i % 10], 60))
+        driver.step()
+        most_ahead = max(most_ahead, len(ranks[0].running) - len(ranks[1].running))
+    assert most_ahead == MAX_SKEW_REQUESTS + 1
+    assert driver.scheduler.num_running == 12
+    finish(driver)
+
+
+def test_a_rank_that_prefills_a_long_prompt_is_left_to_it() -> None:
+    driver = make_driver()
+    start(driver, "decodes", [1] * 4, 90, 1)
+    driver.submit(generate("long", [2] * 200, 2, dp_rank=0))
+    driver.step()
+    driver.submit(generate("other", [3] * 12, 2))
+    driver.step()
+    assert rank_of(driver, "other") == 1
+    finish(driver)
+
+
+def test_a_turn_returns_to_the_lease_that_has_its_history_though_more_run_there() -> None:
+    s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, disable_radix_cache=True)
+    s.say("s", [5] * 40, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    start(s.driver, "decodes", [10] * 4, 30, home)
+    rid = s.begin("s", [1], 2)
+    s.run()
+    assert s.driver.dp_rank[rid] == home
+    assert s.driver.cached[rid] == 41
+    s.close_all()
+
+
+def test_in_turn_a_request_goes_where_the_prefix_is_that_it_waited_for() -> None:
+    driver = make_driver(config={"load_balance_method": "round_robin"})
+    shared = list(range(12))
+    driver.submit(generate("leader", [*shared, 48], 9))
+    driver.submit(generate("on rank 1", [41] * 3, 2))
+    driver.submit(generate("follower", [*shared, 49], 9))
+    driver.submit(generate("on rank 0", [42] * 3, 2))  # so that it would be the turn of rank 1
+    driver.step()
+    assert rank_of(driver, "follower") is None
+    assert rank_of(driver, "on rank 0") == 0
+    finish(driver)
+    assert driver.dp_rank["follower"] == driver.dp_rank["leader"] == 0
+    assert driver.cached["follower"] == 12
+
+
+# -- room ---------------------------------------------------------------------------------------
+
+
+def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together() -> None:
+    driver = make_driver(dp_size=1, num_pages=21, chunk=128)
+    for i in range(2):
+        driver.submit(generate(f"r{i}", [1 + i] * 45, 4))
+    driver.step()
+    assert driver.scheduler.num_running == 1
+    finish(driver)
+    assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_same_step() -> None:
+    driver = make_driver(dp_size=1, num_pages=25, chunk=128)  # 24 pages of 4 tokens
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("before", [*shared, 48], 2))
+    finish(driver)
+    start(driver, "uses 4 of 5 pages", [*shared[:16], 47, 47, 47], 9, dp_rank=0)
+    driver.submit(generate("18 pages", [*shared, *[41] * 7], 1))
+    driver.submit(generate("20 pages", [*shared, *[42] * 15], 1))
+    driver.step()
+    assert rank_of(driver, "18 pages") == rank_of(driver, "20 pages") == 0
+    finish(driver)
+
+
+def test_the_reserve_of_what_starts_in_a_step_is_left_in_that_step() -> None:
+    """The first may generate 60 tokens, and nothing is known of how many it will."""
+    driver = make_driver(
+        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 1.0}
+    )
+    driver.submit(generate("first", [1] * 5, 60))
+    driver.submit(generate("second", [2] * 45, 4))  # 12 pages of 18 that are free
+    driver.step()
+    assert rank_of(driver, "first") == 0
+    assert rank_of(driver, "second") is None
+    finish(driver)
+
+
+def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:
+    s = talk(dp_size=2, pool_tokens=80, chunk=8, schedule_conservativeness=0.0)
+    s.say("s", [5] * 18, 2)
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    start(s.driver, "long", [6] * 37, 30, home)
+    for i in range(2):
+        start(s.driver, f"small {i}", [7 + i] * 5, 30, 1 - home)
+    s.driver.submit(generate("other", [9] * 50, 2))  # less runs beside the session
+    s.driver.step()
+    assert rank_of(s.driver, "other") == 1 - home
+    assert s.driver.scheduler.counters()["sessions_evicted"] == 0
+    s.run()
+    s.close_all()

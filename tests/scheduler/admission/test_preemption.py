@@ -1,0 +1,269 @@
+"""A running request gives way to one that is more important, if that helps and is needed."""
+
+import pytest
+
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.request import RequestState
+from sgl_jax.scheduler.waiting.wait_reason import WaitReason
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import due_of
+
+
+def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
+    """Ranks of 20 pages of 4 tokens that run so many requests at most; nothing is reserved."""
+    config = SchedulerArgs(
+        schedule_conservativeness=0.0,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=10,
+    )
+    settings = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
+    return Driver(make_sizes(num_rows=num_running + 1, **settings), config, max_passed_over=2)
+
+
+def start(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: object) -> None:
+    """Run a request, of tokens of its own, that has just so many pages, until it decodes."""
+    token = 1 + len(driver.prompts)
+    prompt = [token] * (4 * num_pages - 3)
+    message = generate(rid, prompt, 79 - len(prompt), priority=priority, **kwargs)
+    driver.submit(message)
+    decode(driver, rid)
+
+
+def decode(driver: Driver, rid: str) -> None:
+    """Step until a request has its first output."""
+    for _ in range(20):
+        driver.step()
+        if driver.tokens[rid]:
+            return
+    pytest.fail(f"{rid} has no output after 20 steps")
+
+
+def ask(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: object) -> None:
+    """A request, of tokens of its own, that needs so many pages."""
+    token = 1 + len(driver.prompts)
+    prompt = [token] * (4 * num_pages - 3)
+    driver.submit(generate(rid, prompt, 2, priority=priority, **kwargs))
+
+
+def running(driver: Driver) -> set[str]:
+    """Those that have memory."""
+    requests = driver.scheduler._requests.values()
+    return {request.rid for request in requests if request.state is RequestState.RUNNING}
+
+
+def num_preempted(driver: Driver) -> int:
+    return driver.scheduler.counters()["requests_preempted"]
+
+
+def finish(driver: Driver) -> None:
+    """All run to their ends, and what was taken is computed again."""
+    driver.run()
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+
+
+@pytest.mark.parametrize("threshold_excess", [0, 1])
+def test_only_a_difference_above_the_threshold_preempts(threshold_excess: int) -> None:
+    driver = make_driver(num_running=1)
+    start(driver, "low", 3, priority=5)
+    ask(driver, "high", 3, priority=5 + 10 + threshold_excess)
+    driver.step()
+    assert running(driver) == ({"high"} if threshold_excess else {"low"})
+    assert num_preempted(driver) == threshold_excess
+    finish(driver)
+
+
+def test_what_is_within_the_threshold_stays_though_less_important_ones_do_not_suffice() -> None:
+    driver = make_driver()
+    start(driver, "low", 6, priority=0)
+    start(driver, "nearly as important", 8, priority=45)
+    ask(driver, "high", 15, priority=50)
+    driver.step()
+    assert running(driver) == {"low", "nearly as important"}
+    assert num_preempted(driver) == 0
+    finish(driver)
+
+
+def test_what_fits_preempts_nothing() -> None:
+    driver = make_driver(num_running=2)
+    start(driver, "low", 3, priority=0)
+    ask(driver, "high", 3, priority=50)
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    assert num_preempted(driver) == 0
+    finish(driver)
+
+
+def test_what_would_not_fit_even_so_preempts_nothing() -> None:
+    driver = make_driver()
+    start(driver, "small and low", 3, priority=0)
+    start(driver, "large and as important", 12, priority=50)
+    ask(driver, "high", 10, priority=50)
+    driver.step()
+    assert running(driver) == {"small and low", "large and as important"}
+    assert num_preempted(driver) == 0
+    finish(driver)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "num_more_steps", "victim"),
+    [
+        ([1, 0, 2], [4, 4, 0], "r1"),  # the lowest priority, though it has more output
+        ([0, 0, 0], [0, 2, 2], "r2"),  # then the fewest output tokens
+        ([0, 0, 0], [0, 0, 0], "r2"),  # then the youngest
+    ],
+)
+def test_the_least_important_with_the_least_to_lose_goes_first(
+    priorities: list[int], num_more_steps: list[int], victim: str
+) -> None:
+    driver = make_driver(num_running=3)
+    for i, (priority, more) in enumerate(zip(priorities, num_more_steps, strict=True)):
+        start(driver, f"r{i}", 2, priority)
+        for _ in range(more):
+            driver.step()
+    ask(driver, "high", 2, priority=50)
+    driver.step()
+    assert running(driver) == {"r0", "r1", "r2", "high"} - {victim}
+    finish(driver)
+
+
+def test_the_youngest_of_those_with_as_much_output_goes_first() -> None:
+    driver = make_driver(num_running=2)
+    for i in range(2):
+        driver.submit(generate(f"r{i}", [1 + i] * 5, 30))
+    decode(driver, "r1")
+    assert len(driver.tokens["r0"]) == len(driver.tokens["r1"])
+    ask(driver, "high", 2, priority=50)
+    driver.step()
+    assert running(driver) == {"r0", "high"}
+    finish(driver)
+
+
+def test_a_victim_that_another_makes_superfluous_stays() -> None:
+    driver = make_driver()
+    start(driver, "small", 3, priority=0)
+    start(driver, "large", 10, priority=0)
+    ask(driver, "high", 14, priority=50)  # 7 pages are free; the small one alone does not suffice
+    driver.step()
+    assert running(driver) == {"small", "high"}
+    finish(driver)
+
+
+def test_the_rank_is_chosen_where_the_fewest_have_to_go() -> None:
+    driver = make_driver(dp_size=2)
+    for i in range(2):
+        start(driver, f"small{i}", 8, priority=0, dp_rank=0)
+    start(driver, "large", 16, priority=0, dp_rank=1)
+    ask(driver, "high", 13, priority=50)
+    driver.step()
+    assert running(driver) == {"small0", "small1", "high"}
+    finish(driver)
+
+
+def test_a_request_preempts_nothing_where_it_may_not_run() -> None:
+    driver = make_driver(num_running=1, dp_size=2)
+    start(driver, "low", 3, priority=0, dp_rank=0)
+    start(driver, "as important", 3, priority=50, dp_rank=1)
+    ask(driver, "high", 3, priority=50, dp_rank=1)
+    driver.step()
+    assert running(driver) == {"low", "as important"}
+    assert num_preempted(driver) == 0
+    finish(driver)
+
+
+def test_each_may_preempt_on_a_rank_of_its_own() -> None:
+    driver = make_driver(num_running=1, dp_size=2)
+    for dp_rank in range(2):
+        start(driver, f"low{dp_rank}", 3, priority=0, dp_rank=dp_rank)
+    for dp_rank in (1, 0):
+        ask(driver, f"high{dp_rank}", 3, priority=50, dp_rank=dp_rank)
+    driver.step()
+    assert running(driver) == {"high0", "high1"}
+    finish(driver)
+
+
+def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile() -> None:
+    driver = make_driver(
+        num_running=2, dp_size=2, num_pages=300, max_context_len=700, max_prompt_logprob_tokens=8
+    )
+    shared = [i % 40 for i in range(64)]
+    start(driver, "other 0", 10, priority=0, dp_rank=0)
+    driver.submit(generate("leader", shared + [48] * 4, 9, priority=50, dp_rank=0))
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    scored = generate("scored", [47] * 600, 9, priority=50, dp_rank=1, logprob_start_len=0)
+    driver.submit(scored)
+    driver.submit(generate("high", shared + [49] * 4, 9, priority=50))
+    driver.submit(generate("other 1", [46] * 3, 30, dp_rank=1))
+    for _ in range(4):  # 64 tokens in chunks of 16
+        driver.step()
+        assert running(driver) == {"leader", "other 0", "scored", "other 1"}
+    assert num_preempted(driver) == 0
+    driver.step()
+    assert running(driver) == {"leader", "high", "scored", "other 1"}
+    assert num_preempted(driver) == 1
+    finish(driver)
+
+
+def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
+    driver = make_driver()
+    start(driver, "low", 10, priority=0)
+    ask(driver, "due", 15, priority=0)
+    for i in range(2):
+        ask(driver, f"passes {i}", 1, priority=0)
+    for _ in range(6):
+        driver.step()
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["due"]
+    ask(driver, "as low", 1, priority=0)
+    ask(driver, "high", 2, priority=1)
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    assert driver.scheduler.why_waiting("as low") == WaitReason("order", behind="due")
+    driver.abort("low")
+    driver.abort("high")
+    driver.step()
+    assert running(driver) == {"due"}
+    finish(driver)
+    assert num_preempted(driver) == 0
+
+
+def test_a_preemption_raises_no_reserve() -> None:
+    """It says nothing about how well memory was reckoned."""
+    driver = make_driver(num_running=1)
+    start(driver, "low", 3, priority=0)
+    rank = driver.scheduler.ranks[0]
+    before = rank.reserve.pages(rank.memory, rank.running)
+    ask(driver, "high", 3, priority=50)
+    driver.step()
+    assert num_preempted(driver) == 1
+    driver.abort("high")
+    driver.step()
+    assert running(driver) == {"low"}
+    assert rank.reserve.pages(rank.memory, rank.running) <= before
+    finish(driver)
+
+
+def test_nothing_waits_for_a_prefix_in_flight_of_lower_priority() -> None:
+    """Prompt tokens go by priority: between the two, others would hold up what computes it."""
+    driver = make_driver(num_pages=600, num_running=40, max_context_len=700)
+    shared = [i % 40 for i in range(64)]
+    driver.submit(generate("low", shared + [48] * 4, 2, priority=0))
+    driver.step()
+    for i in range(20):
+        driver.submit(generate(f"middle {i}", [41 + i % 7] * 16 + [i] * 16, 2, priority=4))
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+
+
+def test_of_two_that_compute_one_prefix_the_more_important_is_waited_for() -> None:
+    driver = make_driver(num_pages=600, max_context_len=700, max_chunk_tokens=64)
+    shared = [i % 40 for i in range(100)]
+    driver.submit(generate("low", shared + [48] * 100, 2, priority=0))
+    driver.step()
+    driver.submit(generate("high", shared + [49] * 4, 2, priority=8))
+    driver.submit(generate("as high", shared + [47] * 4, 2, priority=8))
+    driver.step()
+    assert running(driver) == {"low", "high"}
+    finish(driver)
+    assert driver.cached["as high"] == 100
