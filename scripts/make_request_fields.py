@@ -1,4 +1,4 @@
-"""Write docs/request_fields.md: every field of a request, and its support in this server.
+"""Write docs/reference/request_fields.md: every field of a request, and its effect.
 
     python scripts/make_request_fields.py
 
@@ -62,7 +62,7 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.unserved_fields import PART, REQUEST, UnservedFields, advice, as_json
 
-TARGET = Path(__file__).parent.parent / "docs" / "request_fields.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "request_fields.md"
 
 _HEAD = """# Fields of requests
 

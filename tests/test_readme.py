@@ -1,40 +1,66 @@
-"""The README is true: its flags table lists exactly the flags there are."""
+"""README and guide are true: their links resolve, and their commands exist with their flags."""
 
-import dataclasses
+import importlib.util
+import os
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
-from sgl_jax.core.server_args import ServerArgs
+import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.planner.arguments import parse_plan_request
+from tests.documented import PAGES, README, ROOT, command_lines
 
-
-def test_the_flags_table_lists_every_flag_with_its_meaning() -> None:
-    rows = dict(re.findall(r"^\| `--([a-z0-9-]+)` \| [^|]+ \| ([^|]+) \|$", README, re.MULTILINE))
-    wanted = {
-        setting.name.replace("_", "-"): setting.metadata["help"]
-        for setting in dataclasses.fields(ServerArgs)
-    }
-    assert sorted(rows) == sorted(wanted)
-    for name, meaning in wanted.items():
-        assert rows[name].startswith(meaning), name
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RUN_BY_A_LIVE_TEST = ("curl",)  # tests/live/test_examples.py
+TOOLS_OF_OTHERS = ("mkdocs", "printf")
 
 
-def test_the_flags_table_states_every_default() -> None:
-    rows = dict(re.findall(r"^\| `--([a-z0-9-]+)` \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE))
-    for setting in dataclasses.fields(ServerArgs):
-        default = setting.default
-        if default == "":
-            wanted = "required"
-        elif default is None or default == ():
-            wanted = "-"
-        elif default is False:
-            wanted = "off"
-        else:
-            wanted = f"`{default}`"
-        assert rows[setting.name.replace("_", "-")] == wanted, setting.name
+def test_the_readme_has_at_most_1500_words() -> None:
+    assert len(README.read_text().split()) <= 1500
 
 
-def test_every_file_it_links_to_exists() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (Path(__file__).parents[1] / target).exists(), target
+def test_every_file_the_readme_links_to_exists() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README.read_text())
+    assert len(targets) > 15
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_there_and_takes_its_flags(page: Path) -> None:
+    for line in command_lines(page):
+        words = shlex.split(line, comments=True)
+        if words and Path(words[0]).name not in (*RUN_BY_A_LIVE_TEST, *TOOLS_OF_OTHERS):
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    name = Path(words[0]).name
+    if name == "sgl-jax":
+        check_own_command(words[1:])
+    elif name == "pip":
+        (extras,) = re.findall(r"\[(.*)\]", words[-1])
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    elif name == "python":
+        check_python(words[1:])
+    else:
+        assert os.access(ROOT / words[0], os.X_OK), words
+
+
+def check_own_command(words: list[str]) -> None:
+    command, flags = words[0], words[1:]
+    if command == "plan":
+        parse_plan_request(flags)
+    elif command == "serve":
+        parse_server_args(flags)
+    else:
+        raise AssertionError(f"no command {command}")
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+    else:
+        assert (ROOT / words[0]).is_file()

@@ -34,7 +34,7 @@ from sgl_jax.mem_cache.device_pool import KVPoolLayout, StatePoolLayout, kv_pool
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 
-# With smaller pages the TPU's attention waits for its instructions (docs/kernels.md).
+# With smaller pages the TPU's attention waits for its instructions (docs/inside/kernels.md).
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
@@ -125,7 +125,7 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
-            # docs/planning.md has the figures. Within a turn the compiler prefetches a layer's
+            # docs/measurements/planning.md has the figures. Within a turn the compiler prefetches a layer's
             # weights while the layer before it computes.
             unrolled_layers=_UNROLLED_LAYERS if on_tpu else 1,
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a

@@ -27,13 +27,13 @@ _CPU_MEMORY_SHARE = 0.25
 
 
 # Pages of windows in the prefix cache, beside the running rows' own: one for so many pages of the
-# first pool. All windows take no more than so many times the first pool's bytes. docs/eviction.md
+# first pool. All windows take no more than so many times the first pool's bytes. docs/measurements/eviction.md
 # measures smaller shares.
 _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
-# Bytes of snapshots of states per byte of the first pool's pages; docs/eviction.md measures other
+# Bytes of snapshots of states per byte of the first pool's pages; docs/measurements/eviction.md measures other
 # shares. The states of running rows take at most as many bytes as these pages.
 _SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0

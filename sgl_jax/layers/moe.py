@@ -3,7 +3,8 @@
 The experts' inner width is split over the tensor axis, so each chip holds a slice of every expert
 and all chips have the same work for any choice of the router. That width is the last axis but one
 of all three weights: a slice of it is often no multiple of the 128 lanes of a row of a TPU's
-memory, and arrays whose last axis is none are copied on their way into a kernel (docs/kernels.md).
+memory, and arrays whose last axis is none are copied on their way into a kernel
+(docs/inside/kernels.md).
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ including ends without a continuation, are checkpoints.
 
 A node is listed at each level with pages to take, by its number of uses and the time when its
 windows were last read. The policy estimates its rate of use, and a level weights that rate.
-docs/eviction.md compares other orders and weights.
+docs/measurements/eviction.md compares other orders and weights.
 """
 
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ class RecurrenceBundles(NamedTuple):
     conv_channels: float  # of a token, for 128 channels
 
 
-# Lines through the kernels' schedules with 32 and with 4 value heads (docs/kernels.md).
+# Lines through the kernels' schedules with 32 and with 4 value heads (docs/inside/kernels.md).
 BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
     {
         "TPU v5 lite": RecurrenceBundles(156, 75.6, 1987, 278, 147, 2.7),

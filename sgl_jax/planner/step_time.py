@@ -54,7 +54,7 @@ class KernelBundles(NamedTuple):
     prefill: int  # for 10^9 operations
 
 
-# docs/kernels.md: 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
+# docs/inside/kernels.md: 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
 BUNDLES: Mapping[str, KernelBundles] = MappingProxyType(
     {
         "TPU v5 lite": KernelBundles(1.50, 7610),
@@ -122,8 +122,8 @@ class VisitBundles(NamedTuple):
     per_gflop: int  # of the whole tile of lines
 
 
-# Fitted to the kernel's compiled schedules (docs/kernels.md), bfloat16, tiles of 64 to 256 lines,
-# 2048 inputs with 192 and 768 outputs: within 20 % of each, within 12 % of most.
+# Fitted to the kernel's compiled schedules (docs/inside/kernels.md), bfloat16, tiles of 64 to 256
+# lines, 2048 inputs with 192 and 768 outputs: within 20 % of each, within 12 % of most.
 VISIT_BUNDLES: Mapping[str, VisitBundles] = MappingProxyType(
     {
         "TPU v5 lite": VisitBundles(351, 0, 6866),
@@ -203,7 +203,7 @@ class HeadsCycles(NamedTuple):
     plain: float  # where heads are only rotated
 
 
-# docs/kernels.md: the more of 8 query heads and one KV head, and of 32 and 8; bfloat16.
+# docs/inside/kernels.md: the more of 8 query heads and one KV head, and of 32 and 8; bfloat16.
 HEADS_CYCLES: Mapping[str, HeadsCycles] = MappingProxyType(
     {
         "TPU v5 lite": HeadsCycles(1827, 1.02, 0.80),

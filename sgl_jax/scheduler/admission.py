@@ -29,13 +29,13 @@ from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting_queue import Offer, WaitingQueue
 
-# A rank may run this many requests more than the least busy one, or this share of them more, and
-# each further one counts as much as a step full of prompt tokens.
+# A rank may run this many requests more than the least busy one, or this share of them more; each
+# further one counts as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
-# Requests that get in one step a reason to wait; the others get it in the next.
+# Requests that get a reason to wait in one step; the others get it in the next.
 MAX_PUT_OFF = 128
-# Requests for which others might give way are tried in a step until so many were tried in vain.
+# Requests tried for preemption in a step until this many fail.
 MAX_FAILED_PREEMPTIONS = 32
 
 _T = TypeVar("_T", RankScheduler, RankRoom)
@@ -46,9 +46,9 @@ class Admission:
 
     Args:
         waiting: the queue.
-        args: the scheduler's; may be others later.
+        args: the scheduler's; may be replaced later.
         home_of: the memory with the lease of a request's session, if any.
-        tenants: to whom the requests belong.
+        tenants: the tenants of the requests.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Admission:
         self._next_rank = 0  # of round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
-        """Start what can start in step number `step`, of which `builders` are the ranks' shares."""
+        """Start waiting requests in step number `step`; `builders` are the ranks' shares of it."""
         highest = self._waiting.highest_priority
         if highest is None:
             return
@@ -95,9 +95,9 @@ class Admission:
             pass
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start requests in the queue's order, up to the first after which more may fit than
-        before: it has preempted others, or its output is forecast to be short. Returns whether the
-        rest is to be tried anew."""
+        """Start requests in the queue's order, up to the first after which more may fit: it
+        preempted others, or its output is forecast to be short. Returns whether to try the rest
+        anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_put_off = num_failed = 0
@@ -132,7 +132,7 @@ class Admission:
         return False
 
     def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
-        """`request` waits for a rank, or for a prefix that is computed there."""
+        """Make `request` wait for a rank, or for a prefix that is computed there."""
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
@@ -143,10 +143,11 @@ class Admission:
     def _preempt_for(
         self, rooms: list[RankRoom], request: Request, threshold: int
     ) -> RankRoom | None:
-        """Retract running requests for one of higher priority, and start it; the rank's room.
+        """Retract running requests for one of higher priority, and start it; return the rank's
+        room.
 
-        None, and nothing is retracted, if it would fit nowhere even so, or a prefix of it is in
-        flight. Of several ranks that one is chosen where the fewest tokens are to be computed.
+        None, retracting nothing, if it would still fit nowhere, or a prefix of it is in flight.
+        Among several ranks, the one with the fewest tokens to compute is chosen.
         """
         cursors, best = self._waiting.cursors(request), None
         for room in _allowed(rooms, request):
@@ -170,7 +171,7 @@ class Admission:
         return room
 
     def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
-        """Hold a rank for a request that is due; its room."""
+        """Hold a rank for a due request; return its room."""
         if request.rid not in self._holds:
             self._holds[request.rid] = self._least_short(rooms, request)
         room = rooms[self._holds[request.rid]]
@@ -178,7 +179,7 @@ class Admission:
         return room
 
     def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
-        """The rank where a request lacks the fewest pages; of equals, the least busy."""
+        """The rank where a request lacks the fewest pages; among equals, the least busy."""
         cursors = self._waiting.cursors(request)
         allowed = _allowed(rooms, request)
         return min(
@@ -187,12 +188,12 @@ class Admission:
             for r in (room.dp_rank,)
         )[2]
 
-    # -- why others wait ----------------------------------------------------------------------
+    # -- reasons to wait ----------------------------------------------------------------------
 
     def why_waiting(
         self, request: Request, ranks: Sequence[RankScheduler], step: int
     ) -> WaitReason:
-        """What `request` waits for when step number `step` is planned next."""
+        """The reason why `request` waits, with step number `step` planned next."""
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         leader = self._waiting.leader_of(request)
@@ -225,12 +226,12 @@ class Admission:
         return None
 
     def count_waiting(self, ranks: Sequence[RankScheduler], step: int) -> dict[WaitKind, int]:
-        """How many wait for what when step number `step` is planned next."""
+        """The number of waiting requests by reason, with step number `step` planned next."""
         num_pages = np.array([rank.num_pages_to_give() for rank in ranks], np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         return self._waiting.count_kinds(num_pages, has_row, step)
 
-    # -- where a request runs -----------------------------------------------------------------
+    # -- choice of a rank ---------------------------------------------------------------------
 
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
@@ -247,27 +248,28 @@ class Admission:
         ]
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
-        """The best rank for a request that fits one now, even if it must wait there; else None."""
+        """The best rank for a request that fits on one now, even if it must wait there; else
+        None."""
         options = self._options(rooms, request)
         fitting = [option for option in options if option.fits]
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
         if self.args.load_balance_method == "round_robin" and self._home_of(request) is None:
-            # One that waited for a prefix in flight goes where that is, if it can.
+            # A request that waited for a prefix in flight goes to its rank, if possible.
             in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         best, cheapest = min(options), min(fitting)
         if best.fits or best.leader is not None:
             return best
-        # It waits for as many steps as the tokens take that it saves, once in its life.
+        # It waits once in its life, for as many steps as the saved tokens take.
         if stayed is None:
             num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
     def _start(self, room: RankRoom, request: Request) -> bool:
-        """Start a request that fits; whether others may fit now that did not before."""
+        """Start a fitting request; return whether others may fit that did not before."""
         dp_rank = room.dp_rank
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
@@ -282,20 +284,20 @@ class Admission:
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:
-    """Whether a request runs there whose priority is lower than `below`, and may give way."""
+    """Return whether a request with a priority below `below` runs there and may give way."""
     lowest = builder.rank.running.priorities.lowest
     return builder.can_admit and lowest is not None and lowest < below
 
 
 def _renew(offer: Offer, room: RankRoom) -> None:
-    """Bring the rank's part of an offer up to date."""
+    """Update the rank's part of an offer."""
     dp_rank = room.dp_rank
     offer.is_open[dp_rank], offer.floor[dp_rank] = room.is_open, room.priority_floor
     offer.num_pages[dp_rank] = room.num_pages if room.is_open else 0
 
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:
-    """Requests that may run on a rank without it counting as too many."""
+    """Requests that may run on a rank before they count as too many."""
     least = min(room.num_running for room in rooms)
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
 

@@ -30,12 +30,13 @@ from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
-# Of the requests that wait for what a row computes, so many are asked how much they want of it.
+# The most waiting requests checked for the tokens they await from a row.
 _MAX_BRANCHES = 16
 
 
 class RankScheduler:
-    """Requests of rank `dp_rank`, running; `tables` and `columns` are views of all ranks' ones."""
+    """The running requests of rank `dp_rank`; `tables` and `columns` are views of all ranks'
+    ones."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class RankScheduler:
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
         self.num_preempted = 0  # of these, for requests of higher priority
-        self.num_prompt_tokens = 0  # of all requests admitted, and of those the cache served:
+        self.num_prompt_tokens = 0  # of all requests admitted, and of these from the cache:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
         self._has_states = sizes.state_group is not None
@@ -71,12 +72,12 @@ class RankScheduler:
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
-        # What the device has not been told yet, by row: a step that runs nothing is not launched.
+        # Not sent to the device yet, by row: a step that runs nothing is not launched.
         self._unsent_admissions: dict[int, RowAdmission] = {}
-        # Rows whose prompts were computed in part, and what their leases' nodes lack of them.
+        # Rows with partly computed prompts, and the next key that their leases' nodes lack.
         self._unpublished: dict[int, bytes | None] = {}
-        # With recurrent layers: rows whose first step was not launched yet, and where other prompts
-        # are known to branch off from rows' prompts.
+        # With recurrent layers: rows whose first step was not launched yet, and the positions where
+        # other prompts branch off from rows' prompts.
         self._starting: set[int] = set()
         self._branch_lens: dict[int, set[int]] = {}
 
@@ -84,11 +85,12 @@ class RankScheduler:
 
     @property
     def has_row(self) -> bool:
-        """Whether a row is free, or can be had from an idle session."""
+        """Return whether a row is free, or available from an idle session."""
         return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
 
     def num_pages_to_give(self) -> int:
-        """Pages that a new request may take: those of idle sessions counted, the reserve not."""
+        """Pages that a new request may take, including idle sessions' pages, excluding the
+        reserve."""
         return self.memory.num_reclaimable_pages - self.reserve.pages(self.memory, self.running)
 
     def num_pages_at_most(self, request: Request) -> int:
@@ -96,8 +98,8 @@ class RankScheduler:
         return self.memory.request_pages(len(request.tokens) + 1)
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` would take: of its known tokens and one more, but for those that
-        running requests read as well."""
+        """Pages that `request` would take: for its known tokens and one more, except pages that
+        running requests also read."""
         return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
@@ -108,15 +110,15 @@ class RankScheduler:
         return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
-        """In how many steps each of the running requests may end, if they generate half of what
-        they still may."""
+        """Steps until each running request may end, if it generates half of its remaining
+        tokens."""
         return self.running.expected_steps_to_ends(self.running.active)
 
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None) -> int:
-        """Give a waiting request that fits a row, and what is cached of its prefix; the row.
+        """Give a fitting request a row and the cached part of its prefix; return the row.
 
-        Idle sessions are evicted for it as far as needed, used longest ago first. `num_reserved`
-        pages are the reserve, for a caller that knows it.
+        Idle sessions are evicted for it as needed, used longest ago first. `num_reserved` pages are
+        the reserve, if the caller has computed it.
         """
         memory = self.memory
         num_on_tree = cursor.matched  # now: the tree will change
@@ -152,11 +154,11 @@ class RankScheduler:
         return lease.row
 
     def _take_lease(self, request: Request, kept: KVLease | None) -> tuple[KVLease, int]:
-        """A lease with what is in place of the request, which evicts one session if rows lack.
+        """Return a lease with the request's available prefix; evict one session if rows lack.
 
-        `kept` is the lease that the request's session keeps, if it can go on with that. Also
-        returns the position of the first token that the device must be told: a row that goes on
-        where it was still has the tokens before it.
+        `kept` is the lease that the request's session keeps, if the request can resume from it.
+        Also returns the position of the first token that the device needs: a continued row still
+        has the tokens before it.
         """
         memory, session_id = self.memory, request.kept_by
         goes_on = kept is not None and resumable_len(memory, kept, request.resumable_len) >= 0
@@ -175,7 +177,8 @@ class RankScheduler:
         return lease, 0
 
     def evict_sessions_for(self, num_pages: int) -> bool:
-        """Evict idle sessions until `num_pages` are available or none is left; whether any was."""
+        """Evict idle sessions until `num_pages` are available or none is left; return whether any
+        was evicted."""
         num_before = self.num_evicted_sessions
         while self.memory.num_available_pages < num_pages and self.evict_idle_session():
             pass
@@ -184,7 +187,7 @@ class RankScheduler:
     def evict_idle_session(self) -> bool:
         """Take the memory of the session used longest ago; False if none is idle.
 
-        It keeps its tokens: its next turn computes again what the tree no longer has.
+        It keeps its tokens: its next turn computes again the part that the tree no longer has.
         """
         session_id = self.memory.sessions.oldest_idle()
         if session_id is None:
@@ -194,7 +197,8 @@ class RankScheduler:
         return True
 
     def take_admissions(self) -> tuple[RowAdmission, ...]:
-        """What the next launched step must tell the device; the caller sends it, once."""
+        """The admissions that the device needs with the next launched step; the caller sends them,
+        once."""
         if not self._unsent_admissions:
             return ()
         admissions = tuple(self._unsent_admissions.values())
@@ -202,19 +206,19 @@ class RankScheduler:
         return admissions
 
     def offer_chunks(self, rows: Sequence[int]) -> None:
-        """A step was launched that computes prompt tokens of `rows`: let other requests read them.
+        """Make prompt tokens of `rows`, from a launched step, readable by other requests.
 
-        Those of a prompt that is not complete are on the tree no sooner than one of the others
-        could go on with them (`publish_awaited`).
+        Tokens of an incomplete prompt are published only once another request could continue from
+        them (`publish_awaited`).
         """
         for row in rows:
             # A later turn of a session is published when it has succeeded: until then the session
-            # may have to go back to where it began.
+            # may have to return to its start.
             if self.running.request(row).kept_len:
                 continue
             lease = self.memory.leases[row]
-            # A last token is computed as decode rows are, not in a chunk. What a window passes is
-            # published before that, or another prompt that goes on from there finds it gone.
+            # A last token is computed as in decode rows, not in a chunk. Publish before a window
+            # passes pages, or another prompt that continues from there finds them gone.
             if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
                 self._unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
@@ -222,13 +226,13 @@ class RankScheduler:
                 self._unpublished[row] = self._next_key(row)
 
     def keep_branch(self, row: int, length: int) -> None:
-        """A waiting request will go on from the first `length` tokens of `row`."""
+        """Record that a waiting request will continue from the first `length` tokens of `row`."""
         if self._has_states:
             self._branch_lens[row].add(length)
 
     def branch_lens(self, row: int) -> list[int]:
-        """Where other prompts branch off from that of `row`: what the tree held of it when it was
-        admitted, and what waiting requests have in common with it."""
+        """The positions where other prompts branch off from `row`'s: the cached length at its
+        admission, and the lengths shared with waiting requests."""
         lens = list(self._branch_lens[row])
         if not self.running.request(row).kept_len:  # else nothing is published yet
             lease = self.memory.leases[row]
@@ -240,8 +244,8 @@ class RankScheduler:
         return lens
 
     def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
-        """Those of a step's `rows` that run for the first time since they were admitted: index and
-        row. Each is answered once."""
+        """The step's `rows` that run for the first time since their admission: index and row. Each
+        is returned once."""
         if not self._starting:
             return []
         found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._starting]
@@ -249,7 +253,7 @@ class RankScheduler:
         return found
 
     def publish_awaited(self) -> None:
-        """Publish what was computed of prompts that waiting requests could go on with."""
+        """Publish computed tokens of prompts that waiting requests could continue from."""
         for row, next_key in self._unpublished.items():
             lease = self.memory.leases[row]
             if self.memory.cache.is_awaited(lease.node, next_key):
@@ -262,7 +266,8 @@ class RankScheduler:
         return self.memory.cache.next_key(lease.node, tokens, lease.namespace)
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
-        """End the request in `row` well; its first `num_tokens` tokens (all) are kept."""
+        """End the request in `row` normally; its first `num_tokens` tokens (all by default) are
+        kept."""
         running = self.running
         output_len = int((num_tokens or running.known_len[row]) - running.prompt_len[row])
         has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]
@@ -274,9 +279,9 @@ class RankScheduler:
         return request
 
     def end(self, row: int, *, insert: bool = True) -> Request:
-        """End the request in `row` before its time. A session's turn leaves what was before it.
+        """End the request in `row` early. A session's turn leaves the earlier history.
 
-        Not `insert`: the device failed, and nothing that it wrote is kept.
+        Without `insert` the device failed, and none of its output is kept.
         """
         request = self.running.request(row)
         assert request.lease is not None, "a running request holds a lease"
@@ -298,7 +303,7 @@ class RankScheduler:
         """
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"
-        # A session does not keep the lease: the retract is there to free memory.
+        # A session does not keep the lease: the retract must free memory.
         self.memory.sessions.unbind(lease)
         request = self.running.request(row)
         request.computed_len = lease.kv_committed_len
@@ -313,7 +318,7 @@ class RankScheduler:
         return request
 
     def rebuild(self) -> None:
-        """The memory records are wrong: forget what runs, and reset them without reading them."""
+        """Drop all running requests and reset inconsistent memory records without reading them."""
         for row in self.running.active.tolist():
             self.running.remove(row)
         self.memory.rebuild()
@@ -332,14 +337,14 @@ class RankScheduler:
         assert request.lease is not None, "a running request holds a lease"
         unsent = self._unsent_admissions.pop(row, None)
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
-            # No later turn can go on with a row whose tokens the device was never told.
+            # No later turn can continue from a row whose tokens were never sent to the device.
             self.memory.sessions.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None
         return request
 
     def _bound_sessions(self) -> None:
-        """Idle sessions hold no more than their share: those used longest ago give theirs up."""
+        """Evict the idle sessions used longest ago, down to their share of memory."""
         while self.memory.num_session_pages > self._max_session_pages:
             self.evict_idle_session()
 

@@ -26,8 +26,8 @@ from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.scheduler.output_lengths import MOMENTS, Float64Array, OutputLengths
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
-# How far above its mean the need of running requests is forecast, in standard deviations: it is
-# higher at a moment with a chance of 40 %, at the peak of all moments more seldom.
+# The forecast's distance above the mean need, in standard deviations: at a moment the need is
+# higher with a chance of 40 %, at the peak of all moments less often.
 _NUM_DEVIATIONS = 0.25
 # Sums of `Forecast`. Of a row that runs on with chance c, and then holds `own_part` * a + b pages:
 # c a, c b, a, b (if c is not 0), and of the variance c (1 - c) times a a, 2 a b, b b.
@@ -41,12 +41,12 @@ _HELD, _KNOWN, _MOST, _LONGEST = range(4)
 _ALL_OF_ONE: BoolArray = np.ones(1, np.bool_)
 # Where the only row of an array begins and ends.
 _ONE_ROW: IntpArray = np.array((0, 1))
-# A request that runs on with less than this chance is taken for gone.
+# A request with a smaller chance to run on counts as gone.
 _LEAST_CHANCE = 0.001
 
 
 class AdmissionReserve:
-    """The reserve of ranks. `conservativeness` scales it; `lengths` are those of all ranks."""
+    """The reserve of ranks. `conservativeness` scales it; `lengths` covers all ranks."""
 
     def __init__(self, lengths: OutputLengths, conservativeness: float) -> None:
         self.lengths = lengths
@@ -140,7 +140,7 @@ class Forecast:
         counts = self._counts[ranks]
         peaks = _peaks(self._sums[ranks], counts, np.array(in_use)).tolist()
         return [
-            # Prompts that are not computed yet are no forecast.
+            # Uncomputed prompts are no forecast.
             max(self._growth(peak - used, most, longest), known) if longest else 0
             for peak, used, (_, known, most, longest) in zip(
                 peaks, in_use, counts.tolist(), strict=True
@@ -177,7 +177,7 @@ def _find_chances(
     moments: IntpArray,
     chances: Float64Array,
 ) -> None:
-    """Write the chances of an output in `bucket` to go on up to each of `moments`."""
+    """Write the chances of an output in `bucket` to continue up to each of `moments`."""
     assert len(survival) == len(starts)
     assert len(chances) < len(moments)
     first = bucket

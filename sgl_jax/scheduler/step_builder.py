@@ -36,13 +36,13 @@ _NO_DRAFTS = np.zeros(0, np.int32)
 class StepBuilder:
     """The rows of one rank's next step while they are chosen.
 
-    First `grow_decoding`, then `admit` or `preempt`, then `choose_rows`, then read what was chosen.
+    First `grow_decoding`, then `admit` or `preempt`, then `choose_rows`, then read the chosen rows.
 
     Args:
-        rank: whose memory the step takes pages from.
+        rank: its memory provides the step's pages.
         sizes: of the engine.
         runnable: the rank's share of `choose_runnable`.
-        chunk_tokens: of prompts that the step may hold, at most `sizes.max_chunk_tokens`.
+        chunk_tokens: prompt tokens that the step may hold, at most `sizes.max_chunk_tokens`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StepBuilder:
         self.drafts: Int32Array | None = None  # as in `RankPlan`
         self.chunk_rows: list[int] = []
         self.chunk_lens: list[int] = []
-        # Wanted, in this step or later.
+        # Needed, in this step or later.
         self.num_prefill_tokens = runnable.num_prefill_tokens
         self._has_slots = runnable.has_slots
         self._prefilling = runnable.prefilling
@@ -70,13 +70,13 @@ class StepBuilder:
         self._plan_tokens()
 
     def grow_decoding(self) -> None:
-        """Reserve the slots of the decode rows; where memory is short, requests are `retracted`."""
+        """Reserve the slots of the decode rows; if memory is short, requests are `retracted`."""
         if not self._has_slots:
             self.decode_rows = self._grow_or_retract(self.decode_rows)
             self._plan_tokens()
 
     def choose_rows(self) -> None:
-        """Take memory for drafts and for chunks of prompts, of those admitted as well."""
+        """Take memory for drafts and for chunks of prompts, including admitted ones."""
         if self._max_draft_tokens:
             self.num_drafts = self._grow_for_drafts()
         if self._prefilling or not len(self.decode_rows):
@@ -84,17 +84,17 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would run."""
+        """Return whether no row would run."""
         return len(self.decode_rows) == 0 and not self.chunk_rows
 
     @property
     def can_admit(self) -> bool:
-        """Whether a new request could start in this step. Not right after a retract: the
-        memory that was just taken from one request is for those it was taken for."""
+        """Return whether a new request could start in this step. Not right after a retract: the
+        memory taken from one request belongs to the requests that needed it."""
         return not self.retracted and not self._is_short
 
     def take_unservable(self) -> list[int]:
-        """The rows that do not fit the rank even alone, at least one: their requests are to end."""
+        """The rows that do not fit the rank even alone, at least one: their requests must end."""
         rows = self.unservable
         self.unservable, self._is_short = [], True
         return rows
@@ -110,7 +110,7 @@ class StepBuilder:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether any row had more than one token to compute, in this step or later."""
+        """Return whether any row had more than one token to compute, in this step or later."""
         return bool(self._prefilling)
 
     def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
@@ -161,8 +161,7 @@ class StepBuilder:
 
     def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
         """The prefilling rows of priority `lowest` or higher in the order of their chunks, with the
-        prompt tokens, and those to be scored, that are left after each; none after the last token.
-        """
+        prompt and scored tokens left after each; none after the last token."""
         left, scored = self.chunk_size, self._max_scored
         running = self.rank.running
         for row in self._in_order():
@@ -182,9 +181,9 @@ class StepBuilder:
         return rows
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
-        """How many of `num_left` prompt tokens `row` takes, and how many of these it scores."""
+        """The number of `num_left` prompt tokens that `row` takes, and of these that it scores."""
         committed = int(self.rank.memory.rows.kv_committed_len[row])
-        # The tokens before the first position that is scored cost the step's scores nothing.
+        # The tokens before the first scored position use no scores of the step.
         score_start = max(int(self.rank.running.score_start[row]), committed)
         may_score_to = score_start - committed + num_scored_left
         count = min(self._num_wanted(row), num_left, may_score_to)
@@ -205,7 +204,7 @@ class StepBuilder:
         ]
 
     def rows(self) -> RowIndex:
-        """The rows of the step: those that decode, then those with a prefill chunk."""
+        """The rows of the step: decode rows, then rows with a prefill chunk."""
         if not self.chunk_rows:
             return self.decode_rows
         return np.concatenate([self.decode_rows, np.array(self.chunk_rows, np.intp)])
@@ -213,9 +212,9 @@ class StepBuilder:
     def trim_to_shape(self) -> None:
         """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
 
-        A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135
-        tokens would compute 377 for nothing; instead it takes 128, and the next step the rest.
-        Not if it would put off more than it takes, or more than the padding it saves.
+        A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135 tokens
+        would waste 377; instead it takes 128, and the next step the rest. Not if it would delay
+        more tokens than it takes, or more than the padding it saves.
         """
         if not self.chunk_lens:
             return
@@ -238,13 +237,13 @@ class StepBuilder:
     # -- choosing rows ----------------------------------------------------------------------
 
     def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
-        """Reserve one more slot for each of `rows`, retracting until they fit; those that do."""
+        """Reserve one more slot for each of `rows`, retracting until they fit; return the rest."""
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
             if self._give_back_tails(rows) or self._evict_for(rows):
                 continue
             victim = self._retract_one()
             if victim is None:
-                # Alone and still short: wait for finished requests to be read, if there are any.
+                # Alone and still short: wait until any finished requests are read.
                 if len(self.rank.running) == 1:
                     self.unservable.append(int(rows[0]))
                 return rows[:0]
@@ -252,12 +251,13 @@ class StepBuilder:
         return rows
 
     def _evict_for(self, rows: RowIndex) -> bool:
-        """Evict idle sessions until `rows` have their next slots; whether any was."""
+        """Evict idle sessions until `rows` have their next slots; return whether any was
+        evicted."""
         lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
         return self.rank.evict_sessions_for(int(lacking.sum()))
 
     def _give_back_tails(self, rows: RowIndex) -> bool:
-        """Free the slots of drafts that were not accepted; whether that gave any page."""
+        """Free the slots of rejected drafts; return whether that freed any page."""
         memory, ends = self.rank.memory, self._decode_ends(rows)
         has_tail = memory.rows.kv_allocated_len[rows] > ends
         freed = 0
@@ -282,8 +282,8 @@ class StepBuilder:
         return drafts
 
     def _retract_one(self) -> int | None:
-        """Retract, of the runnable requests of the lowest priority, the one that costs least to
-        bring back; never the only one."""
+        """Retract, among the runnable requests of the lowest priority, the one that costs least to
+        compute again; never the only one."""
         running = self.rank.running
         candidates = running.runnable()
         if len(candidates) <= 1:
@@ -306,7 +306,7 @@ class StepBuilder:
         # Prefills that block each other would wait forever: retract until one can go on.
         while self.is_empty and not self.unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
-                return  # a finished request will give back its pages when its result is read
+                return  # a finished request will free its pages when its result is read
             rows = running.runnable()
             first = int(rows[running.priority[rows].argmax()])
             if self._add_chunk(first):
@@ -316,7 +316,7 @@ class StepBuilder:
                 return
 
     def _add_chunk(self, row: int) -> bool:
-        """Plan as many of `row`'s wanted tokens as fit; False if none do."""
+        """Plan as many of `row`'s needed tokens as fit; False if none do."""
         memory = self.rank.memory
         committed = int(memory.rows.kv_committed_len[row])
         count, _ = self._share(row, self._num_left, self._num_scored_left)

@@ -41,7 +41,7 @@ class RankRoom:
     def __init__(self, builder: StepBuilder, forecast: Forecast, soonest_end: int | None) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
-        self.num_staying = 0  # requests that are to wait for room here though others have it
+        self.num_staying = 0  # requests that wait for room here though other ranks have it
         self._builder = builder
         self._forecast = forecast
         self.chunk_size = builder.chunk_size
@@ -57,7 +57,7 @@ class RankRoom:
         self._is_counted = self._has_row
 
     def _look(self) -> None:
-        """What the rank can take, and how busy it is: changes only as requests start here."""
+        """Compute the rank's room and load, which change only as requests start here."""
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
         self._has_tokens_above = self._builder.priority_floor
@@ -67,7 +67,7 @@ class RankRoom:
 
     @property
     def num_pages(self) -> int:
-        """Pages that another request may take: the reserve of those that run is left out."""
+        """Pages that another request may take, excluding the reserve."""
         if self._num_pages is None:
             self._num_pages = self.rank.memory.num_reclaimable_pages - self._reserve()
         return self._num_pages
@@ -97,7 +97,7 @@ class RankRoom:
         )
 
     def takes(self, request: Request) -> bool:
-        """Whether `request` can start here in this step, if it has enough pages."""
+        """Return whether `request` can start here in this step, if it has enough pages."""
         return self.is_open and request.priority > self.priority_floor
 
     @property
@@ -125,8 +125,8 @@ class RankRoom:
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """The row computing more of the request's tokens here than the `num_read` that are there,
-        if that is worth waiting for."""
+        """The row computing more of the request's tokens here than the `num_read` present, if worth
+        the wait."""
         if not self._is_prefilling:
             return None
         if self._in_flight is None:
@@ -136,7 +136,7 @@ class RankRoom:
         return self._in_flight.leader(request, cursor, num_read)
 
     def hold(self, priority: int) -> None:
-        """No more requests of this priority or a lower one start here in this step."""
+        """Start no more requests of this priority or a lower one here in this step."""
         self._held_above = max(self._held_above, priority)
 
     @property

@@ -48,12 +48,12 @@ MAX_PASSED_OVER = 128
 
 
 class Offer(NamedTuple):
-    """What the ranks' steps take in; brought up to date as requests start."""
+    """The ranks' capacity in a step; updated as requests start."""
 
-    num_pages: Int32Array  # [ranks] that a request may take, beside those in use of its prefix
+    num_pages: Int32Array  # [ranks] that a request may take, beside shared pages of its prefix
     is_open: BoolArray  # [ranks] whether the step takes another request that fits
     floor: Int64Array  # [ranks] a request starts only if its priority is above this
-    may_preempt: BoolArray  # [ranks] whether requests that run may give way
+    may_preempt: BoolArray  # [ranks] whether running requests may give way
 
 
 class WaitingQueue:
@@ -63,9 +63,9 @@ class WaitingQueue:
         policy: order among requests of equal priority.
         memories: of all ranks, in order; `tables` are the columns of all their rows.
         capacity: requests at most.
-        tenants: to whom the requests belong.
-        max_passed_over: a request that so many later ones were started before is due: it is tried
-            before the others of its priority, and a rank is held for it until it fits.
+        tenants: the tenants of the requests.
+        max_passed_over: a request passed over by so many later ones is due: it is tried before the
+            others of its priority, and a rank is held for it until it fits.
     """
 
     def __init__(
@@ -85,38 +85,39 @@ class WaitingQueue:
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
-        # Lines in use lie below `_end`, close together: of free ones the lowest is taken first.
+        # Lines in use lie below `_end`, close together: the lowest free line is taken first.
         self._end = 0
-        self._free_lines: list[int] = []  # a heap; those from `_end` on mean nothing
+        self._free_lines: list[int] = []  # a heap; entries from `_end` on are invalid
         self._priorities = PriorityCounts()
-        # Columns, indexed by line, and one for each rank where ranks differ; the operating system
-        # zeroes what is used, when it is used.
+        # Columns, indexed by line, and one for each rank if ranks differ; the operating system
+        # zeroes pages at their first use.
         ranks = len(memories)
         self._is_waiting = np.zeros(capacity, np.bool_)
         self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
         self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
         self._most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
         self._cursor = np.zeros((ranks, capacity), np.int32)  # its number on each rank's tree
-        self._place = np.zeros((ranks, capacity), np.int32)  # of where that stands
+        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor's stop
         self._may_run = np.zeros((ranks, capacity), np.bool_)
         self._arrival = np.zeros(capacity, np.int64)
         self._priority = np.zeros(capacity, np.int64)
         self._tenant = np.zeros(capacity, np.int32)
         self._is_retracted = np.zeros(capacity, np.bool_)
-        # Younger requests that started before; 0 where none waits.
+        # Younger requests that started before; 0 for lines not in use.
         self._passed_over = np.zeros(capacity, np.int32)
-        # The running request whose prefix a request waits for: its row among those of all ranks,
-        # the row's epoch, and the protected length at which the prefix is there.
+        # The running request whose prefix a request waits for: its row among all ranks' rows, the
+        # row's epoch, and the protected length that includes the prefix.
         self._has_leader = np.zeros(capacity, np.bool_)
         self._leader = np.zeros((capacity, 3), np.int32)
-        # The rank that a request waits for though another has room, and the step it gives up at.
+        # The rank that a request waits for though another has room, and the step at which the wait
+        # ends.
         self._stay_rank = np.full(capacity, NO_RANK, np.int32)
         self._stay_until = np.zeros(capacity, np.int64)
-        # By line or by tenant, where tenants have no shares.
+        # By line, or by tenant if tenants have no shares.
         self._no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
 
     def set_policy(self, policy: str) -> None:
-        """The order from now on: fcfs or lpm."""
+        """Set the order: fcfs or lpm."""
         self._uses_cached_len = policy == "lpm"
 
     def __len__(self) -> int:
@@ -128,13 +129,13 @@ class WaitingQueue:
     # -- requests come and go -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A request waits, new or retracted."""
+        """Add a new or retracted request."""
         line = request.line = self._take_line()
         self._requests[request.rid] = self._by_line[line] = request
         tokens = request.matchable()
         cursors = []
         for memory in self._memories:
-            # What a session's lease has locked need not be walked again.
+            # The locked tokens of a session's lease need no second walk.
             lease = request.session_lease(memory)
             known = lease.node if lease else None
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
@@ -167,7 +168,7 @@ class WaitingQueue:
         return line
 
     def remove(self, request: Request) -> None:
-        """Take a request out, which must be waiting; the caller decides what follows."""
+        """Remove a waiting request; the caller decides about it."""
         line = request.line
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
@@ -181,10 +182,10 @@ class WaitingQueue:
             self._end -= 1
 
     def started(self, request: Request, dp_rank: int) -> None:
-        """A request got memory on a rank: it leaves, and has passed over those there that come
-        before it and are no less important.
+        """Remove a request that got memory on a rank, and count that it passed over earlier, no
+        less important requests there.
 
-        If it was due, those that come after it are passed over anew: of a long queue, one request
+        If it was due, passes over later requests are counted anew: so in a long queue, one request
         in so many starts because it is due, and the others by their order.
         """
         was_due, turns = self.is_due(request), self._tenants.turns()
@@ -205,7 +206,7 @@ class WaitingQueue:
         )
 
     def clear(self) -> None:
-        """Forget all, without a call to the ranks' trees, which may be broken."""
+        """Remove all, without a call to the ranks' trees, which may be broken."""
         for request in self._requests.values():
             self._tenants.queue(request.tenant, -1)
         self._requests.clear()
@@ -218,11 +219,11 @@ class WaitingQueue:
         self._end = 0
 
     def waits_due(self, rid: str) -> bool:
-        """Whether a request of that id waits and is due."""
+        """Return whether a request of that id waits and is due."""
         return rid in self._requests and self.is_due(self._requests[rid])
 
     def holds_up(self, rid: str, other: Request) -> bool:
-        """Whether a rank that is held for the request of that id is held against `other`."""
+        """Return whether a rank held for the request of that id is held against `other`."""
         if rid == other.rid or not self.waits_due(rid):
             return False
         return other.priority <= self._requests[rid].priority
@@ -230,25 +231,26 @@ class WaitingQueue:
     # -- one request --------------------------------------------------------------------------
 
     def cursors(self, request: Request) -> list[PrefixCursor]:
-        """How much of the request's tokens each rank has cached."""
+        """The cursors of the request's tokens, one for each rank."""
         return self._cursors[request.line]
 
     def is_due(self, request: Request) -> bool:
-        """Whether it was passed over so often, or its tenant was, that a rank is held for it."""
+        """Return whether it was passed over so often, or its tenant was, that a rank is held for
+        it."""
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
         return int(self._passed_over[request.line]) >= self._max_passed_over
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
-        """Do not try `request` before what runs in `row` has published `length` tokens, or left."""
+        """Delay `request` until `row` has published `length` tokens, or its request has left."""
         row += self._memories[dp_rank].rows.first_row
         self._leader[request.line] = (row, self._tables.epoch[row], length)
         self._has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
-        """Rank and row of the request whose prefix it waits for; None if for none any more."""
+        """Rank and row of the request whose prefix it waits for; None without one."""
         line = request.line
         self._drop_leaders(slice(line, line + 1))
         if not self._has_leader[line]:
@@ -257,7 +259,7 @@ class WaitingQueue:
         return dp_rank, row
 
     def _drop_leaders(self, lines: slice) -> None:
-        """Requests whose leader has computed the prefix, or has left, have none any more."""
+        """Clear leaders that have computed the prefix, or have left."""
         drop_leaders(
             self._has_leader[lines],
             self._leader[lines],
@@ -266,7 +268,7 @@ class WaitingQueue:
         )
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
-        """Do not try `request` before that rank has room or that step is planned."""
+        """Delay `request` until that rank has room or that step is planned."""
         self._stay_rank[request.line] = dp_rank
         self._stay_until[request.line] = until_step
 
@@ -276,22 +278,21 @@ class WaitingQueue:
         return None if dp_rank == NO_RANK else dp_rank
 
     def is_staying(self, request: Request, step: int) -> bool:
-        """Whether it still waits for that rank when that step is planned."""
+        """Return whether it still waits for that rank when that step is planned."""
         return int(self._stay_until[request.line]) > step
 
-    # -- what is tried ------------------------------------------------------------------------
+    # -- candidates ---------------------------------------------------------------------------
 
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
     ) -> Iterator[Request]:
-        """The requests that may start in this step, and those that are due, first to last, as the
-        queue is now.
+        """The requests that may start in this step, and the due ones, first to last.
 
         Args:
-            offer: of the ranks. The caller brings it up to date as requests start.
+            offer: of the ranks. The caller updates it as requests start.
             step: being planned.
-            preemptible: of each rank, where requests may preempt; else empty.
-            threshold: by which a request must be more important than those that it preempts.
+            preemptible: of each rank, if requests may preempt; else empty.
+            threshold: by which a request's priority must exceed a preempted one's.
         """
         self._take_moves()
         end = self._end
@@ -344,8 +345,8 @@ class WaitingQueue:
     def _most_room(
         self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int
     ) -> Int32Array:
-        """The pages of each of `ranks` for each line if all that it may preempt gives way, -1 where
-        nothing does: int32[len(ranks), end]; int32[len(ranks), 0] where none may preempt."""
+        """The pages of each of `ranks` for each line if all requests that it may preempt give way,
+        -1 if none does: int32[len(ranks), end]; int32[len(ranks), 0] if none may preempt."""
         if not preemptible:
             return np.zeros((len(ranks), 0), np.int32)
         below = self._priority[: self._end] - threshold
@@ -357,13 +358,14 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int | None:
-        """Of the requests that wait; None if none does."""
+        """The highest priority of the waiting requests; None if none waits."""
         return self._priorities.highest
 
     def count_kinds(self, room: Int32Array, has_row: BoolArray, step: int) -> dict[WaitKind, int]:
-        """How many wait for what, where ranks have `room` int32[ranks] pages for a request.
+        """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
+        request.
 
-        A request is counted under "step" if it would fit were all that is cached for it in use.
+        A request counts under "step" if it would fit were all its cached pages in use.
         """
         self._take_moves()
         lines = np.flatnonzero(self._is_waiting[: self._end])
@@ -388,7 +390,7 @@ class WaitingQueue:
     # -- inside -------------------------------------------------------------------------------
 
     def _take_moves(self) -> None:
-        """Take over what has changed on the ranks' trees."""
+        """Copy changed cursors of the ranks' trees."""
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:
@@ -413,8 +415,8 @@ class WaitingQueue:
     def _count_in_use(
         self, lines: Int64Array, ranks: IntpArray, room: Int32Array, least: Int32Array
     ) -> None:
-        """Raise `least` where those of `lines` do not fit that might if all that is cached for them
-        were in use: a line takes all pages of its prefix that are not."""
+        """Raise `least` for those `lines` that do not fit but might if all their cached pages were
+        in use: a line takes all pages of its prefix that are not in use."""
         for k, dp_rank in enumerate(ranks.tolist()):
             on_rank = lines[least[k, lines] <= room[k]]
             if not len(on_rank):
@@ -437,7 +439,7 @@ class WaitingQueue:
         turns: Turns | None,
         passed_over: Int32Array,
     ) -> Int64Array:
-        """`order_keys`; the arguments are as `candidates` has them."""
+        """`order_keys`; the arguments are `candidates`'."""
         end = self._end
         tenant = self._tenant[:end]
         highest, lowest = self._priorities.highest or 0, self._priorities.lowest or 0
@@ -448,7 +450,7 @@ class WaitingQueue:
             turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
             if self._uses_cached_len:
                 turn = turn * NUM_REUSES + self._reuse_order()
-        if num_levels > MOST_LEVELS:  # number those that occur
+        if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
         keys: Int64Array = order_keys(
             least,
@@ -467,7 +469,7 @@ class WaitingQueue:
 
     def _reuse_order(self) -> Int32Array:
         end = self._end
-        stems = self._memories[0].cache.cursors.columns  # alike on every rank
+        stems = self._memories[0].cache.cursors.columns  # equal on every rank
         order: Int32Array = reuse_order(
             self._is_waiting[:end],
             self._num_pages[:end],

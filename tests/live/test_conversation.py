@@ -1,19 +1,15 @@
-"""A conversation through the official OpenAI client, as in the README."""
+"""A conversation through the official OpenAI client."""
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import openai
 import pydantic
 import pytest
 
 from tests.live.live_server import LiveServer, live_server
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
 CONVERSATION = [
     {"role": "user", "content": "The code of Anna is 471."},
     {"role": "assistant", "content": "Noted."},
@@ -30,22 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
-
-def test_the_readmes_examples_run_in_its_order_print_what_it_shows(
-    server: LiveServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    httpx.post(server.url + "/flush_cache").raise_for_status()
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    examples = [
-        (code, output)
-        for (kind, code), (next_kind, output) in itertools.pairwise(blocks)
-        if kind == "python" and next_kind == ""
-    ]
-    assert len(examples) == 4
-    for code, output in examples:
-        exec(code.replace("http://127.0.0.1:30000", server.url), {})
-        assert capsys.readouterr().out == output
 
 
 def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:

@@ -30,7 +30,7 @@ LIMITS = Limits(
     receive_timeout_s=TIMEOUT_S,
     keep_alive_timeout_s=2 * TIMEOUT_S,
 )
-# Of the clients and routers in docs/limits.md: how long they keep a connection that is not in use.
+# Clients and routers in docs/guide/limits.md keep a connection that is not in use so long.
 LONGEST_KEPT_BY_CLIENTS_S = 90.0
 
 

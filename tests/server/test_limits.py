@@ -15,7 +15,7 @@ from sgl_jax.server.guards.limits import Limits
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import serving
 
-TABLE = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+TABLE = (Path(__file__).parents[2] / "docs" / "guide" / "limits.md").read_text()
 
 
 def test_the_table_lists_every_limit() -> None:

@@ -1,4 +1,4 @@
-"""The kernels' schedules stay as good as `docs/kernels.md` says: deterministic counts, no times.
+"""The schedules stay as good as in `docs/measurements/kernels.md`: exact counts, no times.
 
 Other engines' kernels need more: RPA v3's decode 1.69 bundles a KV token on a v6e and 1.83 on a
 v5e, its prefill 6,900 and 9,600 a GFLOP.

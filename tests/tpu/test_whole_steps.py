@@ -1,7 +1,7 @@
 """Whole steps of published models, compiled for real slices: they fit, and nothing is copied.
 
 The steps are those the executor runs (`executor/programs.py`), with as many KV pages as the chip
-has room for. What a step costs is printed (`pytest -rP`): docs/planning.md has a table of it.
+has room for. `pytest -rP` prints the cost of a step: docs/measurements/planning.md has a table.
 """
 
 import dataclasses

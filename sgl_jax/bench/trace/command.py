@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve recorded traffic by the real scheduler and memory, without a device.",
     )
     parser.add_argument(
-        "file", type=Path, help="requests, one JSON object a line: docs/trace_bench.md"
+        "file",
+        type=Path,
+        help="requests, one JSON object a line: docs/measurements/recorded_traffic.md",
     )
     parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
     parser.add_argument("--json", action="store_true", help="print values as JSON")

@@ -1,5 +1,5 @@
 """The most that one client may request of the server, as numbers with names, listed in
-docs/limits.md.
+docs/guide/limits.md.
 
 Each bounds memory or time spent before the engine receives a request. Their sum is the most that
 clients without a key can take: connections times the bytes that each may send before its key is

@@ -1,0 +1,79 @@
+"""The examples of README and guide, run on a server as a reader would run them."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.documented import PAGES, README, ROOT, blocks, command_lines
+from tests.live.live_server import DEMO, LiveServer, live_server
+
+ADDRESS = "http://127.0.0.1:30000"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("live"), "--check-memory", "busy") as server:
+        yield server
+
+
+def examples(page: Path) -> list[tuple[str, str]]:
+    """Programs that use a server, each with the output that the page shows for it."""
+    return [
+        (code, output)
+        for (kind, code), (next_kind, output) in itertools.pairwise(blocks(page))
+        if kind == "python" and next_kind == ""
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_print_what_it_shows(
+    page: Path, server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    httpx.post(server.url + "/flush_cache").raise_for_status()
+    for code, output in examples(page):
+        exec(code.replace(ADDRESS, server.url), {})
+        assert capsys.readouterr().out == output
+
+
+def test_there_are_examples() -> None:
+    assert sum(len(examples(page)) for page in PAGES) == 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_curl_command_of_a_page_succeeds(
+    page: Path, server: LiveServer, tmp_path: Path
+) -> None:
+    names = {ADDRESS: server.url, '"M2"': f'"{DEMO}"', '"trace"': f'"{tmp_path}"'}
+    for line in command_lines(page):
+        if not line.startswith("curl "):
+            continue
+        for shown, real in names.items():
+            line = line.replace(shown, real)
+        done = subprocess.run(
+            ["bash", "-c", line.replace("curl ", "curl --silent --fail-with-body ", 1)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+
+
+def test_the_offline_example_runs(server: LiveServer) -> None:
+    (code,) = (text for kind, text in blocks(README) if kind == "python" and "Engine(" in text)
+    # With one device, as the server has: its compiled programs are in the cache.
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    shown = subprocess.check_output(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, timeout=300
+    )
+    assert len(shown.strip()) > 0
+
+
+def test_after_all_this_nothing_leaked(server: LiveServer) -> None:
+    server.close_sessions()
+    server.assert_nothing_leaked()
