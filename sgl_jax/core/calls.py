@@ -1,4 +1,4 @@
-"""The table of messages to the engine: what each does, and how a client sends it.
+"""The table of messages to the engine: its handler, and the route of a client.
 
 A new call is a message (`core/messages.py`), a row here and the method that the row names: the
 engine finds the method by the row (`Call.handler`), and the server
@@ -34,7 +34,7 @@ from sgl_jax.core.messages import (
 
 
 class Done(msgspec.Struct, frozen=True):
-    """It was done, and there is no more to say."""
+    """It was done; no other data."""
 
 
 class Flushed(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Flushed(msgspec.Struct, frozen=True):
 
 
 class GenerationState(msgspec.Struct, frozen=True):
-    """Whether generation is paused, and how many requests are there."""
+    """The state of generation, and the counts of requests."""
 
     is_paused: bool
     num_running: int
@@ -67,13 +67,13 @@ class SettingsChanged(msgspec.Struct, frozen=True):
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """Where the device trace is, or will be."""
+    """The folder of the device trace, now or later."""
 
     output_dir: str
 
 
 class RolledBack(msgspec.Struct, frozen=True):
-    """What the session holds now."""
+    """The session after the call."""
 
     num_turns: int
     num_tokens: int
@@ -106,7 +106,7 @@ class SessionEntry(msgspec.Struct, frozen=True):
 
 
 class SessionList(msgspec.Struct, frozen=True):
-    """All open sessions that the caller may know of."""
+    """All open sessions that the caller may see."""
 
     sessions: list[SessionEntry]
 
@@ -118,7 +118,7 @@ class Call(NamedTuple):
     # Method of `EngineCore`; of `SessionService` for a `SessionMessage`, of `Controls` for a
     # `ControlMessage`.
     handler: str
-    answer: Any = None  # type of what a `Reply` brings; None: there is no reply
+    answer: Any = None  # type of the data of a `Reply`; None: there is no reply
     route: str | None = None  # made of this row
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False

@@ -1,15 +1,15 @@
 """Plain loops over columns of arrays, compiled by numba.
 
-A step of the scheduler does a little for each of thousands of rows. As calls of numpy that is
+A step of the scheduler does a little for each of thousands of rows. With numpy calls that is
 dozens of passes over memory that has left the processor's caches since the step before; as a loop
 it is one. A loop is an ordinary function over arrays, marked with the types that it takes
 (`compiled`). The engine has all of them compiled, or loaded from numba's cache, before its first
 step (`compile_loops`), and none is compiled afterwards: a call with other types raises `TypeError`.
 
-What a loop must keep to:
+Rules for a loop:
 
 - Indices are not checked. Its caller, or the loop itself, has proved that they are in range.
-- Integers, so that all hosts compute the same; of floating point, what is rounded alike everywhere
+- Integers, so that all hosts compute the same; floating point only if rounded alike everywhere
   (no fast mathematics, no sums whose order is left open).
 - It calls no compiled function and reads no constant of another file: numba's cache notices
   changes of the loop's own file alone.
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
-# What was declared and not compiled yet: a loop, and the types of its arguments.
+# Declared and not compiled yet: a loop, and the types of its arguments.
 _pending: list[tuple[Any, str]] = []
 
 
 def compiled(types: str) -> Callable[[_Loop], _Loop]:
     """Declare a loop over arrays, to be compiled by `compile_loops`.
 
-    `types` are those of its arguments in numba's notation, as "(int32[::1], int64)".
+    `types` are its argument types in numba's notation, as "(int32[::1], int64)".
     """
 
     def declare(function: _Loop) -> _Loop:
@@ -53,7 +53,7 @@ def compile_loops() -> None:
     start = time.monotonic()
     num_compiled = 0
     while _pending:
-        loop, types = _pending.pop(0)  # in order: a loop calls those that were declared before it
+        loop, types = _pending.pop(0)  # in order: a loop calls loops declared before it
         if not hasattr(loop, "compile"):
             continue  # with NUMBA_DISABLE_JIT it is the plain function
         loop.compile(types)

@@ -9,7 +9,7 @@ _STEPS_AHEAD = 3
 
 
 class EngineSizes(NamedTuple):
-    """What the executor offers and the scheduler must stay within.
+    """The sizes of the executor, which the scheduler must stay within.
 
     Page 0 of each pool (the null page) and row 0 (the null row) are counted in `pool_pages` and
     `num_rows`, are never handed out, and take the writes of padding.
@@ -24,15 +24,15 @@ class EngineSizes(NamedTuple):
     # Prompt tokens per rank and step whose successors' log-probabilities are reported.
     max_prompt_logprob_tokens: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()  # those that end an output
+    eos_token_ids: tuple[int, ...] = ()  # each ends an output
     # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
     # fill one; empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()
     # Tokens drafted per row and step at most; 0 without speculative decoding.
     max_draft_tokens: int = 0
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model's layers
-    # Where the states of recurrent layers are kept, in tokens, multiples of the page size: in
-    # prompts and outputs at each multiple of the first; and of what a row generates, the last at a
+    # Intervals of kept states of recurrent layers, in tokens, multiples of the page size: in
+    # prompts and outputs at each multiple of the first; and in a row's output, the last at a
     # multiple of the second.
     snapshot_interval: int = 0
     tail_interval: int = 0
@@ -74,7 +74,7 @@ class EngineSizes(NamedTuple):
     def row_pages(self, group: CacheGroup, num_tokens: int | None = None) -> int:
         """Pages of a group that a row holds at most, for a request of `num_tokens` or the longest.
 
-        Of a window: those that the first query of a step sees, and those of the step's tokens. A
+        For a window: pages that the first query of a step sees, and pages of the step's tokens. A
         row's next query is rounded down to a page, where a cached prefix may end.
         """
         pages = self.pages_per_row if num_tokens is None else self.pages_for(num_tokens)
@@ -83,7 +83,7 @@ class EngineSizes(NamedTuple):
         return min(pages, self._window_pages(group.sliding_window, self.max_chunk_tokens))
 
     def resting_pages(self, group: CacheGroup) -> int:
-        """Pages of a window's group that a row holds at most beside those of a prompt's chunk."""
+        """Pages of a window's group that a row holds at most beside a prompt's chunk."""
         assert group.sliding_window is not None
         return min(self.pages_per_row, self._window_pages(group.sliding_window, 1))
 

@@ -1,8 +1,8 @@
-"""Errors that cross rooms: what a caller did wrong, and what the engine could not do."""
+"""Errors that cross rooms: faults of a caller, and failures of the engine."""
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served as it stands; the text says what is allowed instead.
+    """A request that can never be served as it stands; the text names the allowed values.
 
     `param` names the offending field as the client spelled it, or is None when no single
     field is at fault; `code` is a name of the reason that programs can test. The HTTP layer
@@ -24,7 +24,7 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
     def __init__(self, sizes: str, most: int, param: str, *, is_session: bool = False) -> None:
-        """`sizes` says what exceeds the `most` tokens of the model, or of the session."""
+        """`sizes` names the sizes that exceed the `most` tokens of the model, or of the session."""
         holder, whose = ("the session", "its") if is_session else ("one request", "this model's")
         super().__init__(
             f"{sizes} exceed the {most} tokens that {holder} can hold, the maximum allowed length; "
@@ -38,7 +38,7 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineStuckError(RuntimeError):
-    """The scheduling process is there and says nothing; it may go on later."""
+    """The scheduling process is there and sends nothing; it may go on later."""
 
 
 class QueueFullError(RuntimeError):
@@ -50,4 +50,4 @@ class TenantQueueFullError(RuntimeError):
 
 
 class ShuttingDownError(RuntimeError):
-    """The server is told to end, and the time that running requests get for it was up."""
+    """The server is shutting down, and the time that running requests get for it was up."""

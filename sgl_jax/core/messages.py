@@ -4,7 +4,7 @@ Every message is a msgspec struct, tagged by its class name, so that it travels 
 a socket and never as pickle. Front to engine: `FrontMessage`, each with a row in the table of
 `core/calls.py`. Engine to front: `EngineMessage`.
 
-Annotations say what clients may give for a field; the server checks them, the engine does not.
+Annotations limit the values of clients; the server checks them, the engine does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,14 +40,14 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
-    # For an abort that the client did not ask for: the HTTP status of its answer, 400 or 5xx.
+    # For an abort not requested by the client: the HTTP status of its answer, 400 or 5xx.
     status_code: int | None = None
-    code: str | None = None  # a name of the reason for programs, where the status says too little
+    code: str | None = None  # a name of the reason for programs, where the status is too coarse
     param: str | None = None  # the field at fault
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a request continues a session.
+    """The place of a request in a session.
 
     Args:
         id: of the session.
@@ -55,10 +55,10 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             starts anew. Streaming sessions always append to their last turn.
         offset: regular sessions: keep so many tokens of the history (0: all), or if negative, all
             but so many.
-        replace: regular sessions: drop what followed `rid` (everything, without one).
+        replace: regular sessions: drop the turns after `rid` (everything, without one).
         drop_previous_output: regular sessions: append to the last turn's prompt, not its output.
-        is_whole: streaming sessions: `input_ids` are the whole conversation, not what is new; the
-            session finds what it has of it.
+        is_whole: streaming sessions: `input_ids` are the whole conversation, not its end; the
+            session finds the part it has.
         bos_token_id: dropped from the front of an appended turn.
         name: how the client calls this turn; by default its request's rid, which the front may
             have made unique.
@@ -75,7 +75,7 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 # Begins the names of tenants that clients choose (`user`). No key's name holds a space, so no
-# client can choose that of a key.
+# client can choose a key's name.
 USER_PREFIX = "user "
 
 
@@ -105,12 +105,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         top_logprobs_num: and of this many most likely tokens at each position.
         token_ids_logprob: and of these tokens, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
-        dp_rank: pin the request to one data-parallel rank; None lets the balancer choose.
+        dp_rank: pin the request to one data-parallel rank; None leaves it to the balancer.
         session: the session this is a turn of; its history is put before `input_ids`.
-        namespace: requests share cached prefixes only with those of the same; "" is one, too. A
-            turn names none, or that of its session.
+        namespace: requests share cached prefixes only within one namespace; "" is one, too. A
+            turn names none, or its session's.
         priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
-        is_prompt_only: the client wants no output. The engine generates one token all the same;
+        is_prompt_only: the client needs no output. The engine generates one token all the same;
             the front keeps it to itself.
         is_length_default: the client did not set `max_new_tokens`: a turn gets fewer where the
             history of its session leaves less room.
@@ -149,7 +149,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A stop string was found in the text: the output is finished at `num_output_tokens`.
 
-    Later tokens of the request are overshoot; the engine forgets them and does not answer. It may
+    Later tokens of the request are overshoot; the engine forgets them and sends no reply. It may
     have ended the request meanwhile: then a `session` that it was a turn of forgets them.
     """
 
@@ -169,7 +169,7 @@ class FlushCache(Question, frozen=True, kw_only=True, tag=True):
 
 
 class GetState(Question, frozen=True, kw_only=True, tag=True):
-    """Ask for the memory view and counters; answered by `Reply` with a dictionary."""
+    """Request the memory view and counters; the `Reply` has a dictionary."""
 
 
 class OpenSession(Question, frozen=True, kw_only=True, tag=True):
@@ -298,9 +298,9 @@ FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, with those of others at its position.
+    """Log-probability of one token, and of others at its position.
 
-    These are the most likely ones, and those that the request names (`token_ids_logprob`).
+    These are the most likely ones, and the ones that the request names (`token_ids_logprob`).
     """
 
     token_id: int
@@ -311,7 +311,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one request gained since its last output.
+    """The gain of one request since its last output.
 
     `token_ids` are the new tokens only. `cached_tokens` counts the prompt tokens whose KV came
     from the prefix cache. `finish` is set on the last output of the request, exactly once.
@@ -324,7 +324,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    # Of a session's turn, with its first output: tokens of the prompt, history included.
+    # For a session's turn, with its first output: tokens of the prompt, history included.
     prompt_tokens: int | None = None
 
 
@@ -352,8 +352,8 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The answer to a message that carries `rid` and expects one.
 
-    If not `ok`, `message` says why, and `data` may name the `param` at fault, a `code` for programs
-    and the `status_code` that a client should see, if not 400.
+    If not `ok`, `message` has the reason, and `data` may name the `param` at fault, a `code`
+    for programs and the `status_code` that a client should see, if not 400.
     """
 
     rid: str
@@ -369,7 +369,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some of what `EngineReady` told is other now; sent before the reply to what changed it."""
+    """Some facts of `EngineReady` have changed; sent before the reply to that call."""
 
     info: dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Which pages each row lists, by cache group. Plans carry the changes, never whole tables.
 
-Page tables are most of what a step needs, and hardly change from one step to the next. So a plan
+Page tables are most of a step's input, and hardly change from one step to the next. So a plan
 carries the cells that changed since the plan before (`PageChanges`), and an executor keeps the
 tables of all rows (`PageTables`), as it keeps their tokens.
 """
@@ -17,7 +17,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 class PageChanges(NamedTuple):
     """Cells of the page tables of all ranks, int32[dp_size, num_rows, groups, pages_per_row].
 
-    Of a cell that is told twice, the last counts.
+    If a cell is listed twice, the last counts.
     """
 
     cells: NDArray[np.intp]  # [m] indices into the flattened tables
@@ -43,7 +43,7 @@ NO_PAGE_CHANGES = PageChanges(np.zeros(0, np.intp), np.zeros(0, np.int32))
 
 
 class PageTables:
-    """The pages of every row of every rank, as far as plans have told them; at first none."""
+    """The pages of every row of every rank, as far as plans have listed them; at first none."""
 
     def __init__(self, sizes: EngineSizes) -> None:
         shape = (sizes.dp_size, sizes.num_rows, len(sizes.groups), sizes.pages_per_row)

@@ -1,6 +1,6 @@
-"""Limits on what clients may name and number, checked before the engine sees it.
+"""Limits on names and numbers of clients, checked before the engine sees it.
 
-Each check raises `InvalidRequestError` that names the field and what is allowed. The ranges of
+Each check raises `InvalidRequestError` that names the field and the allowed values. The ranges of
 sampling parameters are in `sampling_params.py`.
 """
 
@@ -12,7 +12,7 @@ MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_USER_CHARS = 256
-MAX_OWNER_CHARS = 4096  # what a server may put before it to tell the sessions of its callers apart
+MAX_OWNER_CHARS = 4096  # a server's prefix that separates its callers' sessions
 INT32 = 2**31  # counts and offsets lie below it
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
 MAX_CHOICES = 128  # answers to one prompt
@@ -44,7 +44,7 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
 
 
 def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """What field `name` gives for each prompt: an entry of its list, or its one value."""
+    """The value of field `name` for each prompt: an entry of its list, or its one value."""
     each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
     if len(each) != num_prompts:
         raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
@@ -52,7 +52,7 @@ def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
 
 
 def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
-    """One HTTP request may ask for so many engine requests."""
+    """One HTTP request may make so many engine requests."""
     if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
         raise InvalidRequestError(
             f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "

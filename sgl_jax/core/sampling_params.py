@@ -1,8 +1,8 @@
-"""How the tokens of a request are chosen, and when it stops.
+"""The choice of a request's tokens, and its end.
 
 Owns the ranges of the sampling parameters (`RANGES`): the bodies of every protocol and
 `SamplingParams.checked` take them from here. The device computes in float32, so `checked` also
-replaces values that float32 arithmetic cannot tell from a limit by that limit.
+replaces values that equal a limit in float32 arithmetic by that limit.
 """
 
 import math
@@ -41,7 +41,7 @@ class Range(NamedTuple):
     is_low_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is a number in the range."""
+        """True for a number in the range."""
         above = value > self.low if self.is_low_open else value >= self.low
         return math.isfinite(value) and above and value <= self.high
 
@@ -91,10 +91,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         no_stop_trim: keep the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        json_schema, regex, ebnf, structural_tag: what the output is held to, one of them at most
+        json_schema, regex, ebnf, structural_tag: constraints of the output, one of them at most
             (`core/grammar.py`). It then ends where the grammar does, by the model's own
-            end-of-sequence token, whatever `ignore_eos` says.
-        reasoning: the marks of what may come before that (`Grammar.reasoning`).
+            end-of-sequence token, whatever `ignore_eos` is.
+        reasoning: the marks of text that may come before that (`Grammar.reasoning`).
     """
 
     max_new_tokens: int | None = None
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output is held to."""
+        """The constraint of the output."""
         for kind in _GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:
@@ -129,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":
-        """As the engine takes them.
+        """Convert to the engine's form.
 
         A temperature below `MIN_TEMPERATURE` is greedy, `top_p` is at least `MIN_TOP_P`, and
         `stop_token_ids` outside the vocabulary, which are never generated, are left out.

@@ -12,7 +12,7 @@ from sgl_jax.core.settings import add_flags, check_settings, flag, setting
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """The settings that decide what runs when. Recordings of a scheduler hold these alone."""
+    """The settings of a scheduler. A recording holds these alone."""
 
     # Memory
     disable_radix_cache: bool = setting(False, "keep no prefixes between requests")
@@ -355,7 +355,6 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def tokenizer_folder(self) -> str:
-        """Where the tokenizer lies."""
         return self.tokenizer_path or self.model_path
 
     @property
@@ -379,7 +378,7 @@ def add_arguments(
     Args:
         environment: where the variables that fields name (`env`) are looked up; they stand for
             the default of a flag, which wins over them. They concern the command line alone:
-            a `ServerArgs` made in Python is what its arguments say.
+            a `ServerArgs` made in Python has its arguments alone.
 
     Raises:
         ValueError: a variable cannot be read.

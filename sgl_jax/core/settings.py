@@ -1,6 +1,6 @@
 """Settings as fields of dataclasses, whose metadata makes the command line.
 
-A field says once what its setting defaults to, what it may be, and what it is for.
+A field states once a setting's default, its range, and its purpose.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def setting(
 ) -> Any:
     """The field of a setting.
 
-    `bounds` are inclusive; the upper ones are far beyond what works well, to catch slips of the
+    `bounds` are inclusive; the upper ones are far beyond useful values, to catch slips of the
     keyboard. `env` names the environment variable that gives the flag's default, where there is
     one; a secret is never shown.
     """
@@ -61,7 +61,7 @@ def add_flags(
         if field.metadata["env"]:
             help_text += f" [{field.metadata['env']}]"
         if field.type is bool:
-            # What the environment can switch on, a flag must be able to switch off.
+            # A flag must be able to switch off a setting that the environment switches on.
             action = argparse.BooleanOptionalAction if field.metadata["env"] else "store_true"
             parser.add_argument(flag(field.name), action=action, default=default, help=help_text)
             continue

@@ -11,7 +11,7 @@ A decode row may also carry drafts: guesses, mostly made by the step itself from
 the tokens that follow. The step computes and samples at every one of their positions and keeps the
 sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens, and
 its length is not known on the host when the next step is planned before the result is read: the
-executor keeps it on the device (`tokens` per row) and the plan says that it must be looked up
+executor keeps it on the device (`tokens` per row) and the plan marks it for a look-up
 (`relayed`).
 
 Every array in a plan is a fresh copy, or a part of one made for all ranks (so it need not be
@@ -32,21 +32,21 @@ from sgl_jax.core.sampling_params import SamplingParams
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-# Of rows or pages, as an index into columns: numpy converts any other type on each use.
+# Rows or pages, as an index into columns: numpy converts any other type on each use.
 IntpArray = NDArray[np.intp]
 RowIndex = IntpArray
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of 32 bits, one for each token, lowest first, that say which tokens are allowed."""
+    """Words of 32 bits, one for each token, lowest first, set for each allowed token."""
     return -(-vocab_size // 32)
 
 
 class RowAdmission(NamedTuple):
-    """A request takes a row: everything the device must know about it, sent once.
+    """A request takes a row: everything the device needs about it, sent once.
 
     After a retract the same request is admitted again, to any row, with the tokens it had
-    generated as part of `tokens`; `prompt_len` stays that of the original prompt, so penalties
+    generated as part of `tokens`; `prompt_len` is still the original prompt's, so penalties
     and `min_new_tokens` go on counting where they were.
     """
 
@@ -58,19 +58,19 @@ class RowAdmission(NamedTuple):
     stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
     # Tokens that the row still holds on the device, from the turn of a session before this.
     start: int = 0
-    # Tokens whose log-probabilities are wanted wherever one is reported.
+    # Tokens whose log-probabilities are reported beside each other one.
     logprob_ids: tuple[int, ...] = ()
 
 
 class StatePlan(NamedTuple):
     """The states that one rank's rows go on from, and leave, in a step; n rows as in `RankPlan`.
 
-    Slots are those of `EngineSizes.own_slot` and of the pool of snapshots. Each row has slots of
-    its own in two halves: a step reads what the one before it wrote, and writes the other half, so
+    Slots are of `EngineSizes.own_slot` and of the pool of snapshots. Each row has slots of
+    its own in two halves: a step reads the half of the step before, and writes the other, so
     the state before a step outlives it.
     """
 
-    # [n] slot of the state before the row's first query; NO_SLOT: what its last step left.
+    # [n] slot of the state before the row's first query; NO_SLOT: the one its last step left.
     sources: Int32Array
     halves: Int32Array  # [n] 0 or 1: the half of the row's own slots that the step writes
     # [m, 3] states to keep: index of the row in the plan, length in tokens, slot of a snapshot.
@@ -79,7 +79,7 @@ class StatePlan(NamedTuple):
 
     @classmethod
     def from_nothing(cls, num_rows: int) -> "StatePlan":
-        """Of rows that start without tokens before them, and keep nothing."""
+        """The plan of rows that start without tokens before them, and keep nothing."""
         zeros = np.zeros(num_rows, np.int32)
         return cls(zeros, zeros, np.zeros((0, 3), np.int32))
 
@@ -97,8 +97,8 @@ class RankPlan(NamedTuple):
     table.
 
     A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it,
-    and a token is drawn after each query. Where `relayed[i]`, kv_starts[i] is only the least that
-    the position of that last token can be: the executor uses the row's length, which it knows.
+    and a token is drawn after each query. With `relayed[i]`, kv_starts[i] is only the least that
+    the position of that last token can be: the executor uses the row's length, which it has.
     """
 
     rows: Int32Array  # [n] row of ReqToTokenPool, never 0
@@ -109,16 +109,16 @@ class RankPlan(NamedTuple):
     num_decode: int
     relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
-    # Of how many of a row's last queries the prompt log-probabilities are wanted: 0 for decode
+    # The number of a row's last queries that report prompt log-probabilities: 0 for decode
     # rows, and at most EngineSizes.max_prompt_logprob_tokens in all.
     num_scored: Int32Array | None = None  # [n] or None for none
-    # Whether any row wants the log-probability of its sampled token, and of how many others: the
+    # Set if any row reports the log-probability of its sampled token; the number of others: the
     # likeliest, and (also beside its prompt's) the `logprob_ids` that it was admitted with.
     return_logprob: bool = False
     top_logprobs_num: int = 0
     num_logprob_ids: int = 0
     states: StatePlan | None = None  # of models with recurrent layers
-    # What decode rows draft, where the host knows it; NO_DRAFT where the step is to guess.
+    # Drafts of decode rows that the host has; NO_DRAFT where the step is to guess.
     drafts: Int32Array | None = None  # [num_decode, max_draft_tokens] or None: it guesses all
 
     @property
@@ -145,10 +145,10 @@ class RankPlan(NamedTuple):
 class StepPlan:
     """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do.
 
-    `page_changes` is what rows list otherwise than when the step before was planned: of all rows,
-    not only those of the step.
+    `page_changes` has the cells changed since the step before was planned: of all rows,
+    not only the step's.
 
-    Where a row that samples is held to a grammar (`is_masked`), the step draws nothing until
+    If a row that samples is held to a grammar (`is_masked`), the step draws nothing until
     `Executor.draw`: which tokens are allowed depends on the one before.
     """
 
@@ -172,10 +172,10 @@ class PromptLogprobs(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """What one rank's rows gained, in plan order; w = 1 + EngineSizes.max_draft_tokens.
+    """The gain of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens.
 
     A row's new tokens come first in its line, the rest of it is -1: all of it where a row did not
-    sample. Optional fields are None unless the plan asked for them.
+    sample. Optional fields are None unless the plan requests them.
     """
 
     tokens: Int32Array  # [n, w]
@@ -192,7 +192,7 @@ StepHandle: TypeAlias = Any
 
 
 class Executor(Protocol):
-    """All the scheduler knows of the device.
+    """The scheduler's view of the device.
 
     Steps run in launch order. `launch` returns before the step has finished; `result` waits for
     it. Results must be read in launch order, each exactly once. A masked step is drawn before its
@@ -208,12 +208,12 @@ class Executor(Protocol):
 
         Args:
             handle: of the step launched last.
-            masks: of each rank, int32[n, 1 + max_draft_tokens, mask_words(vocab_size)], what each
-                row of its plan may draw next, and after each of its drafts if that is right; those
-                of rows without a grammar allow everything.
+            masks: of each rank, int32[n, 1 + max_draft_tokens, mask_words(vocab_size)], the tokens
+                that each row of its plan may draw next, and after each of its drafts if that is
+                right; masks of rows without a grammar allow everything.
         """
         ...
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """Wait for a step and return what each rank sampled."""
+        """Wait for a step and return the samples of each rank."""
         ...

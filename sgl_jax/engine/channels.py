@@ -1,4 +1,4 @@
-"""How the engine loop meets the front: messages in, messages out. No jax here.
+"""Channels between the engine loop and the front: messages in, messages out. No jax here.
 
 Over queues within one process, or over two local ZeroMQ sockets, in msgpack:
 
@@ -8,9 +8,9 @@ Over queues within one process, or over two local ZeroMQ sockets, in msgpack:
 The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
 never block on a send. The engine binds both: a process that has no file descriptor left when a
 peer connects to it is aborted by ZeroMQ, and the front, which has clients, must live on; one that
-connects tries again. A PUSH socket that connects queues what it is given, whether or not the other
+connects tries again. A PUSH socket that connects queues its messages, whether or not the other
 end is there; one that was bound can queue nothing before, so the engine waits for the front once.
-Queues are unbounded here because both ends bound what they admit.
+Queues are unbounded here because both ends bound their admissions.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class ZmqChannel:
             self._push.send(_encode(self._encoder, message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close after what was sent has had a second to leave."""
+        """Close, with one second for sent messages to leave."""
         self._context.destroy(linger=1000)
 
 
@@ -141,7 +141,7 @@ class ZmqEngineClient:
     def send(self, message: FrontMessage) -> None:
         """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed.
 
-        An engine that has ended reads nothing: `EngineProcess` tells of its end.
+        An engine that has ended reads nothing: `EngineProcess` reports its end.
         """
         if self._closed:
             raise EngineDeadError("the connection to the engine is closed")
@@ -172,7 +172,7 @@ class ZmqEngineClient:
         self._loop.call_soon(on_readable)
 
     def close(self) -> None:
-        """Stop listening, drop what was not sent within a second, and remove the folder."""
+        """Stop listening, drop messages not sent within a second, and remove the folder."""
         if self._closed:
             return
         self._closed = True

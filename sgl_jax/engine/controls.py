@@ -63,7 +63,7 @@ class Controls:
         self._core = core
 
     def pause(self, message: PauseGeneration) -> Reply:
-        """Launch nothing more; what was launched still gives its tokens."""
+        """Launch nothing more; launched steps still give their tokens."""
         self._core.settle()
         self._core.scheduler.handle(Pause(message.mode))
         return self._tell_generation(message)
@@ -167,7 +167,6 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def answer(message: Any, data: Any) -> Reply:
-    """What was asked for."""
     return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data))
 
 

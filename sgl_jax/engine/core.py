@@ -116,9 +116,9 @@ class EngineCore:
         close: bool = True,
         after_turn: Callable[[bool], object] | None = None,
     ) -> None:
-        """Serve until a `Shutdown` message. Raises what the engine cannot recover from.
+        """Serve until a `Shutdown` message. Raises errors that the engine cannot recover from.
 
-        Afterwards the device's memory is let go of, unless `close` is False.
+        Afterwards the device's memory is freed, unless `close` is False.
 
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
@@ -130,7 +130,7 @@ class EngineCore:
                 watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
                 now_s = time.monotonic()
-                # What arrives must not find an old time. Else only if it matters: each is recorded.
+                # No message may find an old time. Else only if it matters: each tick is recorded.
                 if messages or self.scheduler.needs_tick(now_s):
                     with self._answering_defects():
                         self._tick(now_s)
@@ -170,7 +170,7 @@ class EngineCore:
     # -- steps ------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
-        """Tell the scheduler the time; what that ends gave memory back, to be proved again."""
+        """Pass the time on; requests that it ends free memory, which is audited again."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
         self.scheduler.handle(Tick(now_s))
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
@@ -194,7 +194,7 @@ class EngineCore:
             time.sleep(_STARVED_POLL_S)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
-        """Let a masked step draw, once all before it is known; False after an error."""
+        """Sample a masked step after reading all earlier results; False after an error."""
         while len(self._in_flight) > 1:
             if not self._read_oldest():
                 return False
@@ -213,7 +213,7 @@ class EngineCore:
             self._read_oldest()
 
     def _read_oldest(self) -> bool:
-        """Wait for the oldest step in flight, and apply what it gave; False after an error."""
+        """Wait for the oldest step in flight, and apply its result; False after an error."""
         plan, handle = self._in_flight.popleft()
         results = self._on_device(lambda: self.executor.result(handle))
         if results is None:
@@ -223,15 +223,15 @@ class EngineCore:
         return True
 
     def _on_device(self, act: Callable[[], T]) -> T | None:
-        """What it returns. The engine goes on after any error of the device: then None."""
+        """Return the value of `act`; None after an error of the device, which is handled."""
         try:
             return act()
-        except Exception as error:  # of any type, by what failed
+        except Exception as error:  # of any type
             self._recover(error)
             return None
 
     def _masks(self, plan: StepPlan) -> list[Int32Array]:
-        """What the rows of a masked step may draw, now that all before it is known."""
+        """Masks of a masked step's rows, after all earlier results were read."""
         sizes = self.executor.sizes
         shape = (1 + sizes.max_draft_tokens, mask_words(sizes.vocab_size))
         given_up: list[AbortRequest] = []
@@ -264,27 +264,27 @@ class EngineCore:
 
     @contextmanager
     def _answering_defects(self) -> Iterator[None]:
-        """Handle a memory defect found within as the setting says."""
+        """Handle a memory defect found within, by the setting."""
         try:
             yield
         except MemoryDefectError as error:
             self._answer_defect(error)
 
     def _answer_defect(self, error: MemoryDefectError) -> None:
-        """Record it; then end, or let go of every request, rebuild the memory and go on."""
+        """Record it; then end, or end every request, rebuild the memory and go on."""
         memories = [rank.memory for rank in self.scheduler.ranks]
         context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
         where = self._defects.record(error, memories, context)
         if self.args.memory_error_action == "crash":
             raise type(error)(f"{error}; {where}") from error
-        # What is in flight on the device still uses the old pages: it gets a new pool.
+        # Steps in flight on the device still use the old pages: it gets a new pool.
         self._in_flight.clear()
         self.executor.reset()
         self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
-        """Let the front know other facts."""
+        """Change facts that are sent to the front."""
         self.info = self.info | facts
 
     def _audit(self) -> None:
@@ -297,7 +297,7 @@ class EngineCore:
     # -- messages ---------------------------------------------------------------------------
 
     def _handle(self, message: FrontMessage, channel: Channel) -> None:
-        """Let the method that the table of calls names do it; what it returns is the answer."""
+        """Call the method named by the table of calls; its return value is the answer."""
         call = CALL_OF[type(message)]
         is_control = isinstance(message, ControlMessage)
         is_session = isinstance(message, SessionMessage)

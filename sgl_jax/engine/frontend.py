@@ -1,4 +1,4 @@
-"""What stands between clients and the engine: requests in flight, and the streams of answers.
+"""The front between clients and the engine: requests in flight, and the streams of answers.
 
 Owns every request in flight as the clients see it. Shared by the HTTP server and the offline
 `Engine`; synchronous and callback-based, so both asyncio and threads can sit on top. Must never
@@ -41,7 +41,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# An engine that does not answer is asked no more than this.
+# Most open calls to an engine that does not respond.
 _MAX_QUESTIONS = 1024
 
 
@@ -72,7 +72,7 @@ class Frontend:
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
-        # Requests that the engine has said nothing of: on their way, waiting, or computing their
+        # Requests without any output so far: on their way, waiting, or computing their
         # first token. Counted here, since the engine's own queue has no limit while the engine
         # does not look at it. One whose client went away counts on: its message is still there.
         self._unheard: dict[str, Tenant | None] = {}
@@ -89,11 +89,11 @@ class Frontend:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more can be asked of the engine."""
+        """The engine is gone, and no call can reach it."""
         return self._death is not None
 
     def check_alive(self) -> None:
-        """Raise what everything in flight ended with, if it did: see `fail`."""
+        """Raise the error of the engine's end, if it ended: see `fail`."""
         if self._death is not None:
             raise self._end_error(self._death)
 
@@ -140,7 +140,7 @@ class Frontend:
     ) -> RequestStream:
         """Send a prepared request.
 
-        The engine knows it by a name of its own, never used twice: outputs that were under way
+        It has a name of its own in the engine, never used twice: outputs that were under way
         when a request ended cannot reach a later one of the same name.
 
         Args:
@@ -184,8 +184,8 @@ class Frontend:
     def abandon(self, stream: RequestStream) -> None:
         """The consumer of `stream` is gone: end it in the engine, if it has not ended. Once only.
 
-        A turn of a session whose final output was not delivered is rolled back: the engine is told
-        also if the request has finished there.
+        A turn of a session whose final output was not delivered is rolled back: the engine is sent
+        this also if the request has finished there.
         """
         rid, session = stream.request.rid, stream.request.session
         with self._lock:
@@ -239,7 +239,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Take in one message of the engine; what it says of itself is not for the front."""
+        """Handle one message of the engine; its messages about itself are for others."""
         if isinstance(message, OutputBatch):
             self._deliver(message)
         elif isinstance(message, Reply):
@@ -271,7 +271,7 @@ class Frontend:
             on_reply(Reply(rid=rid, ok=False, message=reason))
 
     def _deliver(self, batch: OutputBatch) -> None:
-        """Feed the streams. Runs once per step, so what it does per token is kept to a minimum."""
+        """Feed the streams. Runs once per step, so its work per token is kept to a minimum."""
         now = time.perf_counter()
         ready: list[RequestStream] = []
         num_tokens = 0
@@ -290,7 +290,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
-                self._note_heard(output.rid)  # the first that is said of a request is here
+                self._note_heard(output.rid)  # a first output arrives here
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue
@@ -330,7 +330,7 @@ class Frontend:
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
-        """`stopped_here`: a stop string ended it, which the engine has to be told."""
+        """`stopped_here`: a stop string ended it, which the engine needs as a `StopRequest`."""
         del self._streams[stream.request.rid]
         stream.finished_at = now
         assert stream.finish is not None

@@ -25,7 +25,7 @@ def take_over_collection() -> None:
 
 
 def collect_if_many(is_resting: bool) -> bool:
-    """Collect if so many objects are new since the last time; called between steps. Whether it did.
+    """Collect if so many objects are new since the last time, between steps; True if it did.
 
     The interpreter counts new objects less those freed, whether or not it collects by itself.
     """

@@ -1,4 +1,4 @@
-"""Whether the engine's process still runs, as far as its heartbeats tell.
+"""The state of the engine's process, by its heartbeats.
 
 Looks at heartbeats only: a loop that makes no progress is found by the `Watchdog`, in the engine's
 process.

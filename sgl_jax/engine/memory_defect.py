@@ -1,7 +1,7 @@
-"""What the engine does when the memory records of a rank are wrong: log, dump and count it.
+"""Logs, dumps and counts defects in the memory records of a rank.
 
-Whether it then ends or goes on is a setting, carried out by `EngineCore`: what this module owns
-is the record of the defect, never a request and never the memory itself.
+A setting decides if the engine then ends or goes on (`EngineCore`): this module owns
+the record of the defect, never a request and never the memory itself.
 """
 
 import logging

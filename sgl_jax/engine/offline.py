@@ -53,7 +53,7 @@ from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
-# A server refuses what it cannot serve soon; a list of prompts is there to be waited for.
+# A server refuses requests it cannot serve soon; a list of prompts is there to be waited for.
 _NO_QUEUE_LIMIT = 10_000_000
 # From this many prompts on, a progress bar is shown.
 _MANY_PROMPTS = 16
@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was loaded and the sizes that were decided."""
+        """Facts of the loaded model and the sizes that were decided."""
         return self._core.info
 
     @property
@@ -279,7 +279,7 @@ class Engine:
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
-        """All open sessions: id, kind, turns, tokens, what runs, and where the KV is."""
+        """All open sessions: id, kind, turns, tokens, running requests, and the rank of the KV."""
         sessions: list[dict[str, Any]] = self._demand(ListSessions())["sessions"]
         return sessions
 

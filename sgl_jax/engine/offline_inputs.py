@@ -1,4 +1,4 @@
-"""What callers of the offline `Engine` hand in, in the many forms they may, made one."""
+"""Converts the many forms of the offline `Engine`'s inputs to one."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
 
 
 def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
-    """As `for_each`, of values of this `kind`."""
+    """`for_each` of values of this `kind`."""
     each = for_each(name, given, num_prompts)
     for value in each:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -86,7 +86,7 @@ def as_batch(
 
 
 def as_sampling(sampling: Sampling) -> SamplingParams:
-    """As a struct. Raises `InvalidRequestError`."""
+    """Convert to a struct. Raises `InvalidRequestError`."""
     return _converted(sampling or {}, SamplingParams, "sampling_params")
 
 

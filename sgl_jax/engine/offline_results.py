@@ -1,4 +1,4 @@
-"""What the offline `Engine` returns, put together from what the engine sends."""
+"""Results of the offline `Engine`, joined from the chunks of a stream."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ from sgl_jax.engine.request_stream import Chunk, RequestStream
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What was generated for one prompt (so far, while streaming).
+    """The output of one prompt (so far, while streaming).
 
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
-    `logprob_start_len` on; both are empty unless asked for. `rid` names the request, and so the
+    `logprob_start_len` on; both are empty unless requested. `rid` names the request, and so the
     turn of a session; the prompt of a turn counts the history.
     """
 
@@ -27,11 +27,11 @@ class Generation:
 
 
 class GenerationError(RuntimeError):
-    """A request ended without a result, through no fault of its own: a step failed, say."""
+    """A request ended without a result, through no fault of its own, as when a step failed."""
 
 
 def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
-    """`so_far` with what `chunk` adds. Raises `GenerationError` if the engine gave up on it."""
+    """`so_far` with `chunk` added. Raises `GenerationError` if the engine gave up on it."""
     if chunk.finish is not None and chunk.finish.status_code is not None:
         raise GenerationError(chunk.finish.message or "the engine gave up on the request")
     before = so_far or Generation(

@@ -2,7 +2,7 @@
 
 The child is `python -m sgl_jax.engine` (`__main__.py`, which alone ties this to jax). It reads one
 line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and takes the end of that
-pipe as the end of its parent: no orphan keeps the device. What it prints passes through to the
+pipe as the end of its parent: no orphan keeps the device. Its output passes through to the
 parent's terminal, and the last line of it is kept for the report of its exit.
 """
 
@@ -33,20 +33,20 @@ _LAST_LINE_BYTES = 4096
 
 
 class Core(Protocol):
-    """What runs in the process: `EngineCore`, or a scripted one in tests."""
+    """The program of the process: `EngineCore`, or a scripted one in tests."""
 
     info: dict[str, Any]
 
     def run(self, channel: Channel, *, after_turn: Callable[[bool], object] | None = None) -> None:
-        """Serve until `Shutdown`; `after_turn` is told whether a turn had nothing to do."""
+        """Serve until `Shutdown`; `after_turn` gets True after a turn with nothing to do."""
         ...
 
 
 class ExitReport(NamedTuple):
-    """How the engine process ended."""
+    """The end of the engine process."""
 
     how: str  # a sentence with the exit code or signal; may be shown to clients
-    last_line: str  # of what it printed, for the operator alone; "" if nothing
+    last_line: str  # of its output, for the operator alone; "" if nothing
 
     def __str__(self) -> str:
         return f"{self.how}; its last line: {self.last_line}" if self.last_line else self.how
@@ -68,7 +68,7 @@ class EngineProcess:
             folder: of the sockets, `ZmqEngineClient.folder`.
             on_exit: called once, on a thread of this object, when the process has ended for
                 any reason.
-            command: what to run; tests put a scripted engine here.
+            command: program to run; tests put a scripted engine here.
         """
         self._on_exit = on_exit
         self._process = subprocess.Popen(
@@ -79,7 +79,7 @@ class EngineProcess:
             start_new_session=True,  # Ctrl-C is for the parent: it shuts the child down in order
         )
         assert self._process.stdin is not None
-        # If the child is dead already, the report of its exit tells more than this broken pipe.
+        # If the child is dead already, the report of its exit has more than this broken pipe.
         with contextlib.suppress(BrokenPipeError):
             start = {"args": dataclasses.asdict(args), "folder": folder}
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -127,15 +127,15 @@ class EngineProcess:
 
 def log_to_terminal(level: str) -> None:
     """Log to this process's standard error, from `level` up; of libraries, warnings at least."""
-    # Importing orbax sets logging up, so what is there is replaced.
+    # Importing orbax sets logging up, so its handlers are replaced.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level="ERROR" if level == "error" else "WARNING", format=form, force=True)
     logging.getLogger("sgl_jax").setLevel(level.upper())
 
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
-    """Main function of the child: build the engine, say it is ready, run. Returns the exit code."""
-    # A service manager signals every process of the service: the parent says when to end.
+    """Main function of the child: build the engine, send `EngineReady`, run; exit code."""
+    # A service manager signals every process of the service: the parent decides when to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())

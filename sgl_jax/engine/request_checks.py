@@ -1,7 +1,7 @@
-"""What a client asks, made into a request that the engine can serve, or refused.
+"""Makes a client's request into one that the engine can serve, or refuses it.
 
-Owns the limits that follow from the model and the engine's memory; those of names and numbers are
-in `core/request_limits.py`. Knows of no request in flight.
+Owns the limits that follow from the model and the engine's memory; `core/request_limits.py` has
+the limits of names and numbers. Has no request in flight.
 """
 
 import uuid
@@ -33,7 +33,7 @@ _SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 class EngineFacts(NamedTuple):
-    """What the front must know of the engine to refuse what can never be served."""
+    """Facts of the engine by which the front refuses requests that can never be served."""
 
     vocab_size: int
     max_context_len: int  # tokens of one request, prompt and output together
@@ -114,17 +114,17 @@ class RequestChecks:
         """Check everything that can be checked before the engine sees it.
 
         Args:
-            default_max_new_tokens: if `sampling` sets no limit; None means what the context
-                leaves. A default never makes a request too long: for a session's turn the
-                engine, which knows the history that is put before it, sees to that.
+            default_max_new_tokens: if `sampling` sets no limit; None means the rest of the
+                context. A default never makes a request too long: for a session's turn the
+                engine, which has the history before it, ensures that.
             token_ids_logprob: tokens that are reported wherever a log-probability is.
-            session: of which the request is a turn, `prompt_ids` what it adds.
+            session: of which the request is a turn, with `prompt_ids` its tokens.
             namespace: of the cached prefixes that it may find and leave behind.
             priority: None is 0.
             tenant: for which it is served, if any.
 
         Raises:
-            InvalidRequestError: names the field and what is allowed.
+            InvalidRequestError: names the field and the allowed values.
         """
         self._check_prompt(prompt_ids)
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
@@ -153,7 +153,7 @@ class RequestChecks:
         return request
 
     def _check_options(self, request: GenerateRequest) -> None:
-        """What is beside prompt, sampling and session is within the limits of the engine."""
+        """Check the options beside prompt, sampling and session against the engine's limits."""
         check_between("top_logprobs_num", request.top_logprobs_num, 0, MAX_TOP_LOGPROBS)
         ids = request.token_ids_logprob
         if len(ids) > MAX_LOGPROB_IDS:

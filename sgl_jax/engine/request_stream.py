@@ -1,6 +1,6 @@
 """The output of one request on its way from the engine to its consumer.
 
-Owns the text of the request: detokenising, stop strings, what was taken and what waits. The
+Owns the text of the request: detokenising, stop strings, text taken and text waiting. The
 engine's side calls `accept*`, the consumer calls `take`; both may run on different threads under
 the lock of the `Frontend`. Must never touch the network or asyncio.
 """
@@ -17,12 +17,12 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 
 class Chunk(NamedTuple):
-    """What a request gained since its consumer looked last: everything, not one token."""
+    """The gain of a request since its consumer looked last: everything, not one token."""
 
     text: str
     token_ids: list[int]
     num_output_tokens: int  # so far, these included
-    logprobs: list[TokenLogprobs]  # one per token of this chunk, if asked for
+    logprobs: list[TokenLogprobs]  # one per token of this chunk, if requested
     prompt_logprobs: list[TokenLogprobs]
     finish: FinishReason | None
 
@@ -53,7 +53,7 @@ class RequestStream:
         self.on_ready = on_ready
         self.streaming = streaming
         self.num_output_tokens = 0
-        # Until its first output a session's turn knows only what was sent, not the history.
+        # Before its first output a session's turn counts the tokens sent, not the history.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
         self.dp_rank = 0
@@ -97,7 +97,7 @@ class RequestStream:
         self.num_output_tokens += 1
 
     def accept(self, output: RequestOutput) -> None:
-        """An output with more to say. Sets `finish` at the end, or if a stop string is complete."""
+        """Take an output with more than tokens. The end, or a stop string, sets `finish`."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
         if output.prompt_tokens is not None:
@@ -155,7 +155,7 @@ class RequestStream:
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
 
     def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:
-        """Decode token by token, to know at which of them a stop string was complete."""
+        """Decode token by token, to find the one that completes a stop string."""
         assert self._stop_checker is not None
         min_new_tokens = self.request.sampling.min_new_tokens
         for index, token in enumerate(ids):
@@ -177,7 +177,7 @@ class RequestStream:
                 return
 
     def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
-        """Without the stop token that ended the output, unless the client wants to see it."""
+        """Drop the stop token that ended the output, but for `no_stop_trim`."""
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids

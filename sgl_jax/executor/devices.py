@@ -56,7 +56,7 @@ def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
 
 
 def platform_of(mesh: Mesh) -> str:
-    """'cpu', 'tpu' or 'gpu'."""
+    """The platform of the mesh's devices: 'cpu', 'tpu' or 'gpu'."""
     return str(mesh.devices.flat[0].platform)
 
 

@@ -125,8 +125,8 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
-            # docs/measurements/planning.md has the figures. Within a turn the compiler prefetches a layer's
-            # weights while the layer before it computes.
+            # docs/measurements/planning.md has the figures. Within a turn the compiler prefetches a
+            # layer's weights while the layer before it computes.
             unrolled_layers=_UNROLLED_LAYERS if on_tpu else 1,
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
             # product adds its own if no exchange follows it.

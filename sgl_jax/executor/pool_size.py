@@ -27,14 +27,14 @@ _CPU_MEMORY_SHARE = 0.25
 
 
 # Pages of windows in the prefix cache, beside the running rows' own: one for so many pages of the
-# first pool. All windows take no more than so many times the first pool's bytes. docs/measurements/eviction.md
-# measures smaller shares.
+# first pool. All windows take no more than so many times the first pool's bytes.
+# docs/measurements/eviction.md compares smaller shares.
 _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
 
 
-# Bytes of snapshots of states per byte of the first pool's pages; docs/measurements/eviction.md measures other
-# shares. The states of running rows take at most as many bytes as these pages.
+# Bytes of snapshots of states per byte of the first pool's pages; docs/measurements/eviction.md
+# compares other shares. The states of running rows take at most as many bytes as these pages.
 _SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0
 _ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back

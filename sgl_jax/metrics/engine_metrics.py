@@ -1,7 +1,7 @@
 """The engine's own figures, as Prometheus gauges: memory and load of every data-parallel rank.
 
 Owns the last state the engine reported (`GetState`); a scrape while the engine is busy shows
-that. Must never ask the engine itself.
+that. Must never call the engine itself.
 """
 
 from collections.abc import Iterable, Mapping

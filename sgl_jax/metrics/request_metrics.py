@@ -20,7 +20,7 @@ _MIN_RATE_WINDOW_S = 1.0
 
 
 class RequestMetrics:
-    """What requests asked for, got, and how long it took. Times in seconds."""
+    """Tokens and times of requests. Times in seconds."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -76,7 +76,7 @@ class RequestMetrics:
         return self._rate
 
     def exposition(self) -> bytes:
-        """All of it, and what else was registered, in Prometheus' text format."""
+        """All metrics of the registry, in Prometheus' text format."""
         text: bytes = generate_latest(self.registry)
         return text
 

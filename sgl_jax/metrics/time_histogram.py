@@ -35,7 +35,6 @@ class TimeHistogram:
         self._sum_s += seconds * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What the registry asks for."""
         totals = accumulate(self._counts)
         buckets = [(floatToGoString(b), n) for b, n in zip(self._bounds_s, totals, strict=True)]
         yield HistogramMetricFamily(self._name, self._help_text, buckets, self._sum_s)

@@ -62,8 +62,8 @@ class BuildOptions(NamedTuple):
     causal_conv: CausalConv = xla_causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
-    # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of the loop, in
-    # whole periods, and whether the next layer's norm computes a layer's last sum.
+    # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of
+    # the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1
     defers_sum: bool = False
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh

@@ -1,1 +1,1 @@
-"""Planning a deployment on TPUs without one: what fits, how fast it may be, and what would help."""
+"""Plans a deployment on TPUs without one: whether it fits, its speed, and advice."""

@@ -74,7 +74,7 @@ def _sweep(request: PlanRequest) -> int:
 def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
     """The limit, the mesh of the slice, or the smallest slice, that holds one request of the load.
 
-    `is_compiled`: what was asked for is refused by the compiler, though by count it has room.
+    `is_compiled`: the compiler refuses the request, though by count it has room.
     """
     limit, args = request.args.max_total_tokens, request.args
     unlimited = dataclasses.replace(request, args=dataclasses.replace(args, max_total_tokens=None))

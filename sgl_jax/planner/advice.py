@@ -1,4 +1,4 @@
-"""What to change, read off a plan."""
+"""Advice on changes, read off an estimate."""
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.planner.estimate import Estimate
@@ -54,7 +54,7 @@ def advise(plan: Estimate) -> list[str]:
 
 
 def _more_room(plan: Estimate) -> str:
-    """What gives a rank more KV tokens: more devices to a rank, while heads are left to split."""
+    """Advice for more KV tokens on a rank: more devices, while heads are left to split."""
     args, topology = plan.request.args, plan.request.topology
     has_devices = args.dp_size > 1 or args.num_devices < topology.num_devices
     if has_devices and args.tp_size < plan.request.config.num_kv_heads:

@@ -1,4 +1,4 @@
-"""The planner's command line: what of `ServerArgs` shapes a step, the slice, and the load."""
+"""The planner's command line: settings that shape a step, the slice, and the load."""
 
 import argparse
 import dataclasses
@@ -36,8 +36,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked for."""
-
     args: ServerArgs
     config: ModelConfig
     topology: Topology
@@ -110,7 +108,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
 
 
 def _check_plot(plot: Path | None, is_sweep: bool) -> None:
-    """Refuse at once what would fail after minutes of compiling."""
+    """Refuse at once a plot that would fail after minutes of compiling."""
     if plot is None:
         return
     if not is_sweep:

@@ -27,7 +27,7 @@ class EngineProgramsOnPaper(NamedTuple):
 def engine_programs(
     args: ServerArgs, model: ModelConfig, mesh: Mesh, pool_pages: tuple[int, ...]
 ) -> EngineProgramsOnPaper:
-    """What `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank.
+    """The programs `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank.
 
     Raises ValueError as it does.
     """

@@ -1,4 +1,4 @@
-"""The plan of one mesh: memory, two compiled steps, and what they make of the load."""
+"""The estimate of one mesh: memory, two compiled steps, and the rates of the load."""
 
 from dataclasses import dataclass, field
 
@@ -20,12 +20,11 @@ from sgl_jax.planner.topology import topology_mesh
 
 
 class DoesNotFitError(Exception):
-    """The model, or one request of the load, has no room; the message says of what there is too
-    little."""
+    """The model, or one request of the load, has no room; the message names the shortage."""
 
 
 class StepDoesNotFitError(DoesNotFitError):
-    """Weights and KV have room, and the compiler says that a step beside them has not."""
+    """Weights and KV have room, but by the compiler a step beside them has not."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All that is said about one mesh."""
+    """The estimate of one mesh."""
 
     request: PlanRequest
     memory: MemoryPlan
@@ -52,7 +51,7 @@ class Estimate:
     output_tokens_per_s: float
     output_tokens_per_s_per_chip: float
     advice: list[str] = field(default_factory=list)
-    # As `memory.num_requests`, if every layer kept every token; None where every layer does.
+    # `memory.num_requests` if every layer kept every token; None where every layer does.
     requests_without_windows: int | None = None
 
 

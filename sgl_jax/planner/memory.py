@@ -1,4 +1,4 @@
-"""Where a device's memory goes, before anything is compiled: weights, tables, KV pages, states."""
+"""A device's memory by use, before anything is compiled: weights, tables, KV pages, states."""
 
 from dataclasses import dataclass, replace
 
@@ -17,11 +17,11 @@ class MemoryPlan:
     usable_hbm_bytes: int
     weight_bytes: int
     table_bytes: int  # token table, lengths, sampling parameters
-    reserved_bytes: int  # what --mem-fraction-static leaves alone, and a step's logits
+    reserved_bytes: int  # left alone by --mem-fraction-static, and a step's logits
     kv_bytes: int
     kv_token_bytes: int  # of one token in all layers, on this device
     state_bytes: int  # of all slots of layers with a recurrence
-    # Of each pool of a rank, the null pages left out; 0 or less for the first if nothing fits. The
+    # By pool of a rank, the null pages left out; 0 or less for the first if nothing fits. The
     # last are slots of snapshots, where layers have a recurrence.
     pool_pages: tuple[int, ...]
     page_size: int
@@ -30,12 +30,12 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the first pool of a rank: those that are admitted by."""
+        """Pages of the first pool of a rank, which decides admission."""
         return self.pool_pages[0]
 
     @property
     def fits(self) -> bool:
-        """Whether what is always there has room; temporaries of steps are not counted."""
+        """Weights, tables, KV and states have room; temporaries of steps are not counted."""
         needed = self.weight_bytes + self.table_bytes + self.kv_bytes + self.state_bytes
         return needed <= self.usable_hbm_bytes
 
@@ -57,7 +57,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // page_size * pools.num_tables[0]
-        # As much as there is: the compiler will say whether it fits.
+        # All pages requested: the compiler decides whether they fit.
         if weights + tables >= chip.usable_hbm_bytes:
             pages = 0
     else:
@@ -107,8 +107,8 @@ def smallest_fit(
 ) -> PlanRequest | None:
     """The smallest slice of the generation, and the mesh on it, that holds one whole request.
 
-    Of the meshes of one slice, the one with most ranks. Weights, tables and pages are counted,
-    not compiled. `same_slice` looks at meshes of the slice asked for only, `lighter_than` at those
+    It takes the mesh of a slice with most ranks. Weights, tables and pages are counted,
+    not compiled. `same_slice` looks at meshes of the requested slice only, `lighter_than` at those
     whose devices hold fewer bytes of weights.
     """
     generation = request.topology.generation

@@ -1,8 +1,8 @@
-"""Reading what a compiled TPU program needs: memory, collectives, and the compiler's own estimate.
+"""Reads the needs of a compiled TPU program: memory, collectives, and the compiler's own estimate.
 
 The scheduled HLO carries `estimated_cycles` on most fusions; Pallas kernels and collectives have
-none. What a SparseCore does beside the program, such as a tpu7x's collectives, adds no cycles to
-it. What runs in a loop counts as often as the loop turns, where the compiler knows that; of a
+none. Work of a SparseCore beside the program, such as a tpu7x's collectives, adds no cycles to
+it. The body of a loop counts as often as the loop turns, where the compiler has that number; of a
 conditional that branch counts which exchanges the fewest bytes, and of equals the one of the fewest
 cycles: in an engine's step it is the one of plain greedy rows.
 """
@@ -53,7 +53,7 @@ class Collective(NamedTuple):
 
 
 class ProgramCost(NamedTuple):
-    """What one device needs for one program; all sizes in bytes."""
+    """The needs of one program on one device; all sizes in bytes."""
 
     argument_bytes: int
     temp_bytes: int
@@ -158,7 +158,7 @@ class _Walk:
         return cycles if own or opcode == "fusion" else inner_cycles, counts
 
     def _turns(self, loop: str) -> int:
-        """How often a loop turns, where its condition compares a counter with a constant; else 1.
+        """The turns of a loop, where its condition compares a counter with a constant; else 1.
 
         The counters of this package's loops start at 0.
         """

@@ -1,4 +1,4 @@
-"""How long the layers with a recurrence take in a step, from their kernels' schedules.
+"""The time of the layers with a recurrence in a step, from their kernels' schedules.
 
 The longer of their states' bytes over the bandwidth and the instructions of the kernels: the
 convolution, and the gated delta rule of decode rows and of prefill rows.
@@ -52,7 +52,6 @@ class RecurrencesTime(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What they wait for."""
         return "HBM" if self.hbm_s >= self.instructions_s else "instructions"
 
 
@@ -66,7 +65,7 @@ def recurrences_time(
     state_bytes: int,
     tp_size: int,
 ) -> RecurrencesTime:
-    """Of all rows of a step.
+    """The time of all rows of a step.
 
     Args:
         config: of the model; of one without a recurrence the time is zero.

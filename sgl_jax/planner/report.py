@@ -122,7 +122,7 @@ def _step_dict(step: StepEstimate) -> dict[str, Any]:
 
 
 def _window_lines(plan: Estimate) -> list[str]:
-    """What windows save; nothing of a model without."""
+    """The requests that windows add; empty for a model without windows."""
     full = plan.requests_without_windows
     if full is None:
         return []
@@ -174,6 +174,5 @@ def _state_lines(memory: MemoryPlan) -> list[str]:
 
 
 def _pages(memory: MemoryPlan) -> str:
-    """Of each pool."""
     pools = memory.pool_pages[:-1] if memory.state_bytes else memory.pool_pages
     return " and ".join(f"{num:,}" for num in pools)

@@ -1,11 +1,11 @@
-"""How long one step may take, from what its compiled program says and what the chip can do.
+"""The time of one step, from its compiled program and the rates of the chip.
 
 A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
 (the bytes of weights over the bandwidth), plus heads, plus attention, plus recurrences, plus
 experts, plus collectives. The compiler counts no cycles of Pallas kernels: attention is the longer
 of its KV bytes over the bandwidth and the instructions of its kernels' schedules, experts and
-recurrences are likewise, and heads (`kernels.qkv_heads`) are what their kernel moves and computes.
-Nothing of this was measured on a chip: it is what the step would take if nothing waited for
+recurrences are likewise, and heads (`kernels.qkv_heads`) by bytes and operations.
+Nothing of this was measured on a chip: it is the time of a step in which nothing waits for
 anything else.
 """
 
@@ -25,7 +25,7 @@ from sgl_jax.planner.topology import Chip
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank computes in a step."""
+    """The work of one rank in a step."""
 
     tokens: int  # queries of all rows
     kv_tokens_read: int  # by all rows together
@@ -36,7 +36,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What one device holds, by how it is read."""
+    """The bytes that one device holds, by how they are read."""
 
     layer_and_head_bytes: int  # read whole in every step, experts left out
     expert_bytes: int
@@ -87,7 +87,7 @@ class AttentionTime(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What most of it waits for; prefill's instructions are there to feed the matrix units."""
+        """The main wait; prefill's instructions are there to feed the matrix units."""
         if self.hbm_s >= self.instructions_s:
             return "HBM"
         return "MXU" if self.is_prefill else "instructions"
@@ -96,7 +96,7 @@ class AttentionTime(NamedTuple):
 def attention_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> AttentionTime:
-    """Of all rows of a step; arguments as of `estimate_step`."""
+    """The time of all rows of a step; arguments as of `estimate_step`."""
     bundles = (BUNDLES_8_BITS if memory.kv_itemsize == 1 else BUNDLES)[chip.device_kind]
     kv_bytes = work.kv_tokens_read * memory.kv_token_bytes
     if work.is_prefill:
@@ -152,8 +152,8 @@ def experts_time(
 ) -> ExpertsTime:
     """Estimate the experts' part of a step: three grouped products in each layer.
 
-    They take the longer of two times: that of the bytes they move, matrices of experts in use and
-    lines; and that of the instructions of the kernel's visits, each of which computes a whole tile
+    They take the longer of two times: for the bytes they move, matrices of experts in use and
+    lines; and for the instructions of the kernel's visits, each of which computes a whole tile
     of lines, though its group may have only one there (`kernels.grouped_matmul`).
 
     Args:
@@ -182,7 +182,7 @@ def experts_time(
 
 
 def _visit_bundles(costs: VisitBundles, lines: int, weights: int) -> float:
-    """Of a tile of `lines` and a matrix of so many weights, of two bytes each."""
+    """Bundles of a tile of `lines` and a matrix of so many weights, of two bytes each."""
     return (
         costs.any
         + costs.per_matrix_mib * weights * 2 / 2**20
@@ -196,9 +196,9 @@ def experts_touched(tokens: int, moe: MoeConfig) -> float:
 
 
 class HeadsCycles(NamedTuple):
-    """Of the kernel that normalises and rotates heads; instructions one a cycle."""
+    """Cycles of the kernel that normalises and rotates heads; instructions one a cycle."""
 
-    call: int  # what the compiler counts for its own smallest operation
+    call: int  # the compiler's count for its own smallest operation
     normalised: float  # instructions for a head of 128 of one token
     plain: float  # where heads are only rotated
 
@@ -275,7 +275,7 @@ class StepTime:
 
     total_s: float
     program_s: float  # the compiler's estimate, without kernels and collectives
-    weights_s: float  # reading weights, those of experts left out
+    weights_s: float  # reading weights, without experts
     heads_s: float  # normalising and rotating queries and keys, where a kernel does it
     attention_s: float
     recurrences_s: float
@@ -297,7 +297,7 @@ def estimate_step(
     Args:
         cost: of its compiled program.
         num_tokens: of the program's shape, padding included.
-        work: what it computes.
+        work: of the step.
         config: of the model.
         memory: bytes of weights and KV on one device.
         chip: the device.
@@ -348,7 +348,7 @@ def estimate_step(
 
 
 def _bound_of(seconds: float, hbm: float, mxu: float) -> str:
-    """What most of a program's time would be needed for in any case, if anything."""
+    """The resource that bounds most of a program's time; empty if none does."""
     if max(hbm, mxu) < seconds / 2:
         return "instructions"
     return "HBM" if hbm >= mxu else "MXU"
@@ -363,7 +363,7 @@ def collective_time(collective: Collective, chip: Chip) -> float:
     ring = _RING_LINKS * chip.ici_link_bytes_per_s
     # Each round passes one part on; the result of a reduce-scatter is a part.
     part = collective.num_bytes / (1 if collective.kind == "reduce-scatter" else n)
-    # What a chip sends to each of the others alone goes a quarter of the way round on the average.
+    # Bytes from a chip to each of the others alone go a quarter of the way round on the average.
     hops = max(1.0, n / 4) if collective.kind == "all-to-all" else 1.0
     one = rounds * (hops * part / ring + ICI_HOP_S)
     return collective.times * one

@@ -9,11 +9,11 @@ from sgl_jax.planner.arguments import PlanRequest, on_mesh
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
 from sgl_jax.planner.plot_file import figure_class
 
-Outcome = Estimate | str  # the text says why there is none
+Outcome = Estimate | str  # or the reason for none
 
 
 def sweep(request: PlanRequest) -> dict[tuple[int, int], Outcome]:
-    """By (dp_size, tp_size), the most ranks first; each takes two compilations, told on stderr."""
+    """By (dp_size, tp_size), the most ranks first; each takes two compilations, named on stderr."""
     devices = request.topology.num_devices
     outcomes: dict[tuple[int, int], Outcome] = {}
     for tp_size in (n for n in range(1, devices + 1) if devices % n == 0):

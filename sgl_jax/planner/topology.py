@@ -1,8 +1,8 @@
-"""TPUs by name: what a device of each generation can do, and slices as meshes of described devices.
+"""TPUs by name: the rates of a device of each generation, and slices as meshes of devices.
 
-HBM, its bandwidth, peak bf16 and interconnect are those of Google Cloud's pages on the generations
-(cloud.google.com/tpu/docs); the clock is what peak and the number of matrix units give. A device is
-what JAX calls one: a chip, but on tpu7x one of a chip's two TensorCores, with half of its memory,
+HBM, its bandwidth, peak bf16 and interconnect are from Google Cloud's pages on the generations
+(cloud.google.com/tpu/docs); the clock follows from peak and the number of matrix units. A device is
+one to JAX: a chip, but on tpu7x one of a chip's two TensorCores, with half of its memory,
 bandwidth and links.
 
 A slice is `v6e-8`, named as Google Cloud does: v5e and v6e count chips, v5p and tpu7x count
@@ -31,7 +31,7 @@ GIB = 2**30
 class Chip:
     """One device; bandwidths in bytes per second, all of them peaks."""
 
-    device_kind: str  # as jax says
+    device_kind: str  # JAX's name
     devices_per_chip: int
     usable_hbm_bytes: int
     hbm_bytes_per_s: float
@@ -70,7 +70,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """Read `v6e-8` or `v6e:2x4`. Raises ValueError, naming what there is."""
+        """Read `v6e-8` or `v6e:2x4`. Raises ValueError, naming the allowed ones."""
         match = re.fullmatch(r"([a-z0-9]+)[-:](\d+(?:x\d+)*)", name)
         if match is None or match[1] not in CHIPS:
             known = ", ".join(CHIPS)
@@ -96,12 +96,11 @@ class Topology(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the cloud: `v6e-8`."""
+        """The cloud's name: `v6e-8`."""
         return f"{self.generation}-{self.num_chips * _CORES_PER_CHIP_IN_NAME[self.generation]}"
 
     @property
     def chip(self) -> Chip:
-        """What one device of it can do."""
         return CHIPS[self.generation]
 
     @property
@@ -135,7 +134,6 @@ def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
 
 
 def has_tpu_compiler() -> bool:
-    """Whether libtpu is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -145,7 +143,7 @@ def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
             "the TPU's compiler is not installed: pip install 'sgl-jax[tpu]' brings libtpu, which "
             "needs no TPU to compile"
         )
-    # Read when libtpu loads: ask no metadata server, and let other processes load it, too.
+    # Read when libtpu loads: no metadata server is queried, and other processes may load it, too.
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
@@ -155,7 +153,7 @@ def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
     ):
         os.environ.setdefault(name, value)
     grid = "x".join(map(str, topology.grid))
-    # A host has four chips or more, unless it is told otherwise.
+    # A host has four chips or more, unless these bounds are set.
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.num_chips == 1 else {}
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=f"{topology.generation}:{grid}", **bounds

@@ -51,7 +51,7 @@ def _replay(reader: EventReader, args: argparse.Namespace) -> int:
                 print(f"{player.num_events + 1:>8}  {_in_a_line(event)}")
             player.feed(event)
         else:
-            # What the last event raised is not known if the recording was cut off there.
+            # A recording that was cut off may lack the error of its last event.
             if not reader.is_truncated:
                 player.finish()
     except DifferenceError as difference:

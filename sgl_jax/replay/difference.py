@@ -9,7 +9,7 @@ _MAX_CHARS = 200  # of a value in the words
 
 
 def first_difference(path: str, recorded: Any, got: Any) -> str | None:
-    """Where and how `got` differs from `recorded`, values of one kind; None if they are equal.
+    """The place and kind of the first difference of two values of one kind; None if they are equal.
 
     Goes into dataclasses, structs, named tuples, sequences, dictionaries and arrays.
     """
@@ -31,7 +31,7 @@ def first_difference(path: str, recorded: Any, got: Any) -> str | None:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """What a value is made of, by what stands behind its name to reach it; None for a scalar."""
+    """The parts of a value, by the suffix that reaches each; None for a scalar."""
     if isinstance(value, dict):
         return {f"[{key!r}]": part for key, part in value.items()}
     names = getattr(value, "__struct_fields__", None) or getattr(value, "_fields", None)

@@ -1,4 +1,4 @@
-"""Feeds recorded events to a fresh scheduler and compares what it decides with the recording.
+"""Feeds recorded events to a fresh scheduler and compares its decisions with the recording.
 
 The results of steps come from the recording; there is no device and no executor.
 """
@@ -30,13 +30,13 @@ _MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, Question)
 
 
 class DifferenceError(Exception):
-    """The scheduler did not do what was recorded; the text says at which event, and how."""
+    """The scheduler decided otherwise than recorded; the text names event and difference."""
 
 
 class Player:
-    """One replay. `check_memory` (off, idle, busy) says when the ledger is proved besides.
+    """One replay. `check_memory` (off, idle, busy) sets when the ledger is proved besides.
 
-    Raises `RecordingError` if no scheduler can be made as `started` says.
+    Raises `RecordingError` if no scheduler can be made from `started`.
     """
 
     def __init__(self, started: Started, check_memory: str = "off") -> None:

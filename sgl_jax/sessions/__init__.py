@@ -2,8 +2,8 @@
 
 A *streaming* session is a growing list of tokens: each turn appends, one at a time, and a turn
 that fails leaves the session where it was (`streaming`). A *regular* session is a tree of turns,
-each the continuation of another, computed like any other request (`tree`). `store` keeps those that
-are open, by id; `service` answers the calls and keeps the store and the ranks' memory in step. Only
+each the continuation of another, computed like any other request (`tree`). `store` keeps the open
+sessions by id; `service` answers the calls and keeps the store and the ranks' memory in step. Only
 tokens and turns are handled here: `SessionLeases` and the prefix cache hold the KV, and a turn is a
 request like any other, which the scheduler runs.
 

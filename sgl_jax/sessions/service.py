@@ -53,7 +53,7 @@ class SessionService(Generic[T]):
 
     Args:
         memories: of the ranks, in their order.
-        requests: in flight, by id; those of no session among them.
+        requests: in flight, by id, also without a session.
         known_tokens: prompt and output of such a request, as far as results were read.
     """
 
@@ -71,7 +71,7 @@ class SessionService(Generic[T]):
         self._known_tokens = known_tokens
 
     def answer(self, message: SessionMessage) -> Reply:
-        """Do what is asked, or say why it cannot be done; nothing has changed then."""
+        """Handle a message; a refusal gives the reason and changes nothing."""
         try:
             told = getattr(self, CALL_OF[type(message)].handler)(message)
         except InvalidRequestError as error:
@@ -94,12 +94,12 @@ class SessionService(Generic[T]):
             self.store.end_turn(request.session, request.rid, tokens)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
-        """Turns in flight that continue what `message` takes from a turn that has ended."""
+        """Turns in flight that continue tokens which `message` takes from a turn that has ended."""
         session = None if message.session is None else self.store.find(message.session.id)
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
-        """Cut a turn that has ended to what its client received, or remove it if that is nothing.
+        """Cut a turn that has ended to the tokens its client received, or remove it if none.
 
         Turns that were `built_on` it have been ended before.
         """
@@ -109,7 +109,7 @@ class SessionService(Generic[T]):
             return
         turn = self._turn_of(session)
         if turn is not None and isinstance(session, StreamingSession):
-            # A whole conversation: if it fails, it leaves what is the session's history now.
+            # A whole conversation: if it fails, the session's history stays as it is.
             turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
@@ -117,7 +117,7 @@ class SessionService(Generic[T]):
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[T]]:
         """The session that a request is a turn of, its whole prompt, and the turns in flight that
-        it replaces: they must end, with what they have, before it begins. Changes nothing.
+        it replaces: they must end, with their tokens, before it begins. Changes nothing.
 
         Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
         """
@@ -138,7 +138,7 @@ class SessionService(Generic[T]):
             home.sessions.touch(session.session_id)
 
     def tick(self, now_s: float) -> None:
-        """The time: close what was idle for too long."""
+        """Close sessions that were idle for too long."""
         for session_id in self.store.tick(now_s):
             self._close(session_id)
 
@@ -166,12 +166,10 @@ class SessionService(Generic[T]):
         return {"session_id": message.session_id}
 
     def close(self, message: CloseSession) -> Done:
-        """As `CloseSession` says."""
         self._close(message.session_id)
         return Done()
 
     def fork(self, message: ForkSession) -> Forked:
-        """As `ForkSession` says."""
         session = self.store.idle_streaming(message.session_id)
         self.store.fork(session, message.new_session_id)
         return Forked(message.new_session_id, session.num_tokens)
@@ -181,7 +179,6 @@ class SessionService(Generic[T]):
         return SessionList([self._describe(*entry) for entry in self.store.all()])
 
     def roll_back(self, message: RollbackSession) -> RolledBack:
-        """As `RollbackSession` says."""
         session = self.store.idle_streaming(message.session_id)
         self.store.roll_back(session, message.num_turns)
         home = self._home(message.session_id)

@@ -1,7 +1,7 @@
 """Which sessions are open, by id: the rules of opening, closing and idling that all kinds share.
 
 Owns when each was used last, and which of them are only waiting for a turn to end before they
-close. What a turn does to a conversation is in `streaming.py` and `tree.py`.
+close. `streaming.py` and `tree.py` apply turns to a conversation.
 """
 
 import heapq
@@ -68,8 +68,8 @@ class SessionStore:
         return len(self._sessions)
 
     def needs_tick(self, now_s: float) -> bool:
-        """Whether a tick would do more than to tell the time: it is not known yet when a session
-        was used, or one may have been idle for too long."""
+        """A tick would change more than the time: the time a session was used is not known
+        yet, or one may have been idle for too long."""
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> None:
@@ -144,7 +144,7 @@ class SessionStore:
             self._forget(session.session_id)
 
     def amend_turn(self, session: Session, message: StopRequest | AbortRequest) -> int | None:
-        """As `amend` of the session; for a regular one, None."""
+        """`amend` of the session; for a regular one, None."""
         fitting = session.amend(message)
         self._recount(session)
         return fitting
@@ -155,7 +155,7 @@ class SessionStore:
         self._recount(session)
 
     def close(self, session_id: str) -> Session:
-        """Close a session, or if it has requests in flight, let it take no more."""
+        """Close a session, or if it has requests in flight, accept no more."""
         session = self.get(session_id)
         if session.num_running:
             self._closing.add(session_id)
@@ -224,7 +224,7 @@ class SessionStore:
         self._num_kept_of[session.session_id] = session.num_kept
 
     def _is_open(self, check: _Check) -> bool:
-        """Whether its session is: not closed, with perhaps another opened under its name."""
+        """Its session is open: not closed, with perhaps another opened under its name."""
         return self._timed.get(check.session_id) == check.serial
 
     def _require_free(self, session_id: str) -> None:
@@ -239,7 +239,7 @@ class SessionStore:
             )
 
     def _require_room(self, session: Session, num_added: int) -> None:
-        """Raises `SessionsFullError` if the sessions may not keep so many tokens beside those of
+        """Raises `SessionsFullError` if the sessions may not keep so many tokens beside
         `session`, `InvalidRequestError` if they may not even with the others closed."""
         num_needed = session.num_tokens + num_added
         if num_added > 0 and num_needed > self._max_tokens:

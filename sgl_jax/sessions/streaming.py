@@ -22,7 +22,7 @@ class EndedTurn(NamedTuple):
 
 
 class _Replaced(NamedTuple):
-    """What the last turn put itself in the place of: a whole conversation need not append."""
+    """The turns and tokens that the last turn replaced: a whole conversation need not append."""
 
     rid: str  # of that turn
     kept_len: int  # tokens that it went on with
@@ -53,8 +53,8 @@ class StreamingSession:
 
     @property
     def num_kept(self) -> int:
-        """Tokens that it keeps on the host: the history, what the running turn adds to it, and
-        what the last turn replaced."""
+        """Tokens that it keeps on the host: the history, the running turn's tokens, and the tokens
+        that the last turn replaced."""
         replaced = 0 if self._replaced is None else len(self._replaced.tokens)
         return max(len(self.tokens), len(self._pending)) + replaced
 
@@ -107,19 +107,19 @@ class StreamingSession:
         self.running, self._pending = None, NO_TOKENS
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """The running turn, if its prompt has what `message` takes from the turn before it.
+        """The running turn, if its prompt has tokens which `message` takes from the turn before it.
 
-        A whole conversation is what its client says it is, and has taken nothing from here.
+        A whole conversation is sent by its client, and has taken nothing from here.
         """
         if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:
             return []
         return [self.running]
 
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
-        """Cut the last turn to what its client received, or remove it; no turn is running on it.
+        """Cut the last turn to the tokens its client received, or remove it; no turn runs on it.
 
-        If a whole conversation runs, its `kept_len` is another afterwards. Returns to how many
-        tokens what was computed for the session still fits; None if nothing changes, as when
+        If a whole conversation runs, its `kept_len` is another afterwards. Returns the number
+        of tokens whose KV still fits the session; None if nothing changes, as when
         another turn has succeeded since.
         """
         fitting = self._len_after(message)
@@ -166,7 +166,7 @@ class StreamingSession:
 
 
 def _require_plain_append(session: StreamingSession, turn: SessionTurn) -> None:
-    """Raise `InvalidRequestError` if a turn asks a streaming session for more than to append."""
+    """Raise `InvalidRequestError` if a turn of a streaming session does more than append."""
     for name, asked in (
         ("replace", turn.replace),
         ("drop_previous_output", turn.drop_previous_output),

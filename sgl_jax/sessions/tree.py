@@ -1,6 +1,6 @@
 """A tree of turns, keyed by the names that their client gave them.
 
-A turn keeps what it adds, not what it continues: the history before it is that of its parent, cut
+A turn keeps its own tokens, not the history before them, which its parent has, cut
 at some length. So a chain of turns takes as much memory as its last one has tokens.
 """
 
@@ -13,7 +13,7 @@ from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRe
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name
 
-# What one session may keep on the host; a client that wants more replaces turns, or opens another.
+# The limit of one session on the host; a client that needs more replaces turns, or opens another.
 MAX_TURNS = 16_384
 MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 
@@ -22,7 +22,7 @@ MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 class _Node:
     """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
 
-    `output` is None while it runs; `so_far` is then what it is known to have generated.
+    `output` is None while it runs; `so_far` is then the output known so far.
     """
 
     rid: str
@@ -53,7 +53,7 @@ class _Node:
 
     @property
     def known_output(self) -> Int32Array:
-        """What it has generated, as far as is known."""
+        """Its output, as far as it is known."""
         return self.so_far if self.output is None else self.output
 
     def tokens(self, length: int) -> Int32Array:
@@ -148,7 +148,7 @@ class RegularSession:
             self.num_kept += node.num_output_tokens
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """Turns in flight whose prompt has what `message` takes from a turn that has ended."""
+        """Turns in flight whose prompt has tokens that `message` takes from an ended turn."""
         node = self._amendable(message)
         if node is None:
             return []
@@ -159,7 +159,7 @@ class RegularSession:
         return [c.rid for c in children if c.output is None and c.kept_len > standing]
 
     def amend(self, message: StopRequest | AbortRequest) -> None:
-        """Cut a turn to what its client received, or remove it; none is running on it.
+        """Cut a turn to the tokens its client received, or remove it; none is running on it.
 
         Turns that have continued it meanwhile stand as they are: a cut does not reach them, and
         one that has them can no longer be taken out.

@@ -1,4 +1,4 @@
-"""What a turn adds to a history, put behind it, and how the turn is called."""
+"""A turn's tokens put behind a history, and the name of the turn."""
 
 import msgspec
 import numpy as np

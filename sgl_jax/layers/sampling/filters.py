@@ -35,7 +35,7 @@ _BITS_ABOVE_ONE = 0x3F800001  # the float32 after 1.0, above any probability
 
 
 class _Bounds(NamedTuple):
-    """Bisection state: bit patterns of t that does and t that does not meet a condition."""
+    """Bounds of a bisection, as bit patterns: `low` meets the conditions, `high` does not."""
 
     low: jax.Array  # int32[n]
     high: jax.Array  # int32[n]
