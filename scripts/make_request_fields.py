@@ -1,4 +1,4 @@
-"""Write docs/reference/request_fields.md: every field of a request, and its support in this server.
+"""Write docs/reference/request_fields.md: every field of a request, and its effect.
 
     python scripts/make_request_fields.py
 

@@ -19,7 +19,9 @@ SHARED_CLASS_NAMES = {
 }
 # Sets of modules that import each other, if only for types. The list may only lose some.
 CYCLES = {
-    frozenset(f"sgl_jax.mem_cache.{name}" for name in ("rank_memory", "row_growth", "row_states")),
+    frozenset(
+        f"sgl_jax.mem_cache.{name}" for name in ("rank_memory", "pages.row_growth", "row_states")
+    ),
 }
 
 
