@@ -48,7 +48,7 @@ class GainedOutputs:
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
-        """Only `outputs` are left of what was gained."""
+        """Keep only `outputs`."""
         self.outputs, self._rids, self._tokens = outputs, [], []
 
     def __bool__(self) -> bool:

@@ -1,11 +1,11 @@
-"""Decides what every rank computes in each step, and what the results mean.
+"""Plans the rows that every rank computes in each step, and applies the results.
 
 The scheduler is a function of its event stream (`handle`; `events.py` lists the events): requests,
 calls, programs of the device, the time, planned steps and results. It reads no clock and draws
 nothing at random, so several hosts can run it in lockstep and a run can be replayed.
 
-The caller launches what `plan` returns, and may plan and launch the next step before it applies
-the result of the last: input tokens come from the device, so nothing waits for the host.
+The caller launches the steps that `plan` returns, and may plan and launch the next step before it
+applies the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ class Scheduler:
         self.max_passed_over = max_passed_over
         self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
-        # As many as may run wait, too, before their first step and when they were retracted.
+        # Running requests wait, too: before their first step, and after a retract.
         self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         memories = [rank.memory for rank in self.ranks]
         self._waiting = WaitingQueue(
@@ -244,7 +244,7 @@ class Scheduler:
         self._gate.close()
 
     def programs_ready(self, error: str) -> None:
-        """They are compiled, or cannot be: then `error` says why, and such requests end with it."""
+        """The programs are compiled; with an `error`, requests that need them end with it."""
         for request in self._gate.open(error):
             if error:
                 self._end(request, FinishReason("abort", message=error, status_code=500))
@@ -266,7 +266,7 @@ class Scheduler:
         self._forget(request, succeeded=True)
 
     def session(self, message: SessionMessage) -> Reply:
-        """A client asks about sessions. Changes nothing if the answer is not ok."""
+        """Execute a client's call about sessions; a reply that is not ok changed nothing."""
         return self._sessions.answer(message)
 
     def configure(self, args: SchedulerArgs, chunk_tokens: int) -> None:
@@ -278,10 +278,10 @@ class Scheduler:
         self._chunk_tokens = min(chunk_tokens, self.sizes.max_chunk_tokens)
 
     def tick(self, now_s: float) -> None:
-        """The time, in seconds from any origin: end what has taken too long.
+        """The time, in seconds from any origin: end requests and sessions past their limits.
 
         Needed only now and then (`needs_tick`), and before all events that depend on the time: a
-        request arrives at the time of the last tick, a session is used at that of the next.
+        request arrives at the time of the last tick, a session is used at the time of the next.
         """
         expired = self._deadlines.tick(now_s)
         for rid in expired.to_finish:
@@ -295,8 +295,8 @@ class Scheduler:
         self._sessions.tick(now_s)
 
     def needs_tick(self, now_s: float) -> bool:
-        """Whether a tick would change anything but the time. Until it would, or something else
-        happens, none is needed."""
+        """Return whether a tick would change anything but the time. Until then, or until another
+        event, no tick is needed."""
         return self._deadlines.needs_tick(now_s) or self._sessions.store.needs_tick(now_s)
 
     @property
@@ -312,8 +312,8 @@ class Scheduler:
         return True
 
     def pause(self, mode: PauseMode) -> None:
-        """Plan no step until `resume`. What runs is left as it is, retracted, or ended with all
-        that waits."""
+        """Plan no step until `resume`. Running requests stay, are retracted, or end together with
+        all waiting ones."""
         self.is_paused = True
         if mode == "retract":
             self.retract_all()
@@ -341,8 +341,8 @@ class Scheduler:
     def rebuild(self, reason: str) -> None:
         """The memory's records are wrong: end every request, reset all memory, check it is empty.
 
-        Nothing is released one by one, since that would read these records. What the step that
-        found them wrong has gained is dropped; an end that was already stated stands. No launched
+        Nothing is released one by one, since a release would read these records. Tokens of the
+        step that found them wrong are dropped; ends that were already stated stand. No launched
         step may still run on the device.
         """
         ends = [output for output in self._outputs.outputs if output.finish is not None]
@@ -376,14 +376,14 @@ class Scheduler:
         return sum(request.message.dp_rank == dp_rank for request in waiting)
 
     def count_waiting(self) -> dict[WaitKind, int]:
-        """How many requests wait for what, since the last step was planned; see `WaitReason`."""
+        """Number of waiting requests by reason (`WaitReason`), as of the last planned step."""
         if self.is_paused:
             return {"paused": self.num_waiting}
         counts = self._admission.count_waiting(self.ranks, self._steps)
         return counts | {"program": len(self._gate)}
 
     def why_waiting(self, rid: str) -> WaitReason:
-        """What a waiting request waits for. Raises KeyError if it does not wait."""
+        """The reason why a request waits. Raises KeyError if it does not wait."""
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
@@ -403,18 +403,18 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is waiting or running."""
+        """True if no request waits or runs."""
         return not self._requests
 
     @property
     def is_resting(self) -> bool:
-        """Whether no step can be planned before something else happens."""
+        """True if no step can be planned before another event."""
         return self.is_paused or len(self._requests) == len(self._gate)
 
     def plan(self) -> StepPlan | None:
         """The next step, its memory taken and its lengths committed; None if nothing can run.
 
-        The caller must launch what it gets, or call `fail_all`.
+        The caller must launch the step, or call `fail_all`.
         """
         if self.is_resting:
             return None
@@ -448,10 +448,10 @@ class Scheduler:
         return plan
 
     def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:
-        """Of a step in flight, the rows that draw a token by a grammar.
+        """The rows of a step in flight that draw a token by a grammar.
 
-        For each its rank, its index in that rank's plan, its request, and what the host knows of
-        its output, int32[n]: all of it, if the results of the steps before were applied.
+        Yields for each its rank, its index in that rank's plan, its request, and the output that
+        the host has read, int32[n]: all of it, if the results of earlier steps were applied.
         """
         _, launched = self._launched[plan.step_id]
         running = self._all_ranks.running
@@ -466,7 +466,7 @@ class Scheduler:
     def apply_result(self, plan: StepPlan, results: tuple[RankResult, ...]) -> None:
         """The result of a launched step was read. Results are read in launch order.
 
-        Of a step from before `fail_all` or `rebuild`, nothing is any request's.
+        Results of a step from before `fail_all` or `rebuild` are dropped.
         """
         if plan.step_id not in self._launched:
             return
@@ -478,7 +478,7 @@ class Scheduler:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether `take_outputs` would return any."""
+        """True if `take_outputs` would return any."""
         return bool(self._outputs)
 
     def take_outputs(self) -> OutputBatch | None:
@@ -498,11 +498,11 @@ class Scheduler:
             audit(rank.memory, len(rank.running))
 
     def memory_views(self) -> list[MemoryView]:
-        """Where every page is, per rank."""
+        """The place of every page, per rank."""
         return [rank.memory.view() for rank in self.ranks]
 
     def tenants(self) -> dict[str, TenantCounts]:
-        """Requests and tokens of each tenant, by name; under the empty one those that name none."""
+        """Requests and tokens of each tenant, by name: the empty one for requests without any."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:
@@ -565,7 +565,7 @@ class Scheduler:
         return self.ranks[request.dp_rank]
 
     def _end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
-        """End a request before its time, wherever it is, and say why."""
+        """End a request before its time, in any state, with its reason."""
         self._forget(request)
         # Stated before the release, which may raise: the request then has its answer.
         self._outputs.outputs.append(_last_output(request, finish))
@@ -573,7 +573,7 @@ class Scheduler:
             self._rank_of(request).end(_row(request), insert=insert)
 
     def _replace(self, request: Request) -> None:
-        """End a turn for another that replaces it: it keeps what it has, as after a stop."""
+        """End a turn that another replaces: it keeps its tokens, as after a stop."""
         finish = FinishReason("abort", message="replaced by another turn of its session")
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
@@ -620,7 +620,7 @@ class Scheduler:
 
 
 def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
-    """What a request is told that ends before its time."""
+    """The last output of a request that ends before its time."""
     return RequestOutput(
         rid=request.rid,
         token_ids=[],

@@ -152,7 +152,7 @@ class StepBuilder:
                 self.priority_floor = int(self.rank.running.priority[row])
 
     def _take_tokens(self, row: int) -> None:
-        """Count what `row`, the last in the order of chunks, takes of the prompt tokens."""
+        """Count the prompt tokens that `row`, the last in the order of chunks, takes."""
         count, num_scored = self._share(row, self._num_left, self._num_scored_left)
         self._num_left -= count
         self._num_scored_left -= num_scored

@@ -1,1 +1,1 @@
-"""Which waiting requests start, and what memory is kept for those that run."""
+"""The start of waiting requests, and the memory that is reserved for running ones."""

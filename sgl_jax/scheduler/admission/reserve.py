@@ -8,7 +8,7 @@ so the sum has a peak: the reserve is the peak's excess over the present need. (
 "Past-Future Scheduler", ASPLOS 2025, draw the lengths at random; here mean and variance of the sum
 are computed, so that all hosts find the same.)
 
-What the rows add to mean and variance is summed for each rank once in a step, and a request that
+The rows' parts of mean and variance are summed for each rank once in a step, and a request that
 starts adds its row. Sums are kept by powers of the part of its pages that each row gives back,
 which changes for all rows as pages are shared.
 """
@@ -29,8 +29,8 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 # The forecast's distance above the mean need, in standard deviations: at a moment the need is
 # higher with a chance of 40 %, at the peak of all moments less often.
 _NUM_DEVIATIONS = 0.25
-# Sums of `Forecast`. Of a row that runs on with chance c, and then holds `own_part` * a + b pages:
-# c a, c b, a, b (if c is not 0), and of the variance c (1 - c) times a a, 2 a b, b b.
+# Sums of `Forecast`. A row runs on with chance c, and then holds `own_part` * a + b pages. It adds
+# c a, c b, a, b (if c is not 0), and to the variance c (1 - c) times a a, 2 a b, b b.
 _MEAN_A, _MEAN_B, _MOST_A, _MOST_B, _VAR_AA, _VAR_AB, _VAR_BB = range(7)
 # The same of one more request like the youngest, which has no a.
 _MORE_MEAN, _MORE_MOST, _MORE_VAR = range(7, 10)
@@ -39,7 +39,7 @@ _NUM_SUMS = 10
 # that they may come to have; and how long the youngest may become.
 _HELD, _KNOWN, _MOST, _LONGEST = range(4)
 _ALL_OF_ONE: BoolArray = np.ones(1, np.bool_)
-# Where the only row of an array begins and ends.
+# Bounds of an array with one row.
 _ONE_ROW: IntpArray = np.array((0, 1))
 # A request with a smaller chance to run on counts as gone.
 _LEAST_CHANCE = 0.001
@@ -62,8 +62,8 @@ class AdmissionReserve:
         """Pages to leave for the rank's running requests, and for the output of one more, which
         is like the youngest of them. None while nothing runs.
 
-        With `rows`, those of these requests alone, were all others to end and to free `num_freed`
-        pages.
+        With `rows`, the pages for these requests alone, were all others to end and to free
+        `num_freed` pages.
         """
         if rows is None:
             rows = running.active
@@ -98,8 +98,8 @@ class Forecast:
     def add(
         self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)
     ) -> None:
-        """Requests run in `rows`, joint ones, oldest first: those of rank k of `ranks` lie in
-        [bounds[k], bounds[k + 1]), and are left out if the rank is not counted."""
+        """Add requests that run in `rows`, joint ones, oldest first. Rows of rank k of `ranks` lie
+        in [bounds[k], bounds[k + 1]), and are left out if the rank is not counted."""
         running, lengths = self._running, self._reserve.lengths
         lens = _lens(rows, running.planned_len, running.max_len)
         _add_rows(
@@ -212,7 +212,7 @@ def _add_rows(
     """Add rows to the sums and counts of their ranks.
 
     Args:
-        rows: joint, oldest first; those of rank k lie in [bounds[k], bounds[k + 1]).
+        rows: joint, oldest first; rows of rank k lie in [bounds[k], bounds[k + 1]).
         is_counted: bool[ranks].
         length_class: of all joint rows, as `prompt_len`.
         lens: int32[3, n] of `rows`, from `_lens`.

@@ -30,7 +30,7 @@ class Option(NamedTuple):
 
 
 class RankRoom:
-    """What one rank can take.
+    """The room of one rank in the step being planned.
 
     Args:
         builder: the rank's share of the step.
@@ -62,7 +62,7 @@ class RankRoom:
         self._has_row = self.rank.has_row
         self._has_tokens_above = self._builder.priority_floor
         self._is_prefilling = self._builder.is_prefilling
-        # Whether the step takes another request of some priority here, if that fits.
+        # True if the step takes another request of some priority here that fits.
         self.is_open = self._has_row and self._builder.can_admit
 
     @property
@@ -80,12 +80,12 @@ class RankRoom:
         return self._num_reserved
 
     def _count(self) -> None:
-        """Forecast what the requests that run here now will need."""
+        """Forecast the needs of the requests that run here now."""
         self._forecast.recount(self.dp_rank, self.rank.running.active)
         self._is_counted = True
 
     def has_room(self, request: Request, cursor: PrefixCursor) -> bool:
-        """Whether there are a row and enough pages for `request`."""
+        """Return whether there are a row and enough pages for `request`."""
         return self._has_row and self.num_short(request, cursor) <= 0
 
     def num_short(self, request: Request, cursor: PrefixCursor) -> int:
@@ -109,7 +109,7 @@ class RankRoom:
     def option(
         self, request: Request, cursor: PrefixCursor, has_room: bool, num_unskewed: int
     ) -> Option:
-        """What it costs to run `request` here, which has room or not, where more requests than
+        """The cost of running `request` here, with or without room for it; more requests than
         `num_unskewed` are too many."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)

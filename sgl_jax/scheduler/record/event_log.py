@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"sgl-jax events 4\n"
 _LENGTH_BYTES = 4
-_MAX_FRAME_BYTES = 1 << 30  # far more than any event; what claims more is no frame
+_MAX_FRAME_BYTES = 1 << 30  # far more than any event; a larger length is an error
 
 
 class RecordingError(ValueError):
@@ -39,7 +39,7 @@ class EventWriter:
 
     @classmethod
     def create(cls, path: str | PathLike[str]) -> Self:
-        """A writer to a new file, for this user's eyes: it holds what clients sent.
+        """A writer to a new file, readable for this user alone: it holds clients' texts.
 
         Raises `OSError` if it cannot be made.
         """
@@ -52,7 +52,7 @@ class EventWriter:
             self._append(_frame(self._encoder.encode(record)))
 
     def close(self) -> None:
-        """End the recording. What the disk has not taken so far is tried once more, and lost."""
+        """End the recording, after one more attempt to write the buffered rest."""
         has_failed, self._has_ended = self._has_ended, True
         try:
             self._file.close()
@@ -77,8 +77,8 @@ class EventWriter:
 class EventReader:
     """Reads the events of `file` in order; holds one of them at a time.
 
-    Raises `RecordingError` for what is no recording. A last frame that was cut off (a crash in
-    the midst of writing) ends the events, and `is_truncated` tells of it.
+    Raises `RecordingError` for any other file. A last frame that was cut off (a crash in the midst
+    of writing) ends the events and sets `is_truncated`.
     """
 
     def __init__(self, file: BinaryIO) -> None:
