@@ -2418,10 +2418,10 @@ MUTATIONS = (
         "num_prompts[number]",
     ),
     Mutation(
-        "pressure: a stem that is parted has no prompts",
-        _CURSORS,
-        "self._size(upper, self.columns.num_prompts[lower.number])",
-        "self._size(upper, 0)",
+        "pressure: a prompt counts for its own stem alone",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "                number = parent[number]\n",
+        "                number = -1\n",
     ),
     Mutation(
         "pressure: forget what waits at the gate among a tenant's requests",

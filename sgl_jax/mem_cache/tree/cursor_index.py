@@ -86,14 +86,12 @@ class CursorIndex:
             end = cursor.end + self._num_common(child.tokens[cursor.end :], tokens[cursor.end :])
             cursor = child if end == child.end else self._part(child, end)
         cursor.num_followers += 1
-        self._count(cursor, 1)
         self._measure_all()
         return cursor
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """Release the cursor for one prompt that followed it."""
         cursor.num_followers -= 1
-        self._count(cursor, -1)
         parent = cursor.parent
         while parent is not None and not cursor.num_followers and len(cursor.children) < 2:
             rest = next(iter(cursor.children.values()), None)
@@ -103,12 +101,6 @@ class CursorIndex:
             cursor, parent = parent, parent.parent
         if self._unmeasured:
             self._measure_all()
-
-    def _count(self, cursor: PrefixCursor | None, change: int) -> None:
-        """Add `change` (1 or -1) to the prompts that follow the cursor."""
-        while cursor is not None:
-            self.columns.num_prompts[cursor.number] += change
-            cursor = cursor.parent
 
     def take_has_moved(self) -> bool:
         """Return whether a cursor's length or place may have changed since the last call."""
@@ -209,7 +201,6 @@ class CursorIndex:
         """Add a stem behind `parent`, which has no stem with this beginning."""
         cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         self._attach(cursor, parent, key)
-        self._size(cursor, 0)
         self.columns.above[cursor.number] = parent.number
         if parent.at is None or parent.reached < parent.end:
             return cursor
@@ -232,7 +223,6 @@ class CursorIndex:
         tokens, namespace = lower.tokens[:end], lower.namespace
         upper = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         self._attach(upper, parent, key)
-        self._size(upper, self.columns.num_prompts[lower.number])
         self._attach(lower, upper, self._key_at(end, lower.tokens[end:], namespace))
         self.columns.above[upper.number] = parent.number
         node = lower.at
@@ -266,10 +256,7 @@ class CursorIndex:
         cursor.parent, cursor.key = parent, key
         parent.children[key] = cursor
         self.columns.parent[cursor.number] = parent.number
-
-    def _size(self, cursor: PrefixCursor, num_prompts: int) -> None:
         self.columns.end_pages[cursor.number] = cursor.end // self._page_size
-        self.columns.num_prompts[cursor.number] = num_prompts
 
     def _take_over(self, cursor: PrefixCursor, live: PrefixCursor) -> None:
         node, reached = live.at, live.reached
@@ -384,12 +371,11 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
 
     def _audit_stem(self, cursor: PrefixCursor) -> None:
-        """Check the columns' parent, length and number of prompts against the stem."""
+        """Check the columns' parent and length against the stem."""
         columns, number = self.columns, cursor.number
-        num_prompts = sum(each.num_followers for each in cursor.stems())
         parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
-        said = columns.parent[number], columns.end_pages[number], columns.num_prompts[number]
-        if said != (parent, cursor.end // self._page_size, num_prompts):
+        said = columns.parent[number], columns.end_pages[number]
+        if said != (parent, cursor.end // self._page_size):
             raise LedgerError(f"{cursor!r}: its columns hold {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:

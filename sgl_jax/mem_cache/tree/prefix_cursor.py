@@ -143,19 +143,16 @@ class CursorColumns:
 
     `above` is the parent's number if the cursor is not live, else `LIVE`. For live cursors,
     `usable_pages` counts the pages of `length`, and `place` is the stop's. For all cursors,
-    `parent` is the parent's number, `end_pages` counts the pages of `end`, and `num_prompts` the
-    prompts that begin with its tokens.
+    `parent` is the parent's number, and `end_pages` counts the pages of `end`.
     """
 
     def __init__(self) -> None:
-        self._set(np.zeros((6, 64), np.int32))
+        self._set(np.zeros((5, 64), np.int32))
         self._free = list(range(64))[::-1]
 
     def _set(self, table: Int32Array) -> None:
         self._table = table
-        self.above, self.usable_pages, self.place, self.parent, self.end_pages, self.num_prompts = (
-            table
-        )
+        self.above, self.usable_pages, self.place, self.parent, self.end_pages = table
 
     def take(self) -> int:
         """Return the number of a new cursor."""

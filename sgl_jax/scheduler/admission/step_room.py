@@ -60,8 +60,6 @@ class RankRoom:
         """Compute the rank's room and load, which change only as requests start here."""
         self.num_running = len(self.rank.running)
         self._has_row = self.rank.has_row
-        self._has_tokens_above = self._builder.priority_floor
-        self._is_prefilling = self._builder.is_prefilling
         # True if the step takes another request of some priority here that fits.
         self.is_open = self._has_row and self._builder.can_admit
 
@@ -104,7 +102,7 @@ class RankRoom:
     def priority_floor(self) -> int:
         """Only requests of a priority above this start here: the others have no prompt tokens in
         this step, or the rank is held against them."""
-        return max(self._held_above, self._has_tokens_above)
+        return max(self._held_above, self._builder.priority_floor)
 
     def option(
         self, request: Request, cursor: PrefixCursor, has_room: bool, num_unskewed: int
@@ -127,7 +125,7 @@ class RankRoom:
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
         """The row computing more of the request's tokens here than the `num_read` present, if worth
         the wait."""
-        if not self._is_prefilling:
+        if not self._builder.is_prefilling:
             return None
         if self._in_flight is None:
             rows = self._builder.prefilling_rows()

@@ -63,7 +63,7 @@ def most_cached(
                 most[line] = max(most[line], cached_pages[dp_rank, line])
 
 
-@compiled("(boolean[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+@compiled("(boolean[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
 def reuse_order(
     is_waiting: BoolArray,
     num_pages: Int32Array,
@@ -71,7 +71,6 @@ def reuse_order(
     cursor: Int32Array,
     parent: Int32Array,
     end_pages: Int32Array,
-    num_prompts: Int32Array,
 ) -> Int32Array:
     """Rank lines by the pages that other waiting requests would read for each page that a line
     computes.
@@ -82,6 +81,14 @@ def reuse_order(
     """
     order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
     assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
+    num_prompts = np.zeros(len(parent), np.int32)  # that begin with each stem
+    for line in range(len(is_waiting)):
+        if is_waiting[line]:
+            number = cursor[line]
+            while number >= 0:
+                assert number < len(parent)
+                num_prompts[number] += 1
+                number = parent[number]
     for line in range(len(is_waiting)):
         if not is_waiting[line]:
             continue

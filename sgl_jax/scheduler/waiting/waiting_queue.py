@@ -477,6 +477,5 @@ class WaitingQueue:
             self._cursor[0, :end],
             stems.parent,
             stems.end_pages,
-            stems.num_prompts,
         )
         return order
