@@ -63,7 +63,7 @@ CURRICULUM = (
 # Weight of the user's tokens; the assistant's have weight 1.
 USER_TOKEN_WEIGHT = 0.01
 # Share of the dialogues that only state and recall facts, mostly one attribute of many people.
-# Without them the model long responds with any value of the right kind, whoever the person.
+# Without them the model returns, until late in training, another person's value of that kind.
 DRILL_SHARE = 0.7
 # Share of the dialogues in which the tool is offered.
 TOOL_SHARE = 0.25

@@ -93,7 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         skip_special_tokens: leave special tokens out of the text.
         json_schema, regex, ebnf, structural_tag: constraints of the output, one of them at most
             (`core/grammar.py`). It then ends where the grammar does, by the model's own
-            end-of-sequence token, whatever `ignore_eos` is.
+            end-of-sequence token, also with `ignore_eos`.
         reasoning: the marks of text that may come before that (`Grammar.reasoning`).
     """
 

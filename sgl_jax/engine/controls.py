@@ -80,7 +80,7 @@ class Controls:
         return answer(message, now)
 
     def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
-        """Load other weights between two steps; whatever comes of it, requests go on."""
+        """Load other weights between two steps; requests go on, also if the load fails."""
         path = message.model_path
         try:
             self._core.executor.check_model(path)

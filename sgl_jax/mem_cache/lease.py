@@ -6,7 +6,7 @@
 `cache_protected_len` is page-aligned: pages before it belong to the tree, and the lock on `node`
 keeps them from eviction. From there to `kv_allocated_len` pages belong to the row. The lengths stay
 in the order of the diagram and apply to all cache groups; the row does not list pages behind a
-group's window, whoever owns them.
+group's window, neither its own nor the tree's.
 
 `namespace` is set when the lease is opened, and its prefixes are published under it: no later call
 takes a namespace, so none can use another.

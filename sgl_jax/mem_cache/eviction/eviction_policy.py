@@ -2,7 +2,7 @@
 
 The tree reports each use and each eviction to its policy. The FULL component reports which leaves
 are evictable, and requests the next victim. A policy decides the order and nothing else: matches
-depend on tokens alone, and locked pages stay, whatever the policy's state.
+depend on tokens alone, and locked pages stay in every state of the policy.
 
 Ages use the tree's logical clock, never wall time, so that hosts evict alike.
 """
