@@ -132,6 +132,16 @@ def test_of_a_tenant_those_go_first_that_others_would_read(
     assert queue.order() == order
 
 
+def test_a_beginning_counts_for_all_prompts_that_part_behind_it() -> None:
+    queue = Queue("lpm", fair_share="tokens")
+    tenant = queue.tenants.enter(Tenant(name="a"))
+    begin = list(range(50, 62))
+    queue.add(0, tokens=list(range(70, 86)), tenant=tenant)
+    queue.add(1, tokens=[*begin, *range(90, 98)], tenant=tenant)
+    queue.add(2, tokens=[*begin, *range(100, 108)], tenant=tenant)
+    assert queue.order() == [1, 2, 0]
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 def test_retracted_requests_come_first_and_oldest_first(policy: str) -> None:
     queue = Queue(policy)
