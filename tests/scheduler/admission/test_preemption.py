@@ -3,16 +3,17 @@
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import RequestState
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
 
 
-def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
-    """Ranks of 20 pages of 4 tokens that run so many requests at most; nothing is reserved."""
+def make_driver(*, num_running: int = 8, conservativeness: float = 0.0, **sizes: int) -> Driver:
+    """Ranks of 20 pages of 4 tokens that run so many requests at most."""
     config = SchedulerArgs(
-        schedule_conservativeness=0.0,
+        schedule_conservativeness=conservativeness,
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=10,
     )
@@ -81,6 +82,32 @@ def test_what_is_within_the_threshold_stays_though_less_important_ones_do_not_su
     driver.step()
     assert running(driver) == {"low", "nearly as important"}
     assert num_preempted(driver) == 0
+    finish(driver)
+
+
+def test_only_rows_below_the_threshold_are_chosen() -> None:
+    driver = make_driver()
+    start(driver, "low", 6, priority=0)
+    start(driver, "at the threshold", 8, priority=40)
+    ask(driver, "high", 15, priority=50)
+    scheduler = driver.scheduler
+    request = scheduler._requests["high"]
+    cursor = scheduler._waiting.cursors(request)[0]
+    preemptible = Preemptible(scheduler.ranks[0])
+    assert preemptible.choose(request, cursor, 40) is None
+    found = preemptible.choose(request, cursor, 41)
+    assert found is not None
+    assert len(found.rows) == 2
+
+
+def test_nothing_is_reserved_for_victims() -> None:
+    driver = make_driver(conservativeness=1.0)
+    start(driver, "low", 3, priority=0)
+    rank = driver.scheduler.ranks[0]
+    assert rank.reserve.pages(rank.memory, rank.running) > 2
+    ask(driver, "high", 15, priority=50)
+    driver.step()
+    assert running(driver) == {"high"}
     finish(driver)
 
 
