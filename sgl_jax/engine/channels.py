@@ -206,7 +206,7 @@ def _encode(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
 def _drain(socket: "zmq.Socket[bytes]", decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
     messages: list[Any] = []
     # Cheaper than the exception of a `recv` that finds nothing, which would end every drain.
-    while socket.get(zmq.EVENTS) & _READABLE:
+    while int(socket.get(zmq.EVENTS)) & _READABLE:
         data = socket.recv(zmq.NOBLOCK)
         try:
             messages.append(decoder.decode(data))
