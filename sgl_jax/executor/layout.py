@@ -177,25 +177,26 @@ class DPLayout(NamedTuple):
         results that the plan requests."""
         num_rows = [len(plan.rows) for plan in ranks]
         results = [RankResult(tokens) for tokens in self.split(np.asarray(output.tokens), num_rows)]
-        num_scored = [plan.num_scored for plan in ranks]
-        # The last are of tokens that requests name.
-        num_arrays = 4 if any(plan.num_logprob_ids for plan in ranks) else 3
-
-        def fetch(values: TokenLogprobs, counts: Sequence[int]) -> list[PromptLogprobs]:
-            arrays = (self.split(np.asarray(x), counts) for x in values[:num_arrays])
-            return list(map(PromptLogprobs, *arrays))
-
         if any(map(_returns_logprobs, ranks)):
-            for i, values in enumerate(fetch(output.logprobs, num_rows)):
+            for i, values in enumerate(self._fetch(ranks, output.logprobs, num_rows)):
                 if _returns_logprobs(ranks[i]):
                     results[i] = results[i]._replace(**values._asdict())
-        if any(scored is not None for scored in num_scored):
+        if any(plan.num_scored is not None for plan in ranks):
+            num_scored = [plan.num_scored for plan in ranks]
             counts = [0 if scored is None else int(scored.sum()) for scored in num_scored]
-            fetched = fetch(output.prompt_logprobs, counts)
+            fetched = self._fetch(ranks, output.prompt_logprobs, counts)
             for i, (scored, values) in enumerate(zip(num_scored, fetched, strict=True)):
                 if scored is not None:
                     results[i] = results[i]._replace(prompt_logprobs=_by_row(scored, values))
         return tuple(results)
+
+    def _fetch(
+        self, ranks: Sequence[RankPlan], values: TokenLogprobs, counts: Sequence[int]
+    ) -> list[PromptLogprobs]:
+        """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
+        names_tokens = any(plan.num_logprob_ids for plan in ranks)
+        requested = values if names_tokens else values[:-1]
+        return list(map(PromptLogprobs, *(self.split(np.asarray(x), counts) for x in requested)))
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
         """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
