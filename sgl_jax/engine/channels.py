@@ -34,6 +34,7 @@ _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
 _FRONT_TIMEOUT_S = 20.0
 _TO_ENGINE = "to_engine.sock"
 _TO_FRONT = "to_front.sock"
+_READABLE = int(zmq.POLLIN)
 
 
 class ChannelError(RuntimeError):
@@ -204,14 +205,13 @@ def _encode(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
 
 def _drain(socket: "zmq.Socket[bytes]", decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
     messages: list[Any] = []
-    while True:
-        try:
-            data = socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return messages
+    # Cheaper than the exception of a `recv` that finds nothing, which would end every drain.
+    while int(socket.get(zmq.EVENTS)) & _READABLE:
+        data = socket.recv(zmq.NOBLOCK)
         try:
             messages.append(decoder.decode(data))
         except msgspec.MsgspecError as error:
             raise ChannelError(
                 f"undecodable message of {len(data)} bytes ({data[:40]!r}): {error}"
             ) from error
+    return messages

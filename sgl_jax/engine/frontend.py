@@ -275,6 +275,8 @@ class Frontend:
         now = time.perf_counter()
         ready: list[RequestStream] = []
         num_tokens = 0
+        # Streams that gained a token together last time, as most did, wait equally long.
+        num_since: Counter[float] = Counter()
         with self._lock:
             streams = self._streams
             for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
@@ -283,7 +285,11 @@ class Frontend:
                     continue
                 stream.accept_token(token)
                 num_tokens += 1
-                self._note_tokens(stream, 1, now)
+                if stream.last_token_at is None:
+                    self._note_tokens(stream, 1, now)
+                else:
+                    num_since[stream.last_token_at] += 1
+                    stream.last_token_at = now
                 if stream.finish is not None:
                     self._end(stream, now, stopped_here=True)
                     ready.append(stream)
@@ -305,6 +311,8 @@ class Frontend:
                     self._end(stream, now, stopped_here=stream.finish is not output.finish)
                 if stream.streaming or stream.finish is not None:
                     ready.append(stream)
+        for last_token_at, num_streams in num_since.items():
+            self.metrics.observe_next_tokens(now - last_token_at, 1, num_streams)
         self.metrics.count_generated(num_tokens)
         for stream in ready:
             stream.on_ready()

@@ -52,9 +52,9 @@ class RequestMetrics:
         self._num_generated += num_tokens
         self._generated_tokens.inc(num_tokens)
 
-    def observe_next_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens came together, `seconds` after the one before."""
-        self._itl.observe(seconds / count, count)
+    def observe_next_tokens(self, seconds: float, count: int, num_streams: int = 1) -> None:
+        """`count` tokens of each stream came together, `seconds` after the one before."""
+        self._itl.observe(seconds / count, count * num_streams)
 
     def count_finish(self, num_prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
         self._num_finished_prompt += num_prompt_tokens
