@@ -1,13 +1,12 @@
 """The one way from a chat to its answer, for every API: body -> chat -> requests -> parts -> bytes.
 
-A chat's body passes these names until the engine has its requests, each in a file after the last:
+A chat's body passes eight names until the engine has its requests:
 
-1. `apis/chat.py`: `chat_completions` has it as a `ChatRequest` (other APIs make one: `chat()`);
-2. `chat.py`: `answer_chat`;
-3. `requests.py`: `chat_requests` checks it, and `encode_chat` has it tokenized;
-4. `engine/request_checks.py`: `RequestChecks.prepare` makes a `GenerateRequest` of each choice;
-5. `answer_stream.py`: `respond` starts them as a `StreamGroup`;
-6. `engine/frontend.py`: `Frontend.start` sends each to the engine.
+- `apis/chat.py`: `chat_completions` gets it as a `ChatRequest`, which other APIs' bodies make;
+- `chat.py`: `answer_chat`;
+- `requests.py`: `chat_requests` checks it, `encode_chat` has it tokenized, and `prompt_requests`
+  makes a request of each choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
+- `answer_stream.py`: `respond` has each sent by `Frontend.start` of `engine/frontend.py`.
 
 Their chunks return to `respond`. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
 and writes these as events, or as one answer at the end.

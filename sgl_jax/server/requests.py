@@ -13,7 +13,7 @@ from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
-from sgl_jax.server.fields import RequestFields, SamplingFields
+from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
 from sgl_jax.server.references import References, references_of
@@ -21,47 +21,6 @@ from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat
 
 _PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
-
-
-async def prompt_requests(
-    request: Request,
-    body: RequestFields,
-    prompts: Sequence[str | list[int]],
-    samplings: Sequence[SamplingFields],
-    names: Mapping[str, str],
-    *,
-    turn: SessionTurn | None = None,
-    **shared: Any,
-) -> list[GenerateRequest]:
-    """The engine's requests for all choices of all `prompts`, one prompt after the other.
-
-    Args:
-        samplings: one for each prompt.
-        names: as for `client_names`.
-        turn: of a session, by the caller's id.
-        shared: arguments of `RequestChecks.prepare` for all of them.
-
-    Raises:
-        InvalidRequestError: a request cannot be served.
-        QueueFullError, TenantQueueFullError: the engine has no room for so many.
-        ApiError: the server takes no work or has another model, encoding took too long, or the
-            client went away.
-    """
-    refs = references_of(request)
-    refs.check_open()
-    refs.check_model(body.model)
-    with client_names(names):
-        refs.frontend.check_room(len(prompts), tenant_of(request, body.user))
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for text in texts:
-            refs.frontend.checks.check_text(text)
-        of_texts = iter(await encode_texts(request, texts))
-        share, ids = LoopShare(), list[list[int]]()
-        for prompt in prompts:
-            ids.append(_unpack(refs, next(of_texts)) if isinstance(prompt, str) else prompt)
-            await share.pause()
-        choices = (map(each.to_sampling, range(each.num_choices)) for each in samplings)
-        return await _prepare(request, body, ids, choices, turn, **shared)
 
 
 async def chat_requests(
@@ -77,18 +36,66 @@ async def chat_requests(
             msgspec.structs.replace(chat.to_sampling(choice), **grammar)
             for choice in range(chat.num_choices)
         ]
-        if choices[0].grammar is not None:
-            reasoning = refs.answer_parser.reasoning_after(prompt_tail(refs, ids))
-            choices = [msgspec.structs.replace(each, reasoning=reasoning) for each in choices]
-        return await _prepare(
-            request,
-            chat,
-            [ids],
-            [choices],
-            None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
-            return_logprob=bool(chat.logprobs),
-            top_logprobs_num=chat.top_logprobs or 0,
-        )
+    if choices[0].grammar is not None:
+        reasoning = refs.answer_parser.reasoning_after(prompt_tail(refs, ids))
+        choices = [msgspec.structs.replace(each, reasoning=reasoning) for each in choices]
+    return await prompt_requests(
+        request,
+        chat,
+        [ids],
+        [choices],
+        names,
+        turn=None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
+        return_logprob=bool(chat.logprobs),
+        top_logprobs_num=chat.top_logprobs or 0,
+    )
+
+
+async def prompt_requests(
+    request: Request,
+    body: RequestFields,
+    prompts: Sequence[str | list[int]],
+    samplings: Iterable[Iterable[SamplingParams]],
+    names: Mapping[str, str],
+    *,
+    turn: SessionTurn | None = None,
+    **shared: Any,
+) -> list[GenerateRequest]:
+    """The engine's requests for all choices of all `prompts`, one prompt after the other.
+
+    Args:
+        samplings: one of each choice, for each prompt.
+        names: as for `client_names`.
+        turn: of a session, by the caller's id.
+        shared: arguments of `RequestChecks.prepare` for all of them.
+
+    Raises:
+        InvalidRequestError: a request cannot be served.
+        QueueFullError, TenantQueueFullError: the engine has no room for so many.
+        ApiError: the server takes no work or has another model, encoding took too long, or the
+            client went away.
+    """
+    refs, tenant, share = references_of(request), tenant_of(request, body.user), LoopShare()
+    refs.check_open()
+    refs.check_model(body.model)
+    checks, requests = refs.frontend.checks, list[GenerateRequest]()
+    shared |= {"session": owner_of(request, tenant).own(turn), "tenant": tenant}
+    options = body.options_of(len(prompts))
+    with client_names(names):
+        refs.frontend.check_room(len(prompts), tenant)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            checks.check_text(text)
+        encoded = iter(await encode_texts(request, texts))
+        for prompt, choices, own in zip(prompts, samplings, options, strict=True):
+            ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
+            for sampling in choices:
+                compiling = checks.start_grammar(sampling)
+                if compiling is not None:
+                    await asyncio.wrap_future(compiling)
+                requests.append(checks.prepare(ids, sampling, **own, **shared))
+                await share.pause()
+    return requests
 
 
 def check_chat(refs: References, chat: ChatRequest) -> None:
@@ -133,29 +140,6 @@ def prompt_tail(refs: References, prompt: Sequence[int]) -> str:
     """The last characters of a prompt, special tokens included."""
     tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
     return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-async def _prepare(
-    request: Request,
-    body: RequestFields,
-    prompts: Sequence[list[int]],
-    samplings: Iterable[Iterable[SamplingParams]],
-    turn: SessionTurn | None,
-    **shared: Any,
-) -> list[GenerateRequest]:
-    """`samplings`: one of each choice, for each prompt."""
-    checks, share = references_of(request).frontend.checks, LoopShare()
-    tenant = tenant_of(request, body.user)
-    shared |= {"session": owner_of(request, tenant).own(turn), "tenant": tenant}
-    requests: list[GenerateRequest] = []
-    for ids, choices, own in zip(prompts, samplings, body.options_of(len(prompts)), strict=True):
-        for sampling in choices:
-            compiling = checks.start_grammar(sampling)
-            if compiling is not None:
-                await asyncio.wrap_future(compiling)
-            requests.append(checks.prepare(ids, sampling, **own, **shared))
-            await share.pause()
-    return requests
 
 
 async def encode_texts(

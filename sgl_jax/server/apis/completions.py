@@ -109,7 +109,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         request,
         body,
         prompts,
-        [body] * len(prompts),
+        [map(body.to_sampling, range(body.num_choices)) for _ in prompts],
         names,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,

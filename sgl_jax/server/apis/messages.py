@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -196,25 +197,21 @@ class MessagesBody(CountTokensBody):
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """The message as messages of a chat: results of calls come first, each by itself."""
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    thought = ""
+    blocks: dict[type, list[Any]] = defaultdict(list)
     for block in message.blocks:
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ThinkingBlock():
-                thought += block.thinking
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock():
-                result = {"role": "tool", "tool_call_id": block.tool_use_id}
-                yield result | {"content": joined_text(block.content)}
-    if texts or calls or thought:
-        given = {"tool_calls": calls, "reasoning_content": thought}
-        own = {name: value for name, value in given.items() if value}
-        yield {"role": message.role, "content": "\n".join(texts), **own}
+        blocks[type(block)].append(block)
+    for result in blocks[ToolResultBlock]:
+        text = joined_text(result.content)
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
+    own: dict[str, Any] = {"role": message.role, "content": joined_text(blocks[TextBlock])}
+    if thought := "".join(block.thinking for block in blocks[ThinkingBlock]):
+        own["reasoning_content"] = thought
+    for block in blocks[ToolUseBlock]:
+        function = {"name": block.name, "arguments": json.dumps(block.input)}
+        call = {"id": block.id, "type": "function", "function": function}
+        own.setdefault("tool_calls", []).append(call)
+    if blocks[TextBlock] or len(own) > 2:
+        yield own
 
 
 class TextAnswer(Struct, tag_field="type", tag="text"):

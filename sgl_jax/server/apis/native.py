@@ -11,7 +11,7 @@ from pydantic import Field
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.request_limits import check_num_requests, for_each
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.answer_stream import AnswerFormat, json_response, respond
@@ -132,9 +132,11 @@ class GenerateBody(RequestFields):
             raise InvalidRequestError("n must be the same for all prompts", "sampling_params")
         return counts.pop() if counts else 1
 
-    def sampling_of(self, num_prompts: int) -> list[NativeSampling]:
-        given = for_each("sampling_params", self.sampling_params, num_prompts)
-        return [sampling or NativeSampling() for sampling in given]
+    def samplings(self, num_prompts: int) -> Iterator[Iterator[SamplingParams]]:
+        """One of each choice, for each prompt."""
+        for given in for_each("sampling_params", self.sampling_params, num_prompts):
+            sampling = given or NativeSampling()
+            yield map(sampling.to_sampling, range(sampling.num_choices))
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
         """With the log-probabilities that each prompt requests."""
@@ -194,7 +196,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         request,
         body,
         prompts,
-        body.sampling_of(len(prompts)),
+        body.samplings(len(prompts)),
         names,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
@@ -231,24 +233,22 @@ class NativeFormat(AnswerFormat):
         self._answers: dict[int, NativeAnswer] = {}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        return b"data: %b\n\n" % self._write(index, chunk, stream)
-
-    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        written = map(self._write, range(len(chunks)), chunks, streams)
-        answers = list(map(msgspec.Raw, written))
-        return answers if self._body.is_list else answers[0]
-
-    def _write(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
         if index not in self._answers:
             tail: dict[str, Any] = {"index": index} if self._body.is_list else {}
             if self._body.return_prompt_token_ids:
                 tail["prompt_token_ids"] = stream.request.input_ids
             self._answers[index] = NativeAnswer(stream, self._tokenizer, tail)
         answer = self._answers[index]
-        written = answer.write(chunk)
+        written = b"".join((b"data: ", *answer.write(chunk), b"\n\n"))
         if self._is_incremental:
             answer.forget_sent()
         return written
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        """Each answer is the one event of a stream."""
+        events = map(self.event, range(len(chunks)), chunks, streams)
+        answers = [msgspec.Raw(event.removeprefix(b"data: ").rstrip()) for event in events]
+        return answers if self._body.is_list else answers[0]
 
 
 _encode = msgspec.json.encode
@@ -270,29 +270,23 @@ class NativeAnswer:
         self._tail = b"," + _encode(tail)[1:] if tail else b"}"
         self._text = bytearray()  # inside the quotes
         self._ids = bytearray()  # inside the brackets, as are the lists of log-probabilities
-        self._logprobs: dict[str, bytearray] = {}
-        for name in native_logprobs(stream.request, None, (), ()):
-            self._logprobs[name] = bytearray()
+        names = native_logprobs(stream.request, None, (), ())
+        self._logprobs = {name: bytearray() for name in names}
 
-    def write(self, chunk: Chunk) -> bytes:
-        """The answer up to `chunk`."""
+    def write(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
+        """The answer up to `chunk`, in pieces to be joined."""
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
-        meta = _encode(describe(self._stream, chunk))
-        parts: list[bytes | bytearray] = [b'{"text":"', self._text, b'","output_ids":[']
-        parts += [self._ids, b'],"meta_info":', meta[:-1], *self._add_logprobs(chunk)]
-        return b"".join([*parts, b"}", self._tail])
-
-    def _add_logprobs(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
-        """All log-probabilities up to `chunk`, as further fields of `meta_info`."""
-        if not self._logprobs:
-            return
-        gained = native_logprobs(
-            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
-        )
-        for name, written in self._logprobs.items():
-            _append(written, gained[name])
-            yield from (b',"', name.encode(), b'":[', written, b"]")
+        yield from (b'{"text":"', self._text, b'","output_ids":[', self._ids, b'],"meta_info":')
+        yield _encode(describe(self._stream, chunk))[:-1]
+        if self._logprobs:
+            gained = native_logprobs(
+                self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+            )
+            for name, written in self._logprobs.items():
+                _append(written, gained[name])
+                yield from (b',"', name.encode(), b'":[', written, b"]")
+        yield from (b"}", self._tail)
 
     def forget_sent(self) -> None:
         self._text.clear()

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -136,8 +137,8 @@ class OpenAIFormat(AnswerFormat):
         """One streamed chunk of a choice, in one event or several."""
         return [self._choice(index, chunk, stream)]
 
-    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any: ...
 
 
 def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:

@@ -95,6 +95,15 @@ _EVENTS: dict[PartKind, tuple[str, str, dict[str, Any]]] = {
     "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
     "call": ("fc", "function_call_arguments", {}),
 }
+# Kind of part with text -> its item, and the content of that.
+_ITEMS: dict[PartKind, Callable[..., OutputItem]] = {
+    "content": OutputMessage,
+    "reasoning": OutputReasoning,
+}
+_CONTENTS: dict[PartKind, Callable[[str], OutputText | ReasoningText]] = {
+    "content": OutputText,
+    "reasoning": ReasoningText,
+}
 # Reason in a chat -> status of the response.
 _STATUSES = {"length": "incomplete", "abort": "failed"}
 
@@ -133,11 +142,11 @@ class ResponsesFormat(PartsFormat):
         prefix, name, fields = _EVENTS[part.kind]
         index, item_id = {"output_index": part.index}, f"{prefix}_{part.id}"
         text_at = {"item_id": item_id, **index, **fields}
-        content_at = {"item_id": item_id, **index, "content_index": 0}
         if gain:
             yield f"response.{name}.delta", {**text_at, "delta": gain}
             return
-        contents = _contents(part)
+        contents = [_CONTENTS[part.kind](part.text)] if part.kind in _CONTENTS else []
+        content_at = {"item_id": item_id, **index, "content_index": 0}
         if gain is not None:
             item = _item(part, item_id, "in_progress", [])
             yield "response.output_item.added", {**index, "item": item}
@@ -185,20 +194,7 @@ class ResponsesFormat(PartsFormat):
         yield f"response.{response.status}", {"response": response}
 
 
-def _contents(part: AnswerPart) -> list[Any]:
-    """The text as content of an item; a call has none."""
-    match part.kind:
-        case "content":
-            return [OutputText(part.text)]
-        case "reasoning":
-            return [ReasoningText(part.text)]
-    return []
-
-
 def _item(part: AnswerPart, item_id: str, status: str, contents: list[Any]) -> OutputItem:
-    match part.kind:
-        case "content":
-            return OutputMessage(item_id, status, contents)
-        case "reasoning":
-            return OutputReasoning(item_id, status, contents)
-    return OutputCall(item_id, status, part.call_id, part.name, part.text)
+    if part.kind == "call":
+        return OutputCall(item_id, status, part.call_id, part.name, part.text)
+    return _ITEMS[part.kind](item_id, status, contents)

@@ -10,12 +10,12 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.apis.openai import Usage, token_text, usage_of
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tools
-from sgl_jax.server.fields import ForEach, RequestFields, SamplingFields, StrictModel, TokenIds
+from sgl_jax.server.fields import ForEach, RequestFields, StrictModel, TokenIds
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import answers
@@ -212,7 +212,7 @@ class Scores(Struct, frozen=True):
     object: str = "scoring"
 
 
-_ONE_TOKEN = SamplingFields(temperature=0.0, ignore_eos=True)
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 @router.post("/v1/score", responses=answers(Scores))
@@ -225,9 +225,8 @@ async def score(body: ScoreBody, request: Request) -> Response:
         request,
         body,
         prompts,
-        [_ONE_TOKEN] * len(prompts),
+        [[_ONE_TOKEN]] * len(prompts),
         names,
-        default_max_new_tokens=1,
         return_logprob=True,
         token_ids_logprob=body.label_token_ids,
     )
