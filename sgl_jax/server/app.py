@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from sgl_jax.core.calls import CALLS
 from sgl_jax.server.admin import calls, loads, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
+from sgl_jax.server.apis.response_events import ResponseObject
 from sgl_jax.server.errors import MessagesError, install_error_handlers
 from sgl_jax.server.guards.json_body import BodyLimitMiddleware, JsonBodies
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
@@ -43,7 +44,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     structs: list[type] = [
         *(chat.ChatCompletion, completions.Completion, openai.ModelCard, openai.ModelList),
         *(native.Generated, text.Tokenized, text.Detokenized, text.Scores),
-        *(responses.ResponseObject, responses.Deleted, responses.ItemList),
+        *(ResponseObject, responses.Deleted, responses.ItemList),
         *(messages.MessageObject, messages.InputTokens, MessagesError),
         *(call.answer for call in CALLS if is_struct_type(call.answer)),
     ]
