@@ -89,12 +89,6 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     return exit_code
 
 
-class _Uvicorn(uvicorn.Server):
-    """Leaves the signals alone: `_Server` owns them."""
-
-    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
-
-
 class _Server:
     def __init__(self, args: ServerArgs, engine_command: Sequence[str]) -> None:
         self._args = args
@@ -131,31 +125,24 @@ class _Server:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        with _listening_socket(self._args) as listener:
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(_listening_socket(self._args))
             client = self._client = ZmqEngineClient()
-            try:
-                unreadable = "the engine sent what cannot be read"
-                client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
-                self._process = EngineProcess(
-                    self._args, client.folder, on_exit, self._engine_command
-                )
-                gate = Gate(self._health)
-                try:
-                    app = let_pages_in(gate, self._args.cors_allow_origins)
-                    async with _http(app, Limits.of(self._args), listener) as serving:
-                        logger.info("listening at %s; the engine starts", _url(listener))
-                        refs = await self._start(client)
-                        if refs is None:  # stopped while starting
-                            return 0
-                        self._open(gate, refs)
-                        return await self._serve(refs, listener, serving)
-                finally:
-                    if self._texts is not None:
-                        await self._texts.close()
-                    await self._stop_engine(client)
-            finally:
-                self._text_workers.close()
-                client.close()
+            stack.callback(client.close)
+            stack.callback(self._text_workers.close)
+            stack.push_async_callback(self._stop_engine, client)
+            unreadable = "the engine sent what cannot be read"
+            client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
+            self._process = EngineProcess(self._args, client.folder, on_exit, self._engine_command)
+            gate = Gate(self._health)
+            app = let_pages_in(gate, self._args.cors_allow_origins)
+            serving = await stack.enter_async_context(_http(app, Limits.of(self._args), listener))
+            logger.info("listening at %s; the engine starts", _url(listener))
+            refs = await self._start(client)
+            if refs is None:  # stopped while starting
+                return 0
+            self._open(gate, refs)
+            return await self._serve(refs, listener, serving)
 
     async def _start(self, client: ZmqEngineClient) -> References | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
@@ -233,19 +220,18 @@ class _Server:
             frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
-        def is_busy() -> bool:
-            return bool(frontend.num_open or refs.texts.num_open)
+        def num_open() -> int:
+            return frontend.num_open + refs.texts.num_open
 
-        while is_busy() and time.monotonic() < deadline and self._death is None:
+        while num_open() and time.monotonic() < deadline and self._death is None:
             if self._health.stuck_since:  # nothing will finish
                 logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
                 shown = "the server is shutting down, and its engine is stuck"
                 frontend.fail(shown, ShuttingDownError)
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
-        if is_busy():
-            num_open = frontend.num_open + refs.texts.num_open
-            logger.warning("%d requests did not finish in time", num_open)
+        if num_open():
+            logger.warning("%d requests did not finish in time", num_open())
             frontend.fail(
                 "the server is shutting down, and the request did not finish within the "
                 f"{self._args.drain_timeout:g} s that it had left",
@@ -253,6 +239,8 @@ class _Server:
             )
 
     async def _stop_engine(self, client: ZmqEngineClient) -> None:
+        if self._texts is not None:
+            await self._texts.close()
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
@@ -332,7 +320,8 @@ async def _http(
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
     )
-    server = _Uvicorn(config)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # `_Server`'s
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():

@@ -49,11 +49,13 @@ def body_of(call: Call) -> type[StrictModel]:
             text = "of all its turns: as in /generate; the other name of it is the same"
             for own in ("extra_key", "cache_salt"):
                 fields[own] = (hint | None, Field(default=None, description=text))
-        elif default is msgspec.NODEFAULT and hint != NewSessionId:
-            fields[name] = (hint, Field(alias=alias, description=text))
-        else:
-            value = None if hint == NewSessionId else default
-            fields[name] = (hint | None, Field(default=value, alias=alias, description=text))
+            continue
+        value: Any = None if hint == NewSessionId else default
+        is_required = value is msgspec.NODEFAULT
+        fields[name] = (
+            hint if is_required else hint | None,
+            Field(default=... if is_required else value, alias=alias, description=text),
+        )
     if call.message in typing.get_args(SessionMessage):
         text = "the tenant that the session belongs to, as in /generate"
         fields["user"] = (User | None, Field(default=None, description=text))
@@ -95,15 +97,14 @@ def _add_routes(call: Call, route: str) -> None:
         data = _for_client(await _ask(request, call, message, owner, made_up), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
-    takes = {"request": inspect.Parameter("request", _KEYWORD, annotation=Request)}
+    parameters = [inspect.Parameter("request", _KEYWORD, annotation=Request)]
     fields = body_type.model_fields.values()
     if any(field.is_required() for field in fields):
-        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=body_type)
+        parameters.append(inspect.Parameter("body", _KEYWORD, annotation=body_type))
     elif fields:
         kind: Any = body_type | None
-        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=kind, default=None)
-    signature = inspect.Signature(list(takes.values()), return_annotation=Response)
-    pass_on.__signature__ = signature  # type: ignore[attr-defined]
+        parameters.append(inspect.Parameter("body", _KEYWORD, annotation=kind, default=None))
+    pass_on.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     for method in call.methods:
         router.add_api_route(
             route,
@@ -129,9 +130,8 @@ async def _ask(
 ) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
-    `made_up` is the generated id of the session that this would open: if its
-    client does not get the answer, because it comes too late or the client has gone, the session
-    is closed. (One that its
+    `made_up` is the generated id of the session that this would open: the session is closed if its
+    client does not get the answer, because it comes too late or the client has gone. (One that its
     client has named stays: the client can use it or close it.)
     """
     refs = references_of(request)

@@ -111,18 +111,12 @@ def check_shape(body: bytes | bytearray, limits: Limits) -> None:
 
 def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
     r"""Slices of `body` without `\\` and `\"`, so that every quote begins or ends a string."""
-    start = 0
-    while start < len(body):
-        end = min(start + _SLICE_BYTES, len(body))
-        # Do not cut behind a backslash that escapes the next byte.
-        num_backslashes = 0
-        while end < len(body) and body[end - 1 - num_backslashes] == ord("\\"):
-            num_backslashes += 1
-            if num_backslashes == end - start:
-                break
-        end += num_backslashes & 1
-        yield body[start:end].replace(rb"\\", b"").replace(rb"\"", b"")
-        start = end
+    begun = b""  # a backslash that escapes the next slice's first byte
+    for start in range(0, len(body), _SLICE_BYTES):
+        piece = begun + body[start : start + _SLICE_BYTES]
+        end = len(piece) - (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        begun = bytes(piece[end:])
+        yield piece[:end].replace(rb"\\", b"").replace(rb"\"", b"")
 
 
 def _check(unit: str, count: int, most: int) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastapi import Request
@@ -149,9 +149,7 @@ def _digest(key: bytes) -> bytes:
 
 
 _FORMAT = "must be KEY, or NAME KEY [weight=W] [max_queued=N] [max_running=N]"
-_OPTIONS = ("weight", "max_queued", "max_running")
-MAX_WEIGHT = 1e6
-MAX_COUNT = 10_000_000
+_MOST = {"weight": 1e6, "max_queued": 1e7, "max_running": 1e7}
 
 
 class FileKey(NamedTuple):
@@ -191,40 +189,36 @@ def _read_line(words: Sequence[str], default_name: str) -> FileKey:
     name, key, *options = words
     if _is_option(key):  # else the first word, a key, would be shown as a name
         raise ValueError(f"a key with options needs a name: {_FORMAT}")
-    given: dict[str, str] = {}
+    limits: dict[str, Any] = {}
     for option in options:
         if not _is_option(option):
             raise ValueError(_FORMAT)
-        field, _, value = option.partition("=")
-        if field in given:
+        field, _, text = option.partition("=")
+        if field in limits:
             raise ValueError(f"{field} stands there twice")
-        given[field] = value
-    weight = _number("weight", given.get("weight", "1"), MAX_WEIGHT)
-    if weight == 0:
-        raise ValueError("weight must be above 0")
-    counts = {name: _count(name, given[name]) for name in _OPTIONS[1:] if name in given}
-    return FileKey(key, Tenant(name=name, weight=weight, **counts))
+        limits[field] = _number(field, text)
+    return FileKey(key, Tenant(name=name, **limits))
 
 
 def _is_option(word: str) -> bool:
-    return word.partition("=")[0] in _OPTIONS and "=" in word
+    return word.partition("=")[0] in _MOST and "=" in word
 
 
-def _count(name: str, text: str) -> int:
-    value = _number(name, text, MAX_COUNT)
-    if not value.is_integer():
-        raise ValueError(f"{name} must be a whole number, got {text!r}")
-    return int(value)
-
-
-def _number(name: str, text: str, most: float) -> float:
+def _number(field: str, text: str) -> float:
+    """The value of an option; an integer unless it is a weight."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= most:  # nor NaN
-        raise ValueError(f"{name} must be a number from 0 to {most:g}, got {text!r}")
-    return value
+    if not 0 <= value <= _MOST[field]:  # nor NaN
+        raise ValueError(f"{field} must be a number from 0 to {_MOST[field]:g}, got {text!r}")
+    if field == "weight":
+        if value == 0:
+            raise ValueError("weight must be above 0")
+        return value
+    if not value.is_integer():
+        raise ValueError(f"{field} must be a whole number, got {text!r}")
+    return int(value)
 
 
 def tenant_of(request: Request, user: str | None) -> Tenant | None:
