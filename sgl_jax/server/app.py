@@ -10,7 +10,8 @@ from sgl_jax.core.calls import CALLS
 from sgl_jax.server.admin import calls, loads, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import install_error_handlers
-from sgl_jax.server.guards.json_body import BodyLimitMiddleware, JsonBodies
+from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
+from sgl_jax.server.guards.json_body import JsonBodies
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
@@ -43,7 +44,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     return app
 
 
-def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
+def with_cors(app: ASGIApp, origins: str | None) -> ASGIApp:
     """`app` for pages of `origins` too, as in `--cors-allow-origins`; None: for no page.
 
     It is the outermost layer, so that a page can read every refusal.

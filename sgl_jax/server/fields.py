@@ -245,7 +245,7 @@ def refuse_several(count: int, field: str) -> None:
     """A turn is one request: raise `InvalidRequestError` if `field` makes several."""
     if count != 1:
         raise InvalidRequestError(
-            f"a session takes one request at a time, {field} asks for {count}", field
+            f"a session takes one request at a time, {field} makes {count}", field
         )
 
 

@@ -49,7 +49,7 @@ from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.admin.management import Gate
-from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
@@ -76,17 +76,16 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     Args:
         engine_command: command of the engine process; tests put a scripted one here.
     """
-    exit_code: int
     try:
-        exit_code = uvloop.run(_Server(args, engine_command).run())
+        exit_code: int = uvloop.run(_Server(args, engine_command).run())
+        return exit_code
     except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
         reason = str(error) or "out of memory"
         print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
-        exit_code = 1
+        return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
             signal.signal(number, signal.SIG_IGN)
-    return exit_code
 
 
 class _Server:
@@ -95,6 +94,7 @@ class _Server:
         self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
         self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
+        self._texts = TextPool(self._text_workers, Limits.of(args))
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._health = EngineHealth(args.engine_heartbeat_timeout)
@@ -104,7 +104,6 @@ class _Server:
         self._process: EngineProcess | None = None
         self._engine_may_end = False
         self._frontend: Frontend | None = None
-        self._texts: TextPool | None = None
 
     async def run(self) -> int:
         code = 1
@@ -131,11 +130,12 @@ class _Server:
             stack.callback(client.close)
             stack.callback(self._text_workers.close)
             stack.push_async_callback(self._stop_engine, client)
-            unreadable = "the engine sent what cannot be read"
+            stack.push_async_callback(self._texts.close)
+            unreadable = "the engine sent a message that cannot be read"
             client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
             self._process = EngineProcess(self._args, client.folder, on_exit, self._engine_command)
             gate = Gate(self._health)
-            app = let_pages_in(gate, self._args.cors_allow_origins)
+            app = with_cors(gate, self._args.cors_allow_origins)
             serving = await stack.enter_async_context(_http(app, Limits.of(self._args), listener))
             logger.info("listening at %s; the engine starts", _url(listener))
             refs = await self._start(client)
@@ -184,7 +184,6 @@ class _Server:
             log_requests=self._args.log_requests,
         )
         limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
-        self._texts = TextPool(self._text_workers, limits)
         engine_metrics = EngineMetrics(metrics)
         return References(
             self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
@@ -239,8 +238,6 @@ class _Server:
             )
 
     async def _stop_engine(self, client: ZmqEngineClient) -> None:
-        if self._texts is not None:
-            await self._texts.close()
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
@@ -259,7 +256,7 @@ class _Server:
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):
-            self._on_death(message.message, "the engine failed; the server's log says why")
+            self._on_death(message.message, "the engine failed; see the server's log")
         elif self._frontend is not None:
             self._frontend.handle(message)
 
@@ -290,13 +287,13 @@ class _Server:
 def _allow_files(num_files: int) -> None:
     """Allow this process so many open files; log a warning where the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < num_files:
+    most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < num_files:
         logger.warning(
             "the system allows %d open files, --max-connections needs %d (ulimit -n)",
-            wanted,
+            most,
             num_files,
         )
 

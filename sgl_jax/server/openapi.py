@@ -17,7 +17,7 @@ _ERRORS: dict[str, dict[str, Any]] = {
     "401": {"description": "the API key is missing or wrong"},
     "404": {"description": "no such model or route"},
     "405": {
-        "description": "the route does not know this method",
+        "description": "the route does not take this method",
         "headers": {
             "Allow": {"description": "the methods of the route", "schema": {"type": "string"}}
         },

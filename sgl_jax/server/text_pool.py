@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
@@ -205,7 +205,7 @@ class FairQueue(Generic[T]):
     def __init__(self, max_at_once: int) -> None:
         self._max_at_once = max_at_once
         self._waiting: dict[str, deque[T]] = {}  # in the order in which it is their turn
-        self._num_out: dict[str, int] = {}
+        self._num_out: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -219,13 +219,12 @@ class FairQueue(Generic[T]):
         """The client that comes next, and its work; `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
-                num_out = self._num_out.get(client, 0)
-                if num_out < self._max_at_once:
+                if self._num_out[client] < self._max_at_once:
                     del self._waiting[client]
                     work = waiting.popleft()
                     if waiting:
                         self._waiting[client] = waiting  # behind the others
-                    self._num_out[client] = num_out + 1
+                    self._num_out[client] += 1
                     return client, work
             self._changed.clear()
             await self._changed.wait()

@@ -65,17 +65,17 @@ def body_of(call: Call) -> type[StrictModel]:
 def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
     """The message that `body` makes, and the session's id if it is generated."""
     fields: dict[str, Any] = {}
-    made_up = None
+    new_id = None
     for name, hint, _ in _fields(call):
         given: Any = getattr(body, name, None)
         if hint == Namespace:
             given = one_namespace(*(getattr(body, own) for own in ("extra_key", "cache_salt")))
         elif hint == NewSessionId and given is None:
-            given = made_up = owner.engine_id(uuid.uuid4().hex)
+            given = new_id = owner.engine_id(uuid.uuid4().hex)
         elif hint in (SessionId, NewSessionId):
             given = owner.engine_id(given)
         fields[name] = given
-    return call.message(**fields), made_up
+    return call.message(**fields), new_id
 
 
 def _fields(call: Call) -> list[tuple[str, Any, Any]]:
@@ -93,8 +93,8 @@ def _add_routes(call: Call, route: str) -> None:
         owner = owner_of(request, tenant_of(request, getattr(body, "user", None)))
         if opens:
             references_of(request).check_open()
-        message, made_up = message_of(call, body or body_type(), owner)
-        data = _for_client(await _ask(request, call, message, owner, made_up), owner)
+        message, new_id = message_of(call, body or body_type(), owner)
+        data = _for_client(await _ask(request, call, message, owner, new_id), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
     parameters = [inspect.Parameter("request", _KEYWORD, annotation=Request)]
@@ -126,19 +126,19 @@ for _call in CALLS:
 
 
 async def _ask(
-    request: Request, call: Call, message: Any, owner: SessionOwner, made_up: str | None
+    request: Request, call: Call, message: Any, owner: SessionOwner, new_id: str | None
 ) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
-    `made_up` is the generated id of the session that this would open: the session is closed if its
+    `new_id` is the generated id of the session that this would open: the session is closed if its
     client does not get the answer, because it comes too late or the client has gone. (One that its
     client has named stays: the client can use it or close it.)
     """
     refs = references_of(request)
-    if made_up is None:
+    if new_id is None:
         reply = await call_engine(refs, message, call.timeout_s)
     else:
-        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, made_up, r))
+        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, new_id, r))
         reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
