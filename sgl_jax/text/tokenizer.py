@@ -107,17 +107,11 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
-
-    @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's end-of-sequence token, if it names one."""
         return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The tokenizer's beginning-of-sequence token, if it names one."""
         return None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
 
     @property
@@ -196,7 +190,7 @@ class Tokenizer:
         Raises:
             InvalidRequestError: no chat template, or it refuses these messages.
         """
-        if not self._hf.chat_template:
+        if not self.chat_template:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions, "
                 "or start the server with --chat-template",

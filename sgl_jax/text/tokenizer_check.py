@@ -41,7 +41,7 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
     if not tokenizer.can_encode:
         return
     _check_round_trip(tokenizer, path)
-    if not tokenizer.has_chat_template:
+    if not tokenizer.chat_template:
         return
     template = _template_of(path, chat_template)
     try:

@@ -193,19 +193,12 @@ async def call_engine(
     refs.health.check()
     timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
     answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def on_reply(reply: Reply) -> None:
-        if not answer.done():
-            answer.set_result(reply)
-        elif on_late is not None:
-            on_late(reply)
-
-    refs.frontend.ask(message, on_reply)
+    refs.frontend.ask(message, answer.set_result)
     try:
-        return await asyncio.wait_for(answer, timeout_s)
+        return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:
-        if on_late is not None and answer.done() and not answer.cancelled():
-            on_late(answer.result())  # it came in the moment of giving up
+        if on_late is not None:
+            answer.add_done_callback(lambda done: on_late(done.result()))
         if isinstance(error, asyncio.CancelledError):
             raise
         raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error
