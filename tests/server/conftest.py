@@ -22,7 +22,7 @@ from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.references import References
@@ -107,7 +107,7 @@ async def serving(
     texts = TextPool(text_workers(model_folder), bounds)
     engine_metrics = EngineMetrics(metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
-    app = let_pages_in(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
+    app = with_cors(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:

@@ -15,7 +15,7 @@ from sgl_jax.core.server_args import ServerArgs, parse_server_args
 from sgl_jax.server.admin import calls as call_routes
 from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes
-from sgl_jax.server.guards.json_body import BodyLimitMiddleware
+from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import (
     ADMIN_PATHS,
     MAX_NAME_CHARS,
