@@ -81,13 +81,15 @@ async def serving(
     step_s: float = 0.0,
     limits: dict[str, Any] | None = None,
     max_request_tokens: int = ScriptedEngine.max_request_tokens,
+    engine: Any = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """An application whose engine runs in a thread behind real sockets.
 
-    `limits` take the place of the defaults, `settings` are those of `ServerArgs`.
+    `limits` take the place of the defaults, `engine` that of a scripted one; `settings` are those
+    of `ServerArgs`.
     """
-    engine = ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
+    engine = engine or ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
     client = ZmqEngineClient()
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
