@@ -15,7 +15,6 @@ SHARED_CLASS_NAMES = {
     "HBM",
     "Kernel",
     "RowTables",
-    "TokenLogprobs",
 }
 # Sets of modules that import each other, if only for types. The list may only lose some.
 CYCLES = {

@@ -14,7 +14,7 @@ from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankRes
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.layout import DPLayout, StepInput
 from sgl_jax.executor.step import Computed, StepOutput
-from sgl_jax.layers.sampling import TokenLogprobs
+from sgl_jax.layers.sampling import LogprobArrays
 
 
 @dataclass
@@ -61,7 +61,7 @@ def _returns_logprobs(plan: RankPlan) -> bool:
 
 
 def _fetch(
-    step: LaunchedStep, values: TokenLogprobs, counts: Sequence[int]
+    step: LaunchedStep, values: LogprobArrays, counts: Sequence[int]
 ) -> list[PromptLogprobs]:
     """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
     names_tokens = any(plan.num_logprob_ids for plan in step.plan.ranks)

@@ -24,9 +24,9 @@ from sgl_jax.executor.state_slots import RowStates, StepRows, build_state_batch,
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
+    LogprobArrays,
     SampledRows,
     SplitLogits,
-    TokenLogprobs,
     draw_tokens,
     no_logprobs,
     score_tokens,
@@ -51,10 +51,10 @@ class StepOutput(NamedTuple):
     """A step's results for B rows; log-probabilities are zeros if not requested."""
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
-    logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
+    logprobs: LogprobArrays  # [B, 1 + max_draft_tokens]
     # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
     # of the step's queries if these are fewer.
-    prompt_logprobs: TokenLogprobs
+    prompt_logprobs: LogprobArrays
 
 
 class Computed(NamedTuple):
@@ -167,7 +167,7 @@ def draw_step(
         model, controls, computed.hidden, scored, successors, row_params
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
+    by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = state.states
     if states is not None and controls.states is not None:
@@ -259,15 +259,15 @@ def _score_if_any(
     scored: LastQueries,
     successors: jax.Array,
     row_params: jax.Array,
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of the `successors` of `scored` queries; zeros if no rank scores any."""
 
-    def score() -> TokenLogprobs:
+    def score() -> LogprobArrays:
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
         return _score(model, hidden[scored.tokens], successors, ids)
 
     # All ranks take the same branch, though one alone may score: logits are exchanged in it.
-    result: TokenLogprobs = lax.cond(
+    result: LogprobArrays = lax.cond(
         controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
     )
     return result
@@ -275,7 +275,7 @@ def _score_if_any(
 
 def _score(
     model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
     A block at a time: the logits of all would take too much memory.
@@ -288,11 +288,11 @@ def _score(
         padded = jnp.pad(values, ((0, padding), *((0, 0),) * (values.ndim - 1)))
         return padded.reshape(-1, block_size, *values.shape[1:])
 
-    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> LogprobArrays:
         states, tokens, own_ids = block
         return score_tokens(model.logits(states), tokens, own_ids)
 
-    blocks: TokenLogprobs = lax.map(
+    blocks: LogprobArrays = lax.map(
         score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
     )
-    return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
+    return LogprobArrays(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
