@@ -62,7 +62,7 @@ class StreamGroup:
 
         Args:
             names: the client's name of each field that the client calls otherwise than we do.
-            kept_tokens: as for `Frontend.start`.
+            kept_tokens: as for `Frontend.submit`.
         """
         self._frontend = references_of(request).frontend
         self._requests = requests
@@ -82,7 +82,7 @@ class StreamGroup:
         try:
             for index, request in enumerate(self._requests):
                 on_ready = partial(self._signal, index)
-                stream = self._frontend.start(
+                stream = self._frontend.submit(
                     request,
                     on_ready,
                     streaming=self.is_streaming,
