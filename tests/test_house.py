@@ -14,7 +14,6 @@ SHARED_CLASS_NAMES = {
     "AllowedTools",
     "HBM",
     "Kernel",
-    "TokenLogprobs",
 }
 # Sets of modules that import each other, if only for types. The list may only lose some.
 CYCLES = {

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, PromptLogprobs, RankPlan, RankResult
-from sgl_jax.layers.sampling import TokenLogprobs
+from sgl_jax.layers.sampling import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -66,10 +66,10 @@ class StepOutput(NamedTuple):
     """A step's results for B rows; log-probabilities are zeros if not requested."""
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
-    logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
+    logprobs: LogprobArrays  # [B, 1 + max_draft_tokens]
     # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
     # of the step's queries if these are fewer.
-    prompt_logprobs: TokenLogprobs
+    prompt_logprobs: LogprobArrays
 
 
 class DPLayout(NamedTuple):
@@ -191,7 +191,7 @@ class DPLayout(NamedTuple):
         return tuple(results)
 
     def _fetch(
-        self, ranks: Sequence[RankPlan], values: TokenLogprobs, counts: Sequence[int]
+        self, ranks: Sequence[RankPlan], values: LogprobArrays, counts: Sequence[int]
     ) -> list[PromptLogprobs]:
         """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
         names_tokens = any(plan.num_logprob_ids for plan in ranks)

@@ -23,9 +23,9 @@ from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_stat
 from sgl_jax.kernels.attention.api import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
 from sgl_jax.layers.sampling import (
+    LogprobArrays,
     SampledRows,
     SplitLogits,
-    TokenLogprobs,
     draw_tokens,
     no_logprobs,
     score_tokens,
@@ -154,7 +154,7 @@ def draw_step(
         model, controls, computed.hidden, scored, successors, row_params
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
+    by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = state.states
     if states is not None:
@@ -284,15 +284,15 @@ def _score_if_any(
     scored: _LastQueries,
     successors: jax.Array,
     row_params: jax.Array,
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of the `successors` of `scored` queries; zeros if no rank scores any."""
 
-    def score() -> TokenLogprobs:
+    def score() -> LogprobArrays:
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
         return _score(model, hidden[scored.tokens], successors, ids)
 
     # All ranks take the same branch, though one alone may score: logits are exchanged in it.
-    result: TokenLogprobs = lax.cond(
+    result: LogprobArrays = lax.cond(
         controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
     )
     return result
@@ -300,7 +300,7 @@ def _score_if_any(
 
 def _score(
     model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
     A block at a time: the logits of all would take too much memory.
@@ -313,14 +313,14 @@ def _score(
         padded = jnp.pad(values, ((0, padding), *((0, 0),) * (values.ndim - 1)))
         return padded.reshape(-1, block_size, *values.shape[1:])
 
-    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> LogprobArrays:
         states, tokens, own_ids = block
         return score_tokens(model.logits(states), tokens, own_ids)
 
-    blocks: TokenLogprobs = lax.map(
+    blocks: LogprobArrays = lax.map(
         score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
     )
-    return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
+    return LogprobArrays(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
 
 
 def _count_accepted(drawn: jax.Array, drafted: jax.Array, drafts: jax.Array) -> jax.Array:

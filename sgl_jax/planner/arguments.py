@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.core.command_line import add_arguments
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
 from sgl_jax.planner.topology import Topology

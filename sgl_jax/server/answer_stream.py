@@ -63,11 +63,12 @@ class StreamGroup:
 
         Args:
             names: the client's name of each field that the client calls otherwise than we do.
-            kept_tokens: as for `Frontend.start`.
+            kept_tokens: as for `Frontend.submit`.
         """
+        self.request = request
         self._frontend = references_of(request).frontend
         self._requests = requests
-        self._is_streaming = bool(streaming)
+        self.is_streaming = bool(streaming)
         self._names = names
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
@@ -83,10 +84,10 @@ class StreamGroup:
         try:
             for index, request in enumerate(self._requests):
                 on_ready = partial(self._signal, index)
-                stream = self._frontend.start(
+                stream = self._frontend.submit(
                     request,
                     on_ready,
-                    streaming=self._is_streaming,
+                    streaming=self.is_streaming,
                     sender=self._sender,
                     kept_tokens=self._kept_tokens,
                 )
@@ -147,25 +148,11 @@ class StreamGroup:
             stream.on_ready = lambda: None
 
 
-async def respond(
-    request: Request,
-    requests: Sequence[GenerateRequest],
-    answer_format: AnswerFormat,
-    *,
-    streaming: bool | None,
-    names: Mapping[str, str],
-    kept_tokens: Set[int] = frozenset(),
-) -> Response:
-    """Run `requests` and write their answers, until the client goes away.
-
-    The options are as for `StreamGroup`.
-    """
-    group = StreamGroup(
-        request, requests, streaming=streaming, names=names, kept_tokens=kept_tokens
-    )
-    if streaming:
-        return EventStream(group, answer_format, references_of(request).reader_timeout_s)
-    chunks = await unless_gone(request.receive, group.collect())
+async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:
+    """Run the requests of `group` and write their answers, until the client goes away."""
+    if group.is_streaming:
+        return EventStream(group, answer_format)
+    chunks = await unless_gone(group.request.receive, group.collect())
     return json_response(answer_format.whole(chunks, group.streams))
 
 
@@ -191,11 +178,9 @@ class EventStream(Response):
     `reader_timeout_s` without room for the next piece its requests are aborted.
     """
 
-    def __init__(
-        self, group: StreamGroup, answer_format: AnswerFormat, reader_timeout_s: float
-    ) -> None:
+    def __init__(self, group: StreamGroup, answer_format: AnswerFormat) -> None:
         super().__init__()
-        self._reader_timeout_s = reader_timeout_s
+        self._reader_timeout_s = references_of(group.request).reader_timeout_s
         self._group = group
         self._format = answer_format
 

@@ -6,9 +6,10 @@ A chat's body passes eight names until the engine has its requests:
 - `chat.py`: `answer_chat`;
 - `requests.py`: `chat_requests` checks it, `encode_chat` has it tokenized, and `prompt_requests`
   makes a request of each choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
-- `answer_stream.py`: `respond` has each sent by `Frontend.start` of `engine/frontend.py`.
+- `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit` of `engine/frontend.py`,
+  to be sent by `ZmqEngineClient.send`.
 
-Their chunks return to `respond`. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
+Their chunks return to the group. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
 and writes these as events, or as one answer at the end.
 """
 
@@ -22,7 +23,7 @@ from fastapi import Request, Response
 
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.answer_stream import AnswerFormat, named_event, respond
+from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import chat_requests, prompt_tail
@@ -52,9 +53,8 @@ async def answer_chat(
         has_tools=bool(chat.shown_tools), has_reasoning=chat.separates_reasoning
     )
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
-    return await respond(
-        request, requests, answer_format, streaming=chat.stream, names=names, kept_tokens=kept
-    )
+    group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
+    return await respond(group, answer_format)
 
 
 PartKind = Literal["content", "reasoning", "call"]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -31,10 +31,9 @@ from starlette.types import ASGIApp
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     ContinueGeneration,
-    EngineChanged,
     EngineFailed,
+    EngineInfo,
     EngineMessage,
-    EngineReady,
     Heartbeat,
     Shutdown,
 )
@@ -44,10 +43,7 @@ from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
-from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.admin.management import Gate
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
@@ -55,7 +51,6 @@ from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
-from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
@@ -98,7 +93,7 @@ class _Server:
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._health = EngineHealth(args.engine_heartbeat_timeout)
-        self._ready: asyncio.Future[EngineReady]
+        self._ready: asyncio.Future[dict[str, Any]]  # the engine's facts
         self._signalled = False
         self._client: ZmqEngineClient | None = None
         self._process: EngineProcess | None = None
@@ -169,22 +164,10 @@ class _Server:
         if self._stop.is_set():
             return None
         tokenizer = loading.result()
-        info = self._ready.result().info
-        check_vocabulary(tokenizer, self._args.tokenizer_folder, int(info["vocab_size"]))
-        metrics = RequestMetrics()
-        self._frontend = Frontend(
-            tokenizer,
-            EngineFacts.from_info(info),
-            client.send,
-            grammars=GrammarCompiler(
-                self._args.tokenizer_folder, int(info["vocab_size"]), info["eos_token_ids"]
-            ),
-            max_queued_requests=self._args.max_queued_requests,
-            metrics=metrics,
-            log_requests=self._args.log_requests,
-        )
+        info = self._ready.result()
+        self._frontend = Frontend(self._args, tokenizer, info, client.send)
         limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
-        engine_metrics = EngineMetrics(metrics)
+        engine_metrics = EngineMetrics(self._frontend.metrics)
         return References(
             self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
         )
@@ -248,11 +231,11 @@ class _Server:
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
 
     def _on_message(self, message: EngineMessage) -> None:
-        if isinstance(message, EngineReady):
-            if not self._ready.done():
-                self._ready.set_result(message)
-        elif isinstance(message, EngineChanged):
-            self._ready.result().info.update(message.info)  # which `References` holds
+        if isinstance(message, EngineInfo):
+            if self._ready.done():
+                self._ready.result().update(message.info)  # which `References` holds
+            else:
+                self._ready.set_result(message.info)
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):

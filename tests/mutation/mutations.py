@@ -931,9 +931,9 @@ MUTATIONS = (
     ),
     Mutation(
         "count what a session was rolled back from as kept",
-        _BOOK,
-        "        session.roll_back(num_turns)\n        self._recount(session)\n",
-        "        session.roll_back(num_turns)\n",
+        _DESK,
+        "        session.roll_back(message.num_turns)\n        self.store.recount(session)\n",
+        "        session.roll_back(message.num_turns)\n",
     ),
     Mutation(
         "let sessions keep as many tokens as they like",

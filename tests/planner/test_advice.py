@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, parse_plan_request
 from sgl_jax.planner.engine_programs import engine_programs

@@ -5,7 +5,7 @@ everything comes from device-resident tables indexed by row, so a step needs no 
 """
 
 from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
-from sgl_jax.layers.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
 from sgl_jax.layers.sampling.row_params import (
     PACKED_WIDTH,
     RowParams,
@@ -17,10 +17,10 @@ from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 __all__ = [
     "PACKED_WIDTH",
+    "LogprobArrays",
     "RowParams",
     "SampledRows",
     "SplitLogits",
-    "TokenLogprobs",
     "draw_tokens",
     "no_logprobs",
     "pack_row_params",

@@ -12,7 +12,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.answer_stream import respond
+from sgl_jax.server.answer_stream import StreamGroup, respond
 from sgl_jax.server.apis.openai import (
     LOWEST_LOGPROB,
     AnswerHead,
@@ -126,7 +126,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             await share.pause()
         echoes += [prompt] * body.num_choices
     answer_format = CompletionFormat(refs, body, echoes)
-    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
+    group = StreamGroup(request, requests, streaming=body.stream, names=names)
+    return await respond(group, answer_format)
 
 
 class CompletionFormat(OpenAIFormat):

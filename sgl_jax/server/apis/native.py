@@ -14,7 +14,7 @@ from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
-from sgl_jax.server.answer_stream import AnswerFormat, json_response, respond
+from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
 from sgl_jax.server.fields import (
     ForEach,
@@ -202,7 +202,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
     )
     answer_format = NativeFormat(references_of(request), body)
-    return await respond(request, requests, answer_format, streaming=body.stream, names=names)
+    group = StreamGroup(request, requests, streaming=body.stream, names=names)
+    return await respond(group, answer_format)
 
 
 @router.post("/abort_request", responses=answers())
