@@ -40,19 +40,19 @@ class ServerFacts:
     max_request_tokens: int | None  # prompt and output together
 
     @classmethod
-    def ask(cls, url: str) -> "ServerFacts":
+    def read(cls, url: str) -> "ServerFacts":
         """Read the limits from the server at `url`. Raises LoadError if none responds."""
-        told: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         for route in _FACT_ROUTES:
             try:
                 with urllib.request.urlopen(url + route, timeout=60) as response:
-                    told = json.load(response) | told
+                    limits = json.load(response) | limits
             except urllib.error.HTTPError:
                 continue  # a server of another kind, without that route
             except (OSError, ValueError) as error:
                 raise LoadError(f"no server responds at {url}{route}: {error}") from error
-        most = next((told[name] for name in _REQUEST_LIMITS if told.get(name)), None)
-        return cls(told.get("vocab_size"), most)
+        most = next((limits[name] for name in _REQUEST_LIMITS if limits.get(name)), None)
+        return cls(limits.get("vocab_size"), most)
 
 
 @dataclass
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if any request failed, 2 if the server would refuse the load."""
     args = parse_args(argv)
     try:
-        load = make_load(args, ServerFacts.ask(_url(args)))
+        load = make_load(args, ServerFacts.read(_url(args)))
     except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -69,8 +69,8 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     """Read the command line; exits with usage on a bad one, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="sgl-jax plan",
-        description="Compile a model's steps for a TPU slice, without one, and say what they need. "
-        f"--model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
+        description="Compile a model's steps for a TPU slice, without one, and print memory and "
+        f"time. --model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
     )
     add_arguments(parser, only=SERVER_SETTINGS)
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")

@@ -29,7 +29,7 @@ ASSUMPTIONS = (
     "the host is never waited for",
 )
 
-_ALWAYS_SAID = ("model_path", "dp_size", "tp_size")
+_ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 
@@ -104,8 +104,8 @@ def serve_command(request: PlanRequest) -> str:
     """The command line that starts the engine that was planned."""
     args = request.args
     words = ["sgl-jax", "serve"]
-    said = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
-    for name in dict.fromkeys((*_ALWAYS_SAID, *said)):
+    changed = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
+    for name in dict.fromkeys((*_ALWAYS_SHOWN, *changed)):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return shlex.join(words)
 
