@@ -90,7 +90,10 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         for name in ("input_len", "output_len"):
             if getattr(words, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        _check_plot(words.plot, words.sweep)
+        if words.plot is not None:  # refused at once, not after minutes of compiling
+            if not words.sweep:
+                raise ValueError("--plot needs --sweep")
+            check_plot_file(words.plot)
         topology = Topology.parse(words.topology)
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
@@ -105,15 +108,6 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     except ValueError as error:
         parser.error(str(error))
     return PlanRequest(args, config, topology, workload, words.json, words.sweep, words.plot)
-
-
-def _check_plot(plot: Path | None, is_sweep: bool) -> None:
-    """Refuse at once a plot that would fail after minutes of compiling."""
-    if plot is None:
-        return
-    if not is_sweep:
-        raise ValueError("--plot needs --sweep")
-    check_plot_file(plot)
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:

@@ -36,15 +36,16 @@ class Client:
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
+        self._http = httpx.Client(base_url=server.url, timeout=TIMEOUT_S)
 
     def post(self, path: str, **body: Any) -> Any:
-        answer = httpx.post(self.server.url + path, json=body, timeout=TIMEOUT_S)
+        answer = self._http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def refusal(self, path: str, **body: Any) -> str:
         """The message of the 400 that this must be."""
-        answer = httpx.post(self.server.url + path, json=body, timeout=TIMEOUT_S)
+        answer = self._http.post(path, json=body)
         assert answer.status_code == 400, answer.text
         message: str = answer.json()["error"]["message"]
         return message
