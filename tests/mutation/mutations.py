@@ -215,7 +215,7 @@ MUTATIONS = (
     Mutation(
         "a shadow counts a hit of no page",
         _SHADOWS,
-        "            counters[_HITS + shadow] += 1\n",
+        "            state.hits[shadow] += 1\n",
         "",
     ),
     Mutation(
