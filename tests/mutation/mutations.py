@@ -18,6 +18,7 @@ class Mutation(NamedTuple):
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
+_RECORDS = "sgl_jax/mem_cache/rank_records.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
@@ -489,7 +490,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict without a need",
-        _MEMORY,
+        _RECORDS,
         "self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)",
         "self.cache.evict(num_pages)",
     ),
@@ -851,7 +852,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict ahead though nothing must be evicted",
-        _MEMORY,
+        _RECORDS,
         "            if deficit > 0:\n                self.cache",
         "            if True:\n                self.cache",
     ),
@@ -2124,7 +2125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: make room for states as for pages",
-        _MEMORY,
+        _RECORDS,
         "            sum(not sizes.groups[number].is_recurrent for number in numbers)\n",
         "            len(numbers)\n",
     ),
