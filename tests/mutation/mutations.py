@@ -24,6 +24,7 @@ _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/tree/full_component.py"
+_COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
 _SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
@@ -290,7 +291,7 @@ MUTATIONS = (
     Mutation(
         "lock what lies above a published prefix once more",
         _FULL,
-        "        self._lock_up_to(new, old)\n",
+        "        self._count_locks(new, old, 1)\n",
         "        self.lock(new)\n",
     ),
     Mutation(
@@ -358,8 +359,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: insert into the default one",
         _TREE,
-        "path = self._walk(tokens, offer.namespace, start)",
-        'path = self._walk(tokens, "", start)',
+        "node, length = self._walk(tokens, offer.namespace, start)",
+        'node, length = self._walk(tokens, "", start)',
     ),
     Mutation(
         "namespaces: a new node is of the default one",
@@ -546,14 +547,8 @@ MUTATIONS = (
     Mutation(
         "lock the end of a path alone",
         _FULL,
-        """                    self._policy.discard(step)
-            step = step.parent
-
-    def unlock""",
-        """                    self._policy.discard(step)
-            step = None
-
-    def unlock""",
+        "                    self.refresh(step)\n            step = step.parent\n",
+        "                    self.refresh(step)\n            step = None\n",
     ),
     Mutation(
         "split an edge without its locks",
@@ -588,8 +583,8 @@ MUTATIONS = (
     Mutation(
         "match a part of a page",
         _TREE,
-        "            matched = matched // self.page_size * self.page_size\n",
-        "",
+        "common_prefix_len(child.key, rest) // self.page_size * self.page_size",
+        "common_prefix_len(child.key, rest)",
     ),
     Mutation(
         "reset the cache under a live lease",
@@ -1696,7 +1691,7 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: keep the window that a lease has locked before",
-        _WINDOW,
+        _COMPONENT,
         "        self.lock(new, first_pages)\n        self.unlock(old, first_pages)\n",
         "        self.lock(new, first_pages)\n",
     ),
@@ -1727,8 +1722,8 @@ MUTATIONS = (
     Mutation(
         "windows: count what is healed under a lock as evictable",
         _WINDOW,
-        "num_locked = int(np.count_nonzero(locks[is_new]))",
-        "num_locked = 0",
+        "            self._count_locked(int(np.count_nonzero(locks[is_new])))\n",
+        "",
     ),
     Mutation(
         "windows: free what an offer brought and nothing can read",
@@ -1933,7 +1928,7 @@ MUTATIONS = (
         "states: a match that found nothing holds the root",
         _TREE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if not self._walk(tokens, namespace, start):\n"
+        "        if length == 0:\n            if not self._walk(tokens, namespace, start)[1]:\n"
         "                self.lock(self.root)\n"
         "            return None\n",
     ),
@@ -1941,7 +1936,7 @@ MUTATIONS = (
         "states: a match that is cut until it reaches the root holds the root",
         _TREE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if self._walk(tokens, namespace, start):\n"
+        "        if length == 0:\n            if self._walk(tokens, namespace, start)[1]:\n"
         "                self.lock(self.root)\n            return None\n",
     ),
     Mutation(

@@ -103,12 +103,12 @@ class RadixCache:
                 windows.append(
                     WindowComponent(
                         len(windows) + 1,
-                        number,
-                        group.pool,
                         allocators[group.pool],
                         page_size,
                         lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
+                        group=number,
+                        pool=group.pool,
                         is_recurrent=group.is_recurrent,
                     )
                 )

@@ -26,9 +26,8 @@ from sgl_jax.mem_cache.tree.cursor_index import CursorIndex
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.resumable import Resumable
-from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, PathStep, TreeComponent
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
-from sgl_jax.mem_cache.tree.tree_path import cut_path, matched_len, only_child, parent_of
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, TreeComponent
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, front, only_child, parent_of
 from sgl_jax.mem_cache.tree.window_component import WindowComponent
 
 
@@ -67,17 +66,16 @@ class RadixTree:
 
     def peek(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
-    ) -> tuple[list[PathStep], int]:
-        """Return the path and length of the longest resumable prefix. Read-only.
+    ) -> tuple[TreeNode, int]:
+        """Return the length of the longest resumable prefix, and a node that its path leads to or
+        through. Read-only.
 
-        `start` is a locked node on that path: the search and the returned path begin below it.
+        `start` is a locked node on that path: the search begins below it.
         """
-        path = self._walk(tokens, namespace, start)
-        above = start.end if start else 0
-        length = matched = matched_len(path) if path else above
-        if self.resumable is not None and path:
-            length, _ = self.resumable.usable_len(path[-1].node, matched, above)
-        return path if length == matched else cut_path(path, length - above), length
+        node, length = self._walk(tokens, namespace, start)
+        if self.resumable is not None:
+            length, _ = self.resumable.usable_len(node, length, start.end if start else 0)
+        return node, length
 
     def match(
         self,
@@ -92,12 +90,12 @@ class RadixTree:
         `peek`, a lock moves from there to the returned node, which is `start` if nothing below
         matches; `first_pages` are the lease's. `settle` ends the change.
         """
-        path, length = self.peek(tokens, namespace, start)
+        node, length = self.peek(tokens, namespace, start)
         if length == 0:
             return None
-        if not path:
+        if start is not None and length == start.end:
             return start
-        node = self._node_at(path, length)
+        node = self._node_at(node, length)
         self._touch(node, start)
         if self.resumable is not None:
             self.resumable.read(node, self._clock)
@@ -165,9 +163,8 @@ class RadixTree:
         lock.
         """
         start = start or self.root
-        path = self._walk(tokens, offer.namespace, start)
-        length = matched_len(path) if path else start.end
-        node = self._node_at(path, length) if path else start
+        node, length = self._walk(tokens, offer.namespace, start)
+        node = self._node_at(node, length)
         self._touch(node, start)
         is_new = length < len(tokens)
         if is_new:
@@ -291,39 +288,34 @@ class RadixTree:
 
     def _walk(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
-    ) -> list[PathStep]:
-        path = []
+    ) -> tuple[TreeNode, int]:
+        """Return the node in whose edge the walk along `tokens` ends, and the tokens matched from
+        the root, whole pages."""
         node = below or self.root
-        start = node.end
+        length = node.end
         limit = len(tokens) // self.page_size * self.page_size
-        while start < limit:
-            rest = tokens[start:limit]
-            child = node.children.get(self.key_at(start, rest, namespace))
+        while length == node.end < limit:
+            rest = tokens[length:limit]
+            child = node.children.get(self.key_at(length, rest, namespace))
             if child is None:
                 break
-            matched = common_prefix_len(child.key, rest)
-            matched = matched // self.page_size * self.page_size
-            path.append(PathStep(child, matched))
-            start += matched
-            if matched < len(child.key):
-                break
             node = child
-        return path
+            length += common_prefix_len(child.key, rest) // self.page_size * self.page_size
+        return node, length
 
-    def _node_at(self, path: Sequence[PathStep], length: int) -> TreeNode:
-        """Return the node that ends at `length` on `path`; split an edge if needed."""
-        for node, _ in path:
-            if node.end == length:
-                return node
-            if node.end > length:
-                upper = self._split(node, len(node.key) - (node.end - length))
-                # The rest of the edge may be short enough to merge now. Leave the edges above:
-                # `upper` is about to get a lock or a child.
-                rest = only_child(node)
-                if rest is not None and self.may_merge(node, rest):
-                    self._merge(node, rest)
-                return upper
-        raise LedgerError(f"no node of the path reaches {length}: {path}")
+    def _node_at(self, node: TreeNode, length: int) -> TreeNode:
+        """Return the node that ends at `length` on the path to `node`; split an edge if needed."""
+        while node.parent is not None and node.parent.end >= length:
+            node = node.parent
+        if node.end == length:
+            return node
+        upper = self._split(node, len(node.key) - (node.end - length))
+        # The rest of the edge may be short enough to merge now. Leave the edges above: `upper` is
+        # about to get a lock or a child.
+        rest = only_child(node)
+        if rest is not None and self.may_merge(node, rest):
+            self._merge(node, rest)
+        return upper
 
     def _split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
         """Put a new node after the first `num_tokens` of `lower`'s edge; `lower` stays the end.
