@@ -13,7 +13,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.memory_view import MemoryView, PoolView
+from sgl_jax.mem_cache.memory_view import PAGE_COUNTS, MemoryView, PoolView
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.rank_records import RankRecords
 from sgl_jax.mem_cache.row_states import resumable_len
@@ -172,49 +172,31 @@ class RankMemory(RankRecords):
         commit_rows(self.rows, [self], rows, lens)
 
     def view(self) -> MemoryView:
-        sizes = self.sizes
-        pools = tuple(
-            PoolView(
-                kind="states" if pool == self.state_pool else "pages",
-                sliding_windows=tuple(
-                    self.groups[number].sliding_window
-                    for number in numbers
-                    if number != self.state_group
-                ),
-                own_slots=(
-                    sizes.num_state_slots - sizes.num_snapshots if pool == self.state_pool else 0
-                ),
-                total_pages=allocator.num_pages,
-                free_pages=allocator.num_free,
-                leased_pages=allocator.num_leased - session_held,
-                cached_pages=allocator.num_tree,
-                protected_pages=num_protected,
-                session_held_pages=session_held,
-                reserved_pages=allocator.num_reserved,
-            )
-            for pool, (numbers, allocator, num_protected, session_held) in enumerate(
-                zip(
-                    self.groups_of,
-                    self.allocators,
-                    self.cache.num_protected,
-                    self.session_held,
-                    strict=True,
-                )
-            )
-        )
+        pools = tuple(self._pool_view(pool) for pool in range(len(self.allocators)))
         paged = [pool for pool in pools if pool.kind == "pages"]
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
-            total_pages=sum(pool.total_pages for pool in paged),
-            free_pages=sum(pool.free_pages for pool in paged),
-            leased_pages=sum(pool.leased_pages for pool in paged),
-            cached_pages=sum(pool.cached_pages for pool in paged),
-            protected_pages=sum(pool.protected_pages for pool in paged),
-            session_held_pages=sum(pool.session_held_pages for pool in paged),
-            reserved_pages=sum(pool.reserved_pages for pool in paged),
+            **{name: sum(getattr(pool, name) for pool in paged) for name in PAGE_COUNTS},
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
             session_rows=self.sessions.num_idle,
             pools=pools,
+        )
+
+    def _pool_view(self, pool: int) -> PoolView:
+        allocator, session_held = self.allocators[pool], self.session_held[pool]
+        groups = [self.groups[number] for number in self.groups_of[pool]]
+        has_states = pool == self.state_pool
+        return PoolView(
+            kind="states" if has_states else "pages",
+            sliding_windows=tuple(each.sliding_window for each in groups if not each.is_recurrent),
+            own_slots=self.sizes.num_state_slots - self.sizes.num_snapshots if has_states else 0,
+            total_pages=allocator.num_pages,
+            free_pages=allocator.num_free,
+            leased_pages=allocator.num_leased - session_held,
+            cached_pages=allocator.num_tree,
+            protected_pages=self.cache.num_protected[pool],
+            session_held_pages=session_held,
+            reserved_pages=allocator.num_reserved,
         )

@@ -23,6 +23,7 @@ _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
+_SHAPE = "sgl_jax/mem_cache/tree/tree_shape.py"
 _FULL = "sgl_jax/mem_cache/tree/full_component.py"
 _COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
@@ -235,19 +236,19 @@ MUTATIONS = (
     ),
     Mutation(
         "merge what was used more with what was used less",
-        _TREE,
+        _SHAPE,
         "            and upper.num_uses == lower.num_uses\n",
         "",
     ),
     Mutation(
         "merge what was used lately with what was not",
-        _TREE,
+        _SHAPE,
         "            and upper.last_access <= lower.last_access\n",
         "",
     ),
     Mutation(
         "merge a long edge with every chunk that follows",
-        _TREE,
+        _SHAPE,
         "            and len(upper.key) < 2 * len(lower.key)\n",
         "",
     ),
@@ -285,7 +286,8 @@ MUTATIONS = (
     Mutation(
         "forget the old lock when a longer prefix is published",
         _CACHE,
-        "            self.tree.move_lock(offer.node, node, offer.first_pages)\n",
+        "            self.tree.move_lock(start, node, offer.first_pages)\n",
+        "            pass\n        if start is not None:\n"
         "            self.tree.lock(node, offer.first_pages)\n",
     ),
     Mutation(
@@ -302,7 +304,7 @@ MUTATIONS = (
     ),
     Mutation(
         "look for what a lease continues at the root",
-        _TREE,
+        _SHAPE,
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
@@ -352,7 +354,7 @@ MUTATIONS = (
     # -- namespaces
     Mutation(
         "namespaces: look edges up by tokens alone",
-        _TREE,
+        _SHAPE,
         "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
@@ -370,7 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: a split lists its upper node by tokens alone",
-        _TREE,
+        _SHAPE,
         "upper = self._new_node(key, parent, lower.child_key, namespace)",
         "upper = self._new_node(key, parent, key[: self.page_size].tobytes(), namespace)",
     ),
@@ -582,7 +584,7 @@ MUTATIONS = (
     ),
     Mutation(
         "match a part of a page",
-        _TREE,
+        _SHAPE,
         "common_prefix_len(child.key, rest) // self.page_size * self.page_size",
         "common_prefix_len(child.key, rest)",
     ),
@@ -1540,7 +1542,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is split at its end",
-        _TREE,
+        _SHAPE,
         "        self.cursors.node_split(upper, lower)\n",
         "",
     ),
@@ -1552,7 +1554,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
-        _TREE,
+        _SHAPE,
         "        self.cursors.nodes_merged(upper, lower)\n",
         "",
     ),
@@ -1588,7 +1590,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave a cursor though a new child continues it",
-        _TREE,
+        _SHAPE,
         "        self.cursors.child_added(parent, child)\n",
         "",
     ),
@@ -2187,7 +2189,7 @@ MUTATIONS = (
     Mutation(
         "states: say that snapshots are pages",
         _MEMORY,
-        'kind="states" if pool == self.state_pool else "pages"',
+        'kind="states" if has_states else "pages"',
         'kind="pages"',
     ),
     Mutation(

@@ -1,10 +1,10 @@
 """The pages of one cache group on the prefix tree.
 
-The tree core (`radix_tree.py`) owns tokens, edges and splits. Components, one for each cache group,
-own the values of edges: FULL attention needs every page before a position, a window only its
-lookback. Each component has its own index in `TreeNode.values` and `TreeNode.locks`. Component 0 is
-always FULL's or, for models without a full layer, `BareTokens` (`full_component.py`): its locks
-hold the path itself.
+The tree core (`tree_shape.py`, `radix_tree.py`) owns tokens, edges and splits. Components, one for
+each cache group, own the values of edges: FULL attention needs every page before a position, a
+window only its lookback. Each component has its own index in `TreeNode.values` and
+`TreeNode.locks`. Component 0 is always FULL's or, for models without a full layer, `BareTokens`
+(`full_component.py`): its locks hold the path itself.
 """
 
 from abc import ABC, abstractmethod
@@ -105,7 +105,7 @@ class TreeComponent(ABC):
     def unlock(self, node: TreeNode, first_pages: FirstPages) -> None: ...
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
-        """Lock what a lease at `new` reads, and unlock `old`, which is `new` or above it."""
+        """Lock for a lease at `new`, and unlock `old`, which is `new` or above it."""
         self.lock(new, first_pages)
         self.unlock(old, first_pages)
 

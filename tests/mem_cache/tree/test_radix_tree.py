@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_jax.mem_cache.eviction.eviction_policy import LruPolicy
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
@@ -16,7 +16,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.allocator = PageAllocator(100)
-        policy = LruPolicy()
+        policy = EvictionPolicy()
         self.full = FullComponent(0, self.allocator, 2, policy)
         self.tree = RadixTree(2, self.full, policy)
 
