@@ -104,6 +104,8 @@ class RankScheduler:
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
         """Tokens of `request` that the tree, or its session's lease, has computed here."""
+        if request.kept_by is None:
+            return cursor.length
         lease = request.session_lease(self.memory)
         if lease is None:
             return cursor.length

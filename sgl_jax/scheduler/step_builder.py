@@ -63,6 +63,7 @@ class StepBuilder:
         self.num_prefill_tokens = runnable.num_prefill_tokens
         self._has_slots = runnable.has_slots
         self._prefilling = runnable.prefilling
+        self._needs: dict[int, tuple[int, int]] = {}  # of these: see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step
@@ -121,7 +122,7 @@ class StepBuilder:
         row = self.rank.admit(request, cursor, num_reserved)
         self._has_admitted = True
         self._prefilling.append(row)
-        self.num_prefill_tokens += self._num_wanted(row)
+        self.num_prefill_tokens += self._count_needs(row)[0]
         if request.priority == self.rank.running.priorities.lowest:
             self._take_tokens(row)
         else:
@@ -133,7 +134,7 @@ class StepBuilder:
         self.decode_rows = self.decode_rows[self.decode_rows != row]
         if row in self._prefilling:
             self._prefilling.remove(row)
-            self.num_prefill_tokens -= self._num_wanted(row)
+            self.num_prefill_tokens -= self._count_needs(row)[0]
         self.preempted.append(self.rank.retract(row, "preempted"))
         self._plan_tokens()
 
@@ -182,16 +183,18 @@ class StepBuilder:
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
         """The number of `num_left` prompt tokens that `row` takes, and of these that it scores."""
-        committed = int(self.rank.memory.rows.kv_committed_len[row])
-        # The tokens before the first scored position use no scores of the step.
-        score_start = max(int(self.rank.running.score_start[row]), committed)
-        may_score_to = score_start - committed + num_scored_left
-        count = min(self._num_wanted(row), num_left, may_score_to)
-        return count, max(committed + count - score_start, 0)
+        num_wanted, num_unscored = self._needs.get(row) or self._count_needs(row)
+        count = min(num_wanted, num_left, num_unscored + num_scored_left)
+        return count, max(count - num_unscored, 0)
 
-    def _num_wanted(self, row: int) -> int:
-        planned, committed = self.rank.running.planned_len, self.rank.memory.rows.kv_committed_len
-        return int(planned[row] - committed[row])
+    def _count_needs(self, row: int) -> tuple[int, int]:
+        """The prompt tokens that `row` needs, and the number before the first scored position,
+        which use no scores of the step. They change only as the step is launched."""
+        running, committed = self.rank.running, int(self.rank.memory.rows.kv_committed_len[row])
+        num_wanted = int(running.planned_len[row]) - committed
+        num_unscored = max(int(running.score_start[row]) - committed, 0)
+        self._needs[row] = num_wanted, num_unscored
+        return num_wanted, num_unscored
 
     def prefilling_rows(self) -> list[int]:
         """The rows with more than one token to compute, in this step or later, oldest first."""

@@ -1173,8 +1173,8 @@ MUTATIONS = (
     Mutation(
         "hold the rank where most is lacking",
         _ADMISSION,
-        "(max(room.num_short(request, cursors[r]), 0), room.num_running, r)",
-        "(-room.num_short(request, cursors[r]), room.num_running, r)",
+        "(max(room.num_short(num_pages, cursors[r]), 0), room.num_running, r)",
+        "(-room.num_short(num_pages, cursors[r]), room.num_running, r)",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1349,7 +1349,7 @@ MUTATIONS = (
     Mutation(
         "compute a gap as often as there are requests for it",
         _CURSOR,
-        "            key, node = node.child_key, node.parent\n",
+        "            below, node = node, node.parent\n",
         "            break\n",
     ),
     Mutation(

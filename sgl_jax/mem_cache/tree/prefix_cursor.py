@@ -7,7 +7,7 @@ Any other cursor stands at its parent's place, since the walk ends before the tw
 `cursor_index.py` keeps cursors up to date.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -107,16 +107,21 @@ class PrefixCursor:
             return self._key_at(matched, above.tokens[matched:], above.namespace)
         return None if cursor is None else cursor.key
 
-    def places(self) -> list[tuple[TreeNode, bytes]]:
-        """Nodes, with keys, behind which a new child would extend the walk or its resumable part:
-        from the end of the walk up to the end of its resumable prefix, since gaps lie between the
-        two."""
+    def places(self, node_ids: Container[int]) -> list[tuple[TreeNode, bytes]]:
+        """The nodes with these ids, with keys, behind which a new child would extend the walk or
+        its resumable part.
+
+        They lie between the end of the walk and the end of its resumable prefix, since gaps lie
+        between the two.
+        """
         live = self.live
-        node, key, places = live.at, self.next_key, []
+        node, below, places = live.at, None, []
         while node is not None and node.end >= live.usable:
-            if key is not None:
-                places.append((node, key))
-            key, node = node.child_key, node.parent
+            if node.node_id in node_ids:
+                key = self.next_key if below is None else below.child_key
+                if key is not None:
+                    places.append((node, key))
+            below, node = node, node.parent
         return places
 
     def stems(self) -> "Iterator[PrefixCursor]":

@@ -79,8 +79,10 @@ class Admission:
             return
         forecast = ranks.forecast(np.array([builder.rank.has_row for builder in builders]))
         rooms = [
-            RankRoom(builder, forecast, end)
-            for builder, end in zip(builders, ranks.soonest_ends(), strict=True)
+            RankRoom(builder, forecast, num_reserved, end)
+            for builder, num_reserved, end in zip(
+                builders, forecast.pages(slice(None)), ranks.soonest_ends(), strict=True
+            )
         ]
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
         offer = Offer(
@@ -182,8 +184,9 @@ class Admission:
         """The rank where a request lacks the fewest pages; among equals, the least busy."""
         cursors = self._waiting.cursors(request)
         allowed = _allowed(rooms, request)
+        num_pages = allowed[0].rank.num_pages_at_most(request)
         return min(
-            (max(room.num_short(request, cursors[r]), 0), room.num_running, r)
+            (max(room.num_short(num_pages, cursors[r]), 0), room.num_running, r)
             for room in allowed
             for r in (room.dp_rank,)
         )[2]
@@ -236,7 +239,8 @@ class Admission:
     def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
         """All ranks that a request may run on; none if it fits none of them now."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        has_room = [room.has_room(request, cursors[room.dp_rank]) for room in allowed]
+        num_pages = allowed[0].rank.num_pages_at_most(request)
+        has_room = [room.has_room(num_pages, cursors[room.dp_rank]) for room in allowed]
         if not any(
             fits and room.takes(request) for room, fits in zip(allowed, has_room, strict=True)
         ):

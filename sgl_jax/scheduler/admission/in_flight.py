@@ -53,6 +53,7 @@ class InFlight:
         self._step_price = chunk_size // _STEP_PRICE_PART
         # By the tree's node at the end of the row's published part, and the key of the next page.
         self._rows: dict[tuple[int, bytes], int] = {}
+        self._node_ids: set[int] = set()  # of these
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
         self._branches: dict[tuple[int, int, bytes], int] = {}
@@ -74,6 +75,7 @@ class InFlight:
             return
         place = (lease.node or memory.cache.tree.root).node_id, key
         first = self._rows.setdefault(place, row)
+        self._node_ids.add(place[0])
         if rank.running.priority[row] > rank.running.priority[first]:
             self._rows[place], first, row = row, row, first
         if first != row:
@@ -99,7 +101,7 @@ class InFlight:
         memory = self._rank.memory
         if not self._rows or not memory.can_keep_state:
             return None  # nothing could go on from where the row comes past
-        for node, key in cursor.places():
+        for node, key in cursor.places(self._node_ids):
             first = self._rows.get((node.node_id, key))
             if first is None:
                 continue

@@ -35,10 +35,17 @@ class RankRoom:
     Args:
         builder: the rank's share of the step.
         forecast: of the needs of all ranks that have a row for another request.
+        num_reserved: the rank's reserve by that forecast.
         soonest_end: in how many steps the first of its running requests may end; None without any.
     """
 
-    def __init__(self, builder: StepBuilder, forecast: Forecast, soonest_end: int | None) -> None:
+    def __init__(
+        self,
+        builder: StepBuilder,
+        forecast: Forecast,
+        num_reserved: int,
+        soonest_end: int | None,
+    ) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
         self.num_staying = 0  # requests that wait for room here though other ranks have it
@@ -55,6 +62,8 @@ class RankRoom:
         self._preemptible: Preemptible | None = None
         self._look()
         self._is_counted = self._has_row
+        if self._is_counted:
+            self._num_reserved = num_reserved
 
     def _look(self) -> None:
         """Compute the rank's room and load, which change only as requests start here."""
@@ -82,14 +91,15 @@ class RankRoom:
         self._forecast.recount(self.dp_rank, self.rank.running.active)
         self._is_counted = True
 
-    def has_room(self, request: Request, cursor: PrefixCursor) -> bool:
-        """Return whether there are a row and enough pages for `request`."""
-        return self._has_row and self.num_short(request, cursor) <= 0
+    def has_room(self, num_pages: int, cursor: PrefixCursor) -> bool:
+        """Return whether there are a row and enough pages for a request of `num_pages` pages."""
+        return self._has_row and self.num_short(num_pages, cursor) <= 0
 
-    def num_short(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` lacks here, or more; not above 0 if it has enough."""
+    def num_short(self, num_pages: int, cursor: PrefixCursor) -> int:
+        """Pages that a request of `num_pages` pages lacks here, or more; not above 0 if it has
+        enough."""
         # Mostly there are enough without a look at how much of its prefix is in use.
-        num_short = self.rank.num_pages_at_most(request) - self.num_pages
+        num_short = num_pages - self.num_pages
         return (
             num_short if num_short <= 0 else num_short - self.rank.memory.num_pages_in_use(cursor)
         )

@@ -243,6 +243,7 @@ def order_keys(
             is_due = pages < NEVER and passed_over[line] >= max_passed_over
             if pages <= room[k] or is_due or (may_preempt and pages <= most_room[k, line]):
                 keys[line] = 0
+                break
         if keys[line] == 0:
             first_arrival = min(first_arrival, arrival[line])
     for line in range(end):
@@ -285,6 +286,8 @@ def rule_out(
                 if pages < NEVER and priority[line] > floor[k]:
                     is_tried |= pages <= room[k] or passed_over[line] >= max_passed_over
                     is_tried |= may_preempt and pages <= most_room[k, line]
+                if is_tried:
+                    break
             if not is_tried:
                 keys[line] = LAST
 
