@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch
 
 
 class LastQueries(NamedTuple):

@@ -14,7 +14,7 @@ from sgl_jax.core.step_plan import Int32Array, PromptLogprobs, RankPlan, RankRes
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.layout import DPLayout, StepInput
 from sgl_jax.executor.step import Computed, StepOutput
-from sgl_jax.layers.sampling import TokenLogprobs
+from sgl_jax.layers.sampling.logprobs import TokenLogprobs
 
 
 @dataclass

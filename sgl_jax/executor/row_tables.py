@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
-from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params
 
 TABLE_SPEC = P("data")
 
