@@ -12,8 +12,6 @@ ROOT = Path(sgl_jax.__file__).parent
 # Names that two classes share. The list may only lose names.
 SHARED_CLASS_NAMES = {
     "AllowedTools",
-    "HBM",
-    "Kernel",
 }
 
 

@@ -22,15 +22,12 @@ from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
-from sgl_jax.kernels.gated_delta.api import (
-    CHUNK_TOKENS,
-    check_heads,
-    gated_delta_implementation,
-)
+from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
-from sgl_jax.layers.sampling import PACKED_WIDTH
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
     KVPoolLayout,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, PromptLogprobs, RankPlan, RankResult
-from sgl_jax.layers.sampling import LogprobArrays
+from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

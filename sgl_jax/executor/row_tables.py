@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
-from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params
 
 _PIECE_TOKENS = 1024
 _PIECE_ROWS = 16

@@ -20,17 +20,12 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT
 from sgl_jax.executor.layout import RankControls, StepOutput
 from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
-from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
-from sgl_jax.layers.sampling import (
-    LogprobArrays,
-    SampledRows,
-    SplitLogits,
-    draw_tokens,
-    no_logprobs,
-    score_tokens,
-    unpack_row_params,
-)
+from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
+from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs
+from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
 
 # Positions whose logits are held at once when prompts are scored.

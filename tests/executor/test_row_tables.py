@@ -13,7 +13,7 @@ from sgl_jax.executor.row_tables import (
     empty_piece,
     write_piece,
 )
-from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params, unpack_row_params
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params, unpack_row_params
 
 _write = jax.jit(write_piece)
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.kernels.attention.api import AttentionBatch
-from sgl_jax.kernels.gated_delta.api import StateBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.mem_cache.device_pool import (

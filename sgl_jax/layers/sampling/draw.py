@@ -6,8 +6,8 @@ from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
-from sgl_jax.layers.sampling.row_params import unpack_row_params
-from sgl_jax.layers.sampling.sample import SampledRows, is_elaborate, sample_tokens
+from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
+from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 
