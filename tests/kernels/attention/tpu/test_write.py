@@ -137,7 +137,7 @@ def change_another_buffer(monkeypatch):
 
 
 def write_whole_tiles_without_reading(monkeypatch):
-    monkeypatch.setattr(module, "_when_partial", lambda *_: lambda do: None)
+    monkeypatch.setattr(module._Kernel, "is_partial", lambda *_: False)
 
 
 def write_another_page(monkeypatch):

@@ -129,7 +129,7 @@ def write_the_next_slot(monkeypatch):
 
 def go_on_from_the_row_of_the_next_token(monkeypatch):
     monkeypatch.setattr(
-        module._Rows, "is_first", lambda rows, token: token == rows.token_rows[token]
+        shared.StateRows, "is_first", lambda rows, token: token == rows.token_rows[token]
     )
 
 
