@@ -1265,8 +1265,8 @@ MUTATIONS = (
     Mutation(
         "reserve nothing for what starts in the same step",
         "sgl_jax/scheduler/admission/step_room.py",
-        "        self._forecast.start(self.dp_rank, row)\n",
-        "",
+        "            self._forecast.start(self.dp_rank, row)\n",
+        "            pass\n",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1471,15 +1471,15 @@ MUTATIONS = (
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
-        "is_short = needed > room[k]",
-        "is_short = needed >= room[k]",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "            if needed > room:\n",
+        "            if needed >= room:\n",
     ),
     Mutation(
         "count nothing of a prefix as in use",
-        _QUEUE,
-        "np.minimum(in_use[places], cached)",
-        "0 * np.minimum(in_use[places], cached)",
+        _LINES,
+        "min(in_use[place[line]], cached_pages[line])",
+        "0 * min(in_use[place[line]], cached_pages[line])",
     ),
     Mutation(
         "forget where a cursor went",
