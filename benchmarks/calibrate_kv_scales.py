@@ -19,9 +19,10 @@ import numpy as np
 from benchmarks.demo_model.tasks import held_out_questions
 from benchmarks.host.steps import StepLoop
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, write_kv_scales
+from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.executor.engine_config import TPU_PAGE_SIZE
 from sgl_jax.executor.model_executor import ModelExecutor

@@ -69,12 +69,12 @@ _HEAD = """# Fields of requests
 Made by `python scripts/make_request_fields.py`, which reads the code; a test compares.
 
 A null counts as not given. A field that is not listed is refused by name with a 400, and so is a
-value outside the range given here. [Unserved fields](#unserved-fields) are those that clients,
-benches and routers send without requesting anything: null, false, 0 and empty are accepted, any
-other value is refused.
+value outside the range given here. Clients, benches and routers
+also send [unserved fields](#unserved-fields), without requesting anything by them: null, false, 0
+and empty are accepted, any other value is refused.
 
-Ranges are those of float32 arithmetic: a `temperature` below 1e-6 is greedy, and a `top_p` that
-keeps only the likeliest token may be as small as one likes.
+Ranges hold in float32 arithmetic: a `temperature` below 1e-6 is greedy, and `top_p` may be
+any number above 0 (a tiny one keeps only the likeliest token).
 """
 
 # The titles of fields that several bodies share.
@@ -148,7 +148,7 @@ def _section(title: str, body: type[StrictModel]) -> str:
 
 def _unserved_sections() -> list[str]:
     lines = ["## Unserved fields", ""]
-    for title, table in (("Of requests", REQUEST), ("Of messages, parts and tools", PART)):
+    for title, table in (("In requests", REQUEST), ("In messages, parts and tools", PART)):
         lines += _unserved(title, table)
     return ["\n".join(lines) + "\n"]
 

@@ -7,7 +7,7 @@
 import sys
 from collections.abc import Sequence
 
-from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.engine.process import log_to_terminal
 from sgl_jax.server.lifecycle import serve
 

@@ -1,11 +1,13 @@
-"""Count the dialect in docstrings, comments and pages: `python -m tests.plain_english [room ...]`.
+"""Count the dialect in code and pages: `python -m tests.plain_english [room ...]`.
 
 Without arguments it prints hits per thousand words of each room, beside the room's ceiling. With
 rooms it prints each hit with its file and line. `--write` lowers the ceilings in
 `plain_english_ceilings.json` to today's counts; it never raises one.
 
-Quoted text is no prose of ours: text between backticks or quotation marks, and blocks of code, are
-left out. "known" is an adjective here, and "answer" counts only where it is a verb.
+It reads docstrings, comments and pages, the names of functions and classes, the help of flags, and
+the messages of errors. Quoted text is no prose of ours: text between backticks or quotation marks,
+and blocks of code, are left out. "known" is an adjective here, and "answer" counts only where it is
+a verb.
 """
 
 import ast
@@ -32,17 +34,19 @@ PATTERNS = {
     ),
     "verb": re.compile(
         r"\b(?:tells?|told|telling|says?|said|saying|asks?|asked|asking|knows?|knew|knowing"
-        r"|lets?|letting|wants?|wanted|wanting|learns?|learnt|answered|answering"
-        r"|(?:to|not|can|cannot|must|may|will|would|it|that|who|which|and) answers?)\b"
+        r"|lets?|letting|wants?|wanted|wanting|learns?|learnt|hears?|heard|weather|untold"
+        r"|answered|answering"
+        r"|(?:to|not|can|cannot|must|may|will|would|it|that|who|which|and) answers?(?! of))\b"
     ),
 }
 _QUOTED = re.compile(r"``.*?``|`[^`]*`|\"[^\"\n]*\"|(?<!\w)'[^'\n]*'(?!\w)|\w+://\S+", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^```.*?^```|^(?: {4}|\t).*$", re.DOTALL | re.MULTILINE)
+_NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _WORD = re.compile(r"[A-Za-z][\w'-]*")
 
 
 class Text(NamedTuple):
-    """One docstring, block of comments or page, and its first line's number."""
+    """One docstring, block of comments, name, message or page, and its first line's number."""
 
     line: int
     text: str
@@ -93,6 +97,39 @@ def comments(source: str) -> Iterator[Text]:
         yield Text(first, "\n".join(block))
 
 
+def names(source: str) -> Iterator[Text]:
+    """Names of functions and classes, as words in lower case."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Text(node.lineno, " ".join(_NAME_PART.findall(node.name)).lower())
+
+
+def messages(source: str) -> Iterator[Text]:
+    """Texts for users: of errors that are raised, and of the help of flags and settings."""
+    for node in ast.walk(ast.parse(source)):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            values = node.exc.args
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id == "setting":
+                values = node.args[1:2]
+            values = values + [
+                keyword.value for keyword in node.keywords if keyword.arg in ("help", "description")
+            ]
+        for value in values:
+            if text := _literal(value):
+                yield Text(value.lineno, text)
+
+
+def _literal(value: ast.expr) -> str:
+    """The text of a string; a blank for each value in it. Empty for any other expression."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return value.value
+    if isinstance(value, ast.JoinedStr):
+        return "".join(_literal(part) or "_" for part in value.values)
+    return ""
+
+
 def prose(path: Path) -> Iterator[Text]:
     source = path.read_text()
     if path.suffix == ".md":
@@ -100,6 +137,8 @@ def prose(path: Path) -> Iterator[Text]:
     else:
         yield from docstrings(source)
         yield from comments(source)
+        yield from names(source)
+        yield from messages(source)
 
 
 def _without_quoted(text: str) -> str:

@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.plain_english import GOAL, Text, ceilings, comments, count, docstrings, hits, rooms
+from tests.plain_english import (
+    GOAL,
+    Text,
+    ceilings,
+    comments,
+    count,
+    docstrings,
+    hits,
+    messages,
+    names,
+    rooms,
+)
 
 SLACK = 0.3  # a room this much below its ceiling needs `python -m tests.plain_english --write`
 
@@ -38,3 +49,13 @@ def test_prose_is_docstrings_and_blocks_of_comments() -> None:
     source = '"""One."""\nx = "two"  # three\n# four\n# five\ny = 1\n'
     assert list(docstrings(source)) == [(1, "One.")]
     assert list(comments(source)) == [(2, "three"), (3, "four\nfive")]
+
+
+def test_names_are_words() -> None:
+    source = "class AskedKVHeads:\n    def _tell_it(self): ...\n"
+    assert list(names(source)) == [(1, "asked kv heads"), (2, "tell it")]
+
+
+def test_messages_are_errors_help_and_settings() -> None:
+    source = 'raise E(f"no {x}") from e\nadd("--x", help="one")\na: int = setting(1, "two")\n'
+    assert sorted(messages(source)) == [(1, "no _"), (2, "one"), (3, "two")]

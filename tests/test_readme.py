@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.planner.arguments import parse_plan_request
 from tests.documented import PAGES, README, ROOT, command_lines
 

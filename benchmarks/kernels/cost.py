@@ -43,10 +43,7 @@ from sgl_jax.kernels.attention.tpu.decode import decode_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention  # noqa: E402
 from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks  # noqa: E402
 from sgl_jax.kernels.attention.tpu.write import write_kv  # noqa: E402
-from sgl_jax.kernels.gated_delta.api import (  # noqa: E402
-    CHUNK_TOKENS,
-    StateBatch,
-)
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS, prefill_gated_delta  # noqa: E402
@@ -298,8 +295,8 @@ def our_delta_decode(tp: int) -> Kernel:
     """Qwen3-Next-80B-A3B's heads on a chip of tp."""
 
     def decode(*arguments):
-        arrays, rows = arguments[:7], arguments[7:]
-        return decode_gated_delta(*arrays, StateBatch.build(*rows, ROWS))
+        tokens, arrays, rows = DeltaInputs(*arguments[:5]), arguments[5:7], arguments[7:]
+        return decode_gated_delta(tokens, *arrays, StateBatch.build(*rows, ROWS))
 
     state_kib = DELTA_VALUE_HEADS // tp * HEAD_DIM * HEAD_DIM * 4 // 1024
     return Kernel(
@@ -327,8 +324,8 @@ def our_delta_prefill(tp: int) -> Kernel:
     heads = min(VALUE_HEADS, DELTA_VALUE_HEADS // tp)
 
     def prefill(*arguments):
-        arrays, rows = arguments[:7], arguments[7:]
-        return prefill_gated_delta(*arrays, StateBatch.build(*rows, CHUNK))
+        tokens, arrays, rows = DeltaInputs(*arguments[:5]), arguments[5:7], arguments[7:]
+        return prefill_gated_delta(tokens, *arrays, StateBatch.build(*rows, CHUNK))
 
     return Kernel(
         f"gated delta prefill, {DELTA_VALUE_HEADS // tp} value heads",

@@ -11,9 +11,9 @@ Prefill: the formula's sizes, with as many queries again, and with as many heads
 either is slower (docs/inside/kernels.md), and so are twice as many keys. The cost is the bundles of
 the loops over keys for rows of several lengths, with the blocks on the diagonal and the rest of a
 row, per 10**9 operations after the causal mask. A choice must be 2 % better than the formula's to
-take its place, and compile soon. The table goes into the same file, beside it
-bundles for 10**9 operations of the loop without masks, then of the rows, and of the rows with the
-formula's sizes. All tried sizes are printed as comments.
+take its place, and compile soon. Lines with other sizes than the formula's go into the same file;
+beside each are bundles for 10**9 operations of the loop without masks, then of the rows, and of the
+rows with the formula's sizes. All tried sizes are printed as comments.
 """
 
 import argparse

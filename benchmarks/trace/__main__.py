@@ -17,7 +17,7 @@ from benchmarks.trace.windowed import LAYER_MIXES, WindowedRow, windowed_hit_rat
 from sgl_jax.bench.trace.command import add_capacities, chosen_capacities
 from sgl_jax.bench.trace.oracles import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
-from sgl_jax.core.server_args import add_arguments
+from sgl_jax.core.command_line import add_arguments
 from sgl_jax.planner.plot_file import check_plot_file
 
 # Bytes of snapshots per byte of KV.

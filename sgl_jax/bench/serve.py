@@ -40,19 +40,19 @@ class ServerFacts:
     max_request_tokens: int | None  # prompt and output together
 
     @classmethod
-    def ask(cls, url: str) -> "ServerFacts":
+    def read(cls, url: str) -> "ServerFacts":
         """Read the limits from the server at `url`. Raises LoadError if none responds."""
-        told: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         for route in _FACT_ROUTES:
             try:
                 with urllib.request.urlopen(url + route, timeout=60) as response:
-                    told = json.load(response) | told
+                    limits = json.load(response) | limits
             except urllib.error.HTTPError:
                 continue  # a server of another kind, without that route
             except (OSError, ValueError) as error:
                 raise LoadError(f"no server responds at {url}{route}: {error}") from error
-        most = next((told[name] for name in _REQUEST_LIMITS if told.get(name)), None)
-        return cls(told.get("vocab_size"), most)
+        most = next((limits[name] for name in _REQUEST_LIMITS if limits.get(name)), None)
+        return cls(limits.get("vocab_size"), most)
 
 
 @dataclass
@@ -80,22 +80,11 @@ class Load:
     request_rate: float  # requests per second; inf sends as fast as concurrency allows
 
 
-def _url(args: argparse.Namespace) -> str:
-    return args.base_url or f"http://{args.host}:{args.port}"
+def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
+    """Random prompts of the requested lengths; equal seeds give equal prompts.
 
-
-def _choose_vocab_size(args: argparse.Namespace, facts: ServerFacts) -> int:
-    """`--vocab-size`, else the server's size. Raises LoadError if unknown or above the server's."""
-    size: int | None = args.vocab_size or facts.vocab_size
-    if size is None:
-        raise LoadError("the server does not return its vocabulary size: give --vocab-size")
-    if facts.vocab_size is not None and size > facts.vocab_size:
-        raise LoadError(f"--vocab-size {size} is more than the server's {facts.vocab_size}")
-    return size
-
-
-def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
-    """Raise LoadError if the longest request exceeds the server's limit."""
+    Raises LoadError if the server would refuse a request.
+    """
     prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
     most = facts.max_request_tokens
     if most is not None and prompt_len + args.random_output_len > most:
@@ -104,16 +93,13 @@ def _check_lengths(args: argparse.Namespace, facts: ServerFacts) -> None:
             f"{most} tokens that the server takes per request: choose a smaller "
             "--random-input-len, --shared-prefix-len or --random-output-len"
         )
-
-
-def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
-    """Random prompts of the requested lengths; equal seeds give equal prompts.
-
-    Raises LoadError if the server would refuse a request.
-    """
-    _check_lengths(args, facts)
+    vocab_size = args.vocab_size or facts.vocab_size
+    if vocab_size is None:
+        raise LoadError("the server does not return its vocabulary size: give --vocab-size")
+    if facts.vocab_size is not None and vocab_size > facts.vocab_size:
+        raise LoadError(f"--vocab-size {vocab_size} is more than the server's {facts.vocab_size}")
     rng = random.Random(args.seed)
-    high = _choose_vocab_size(args, facts) - _LAST_SPECIAL_TOKENS
+    high = vocab_size - _LAST_SPECIAL_TOKENS
     low = min(_FIRST_PLAIN_TOKEN, high // 2)
 
     def length(most: int) -> int:
@@ -126,7 +112,7 @@ def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
         prompts.append(prefix + [rng.randrange(low, high) for _ in range(rest)])
         output_lens.append(length(args.random_output_len))
     return Load(
-        url=_url(args),
+        url=args.base_url,
         backend=args.backend,
         model=args.model,
         prompts=prompts,
@@ -260,10 +246,9 @@ _TITLES = {
 def format_table(figures: dict[str, float]) -> str:
     """The table as SGLang prints it."""
     lines = [f"{' Serving Benchmark Result ':=^60}"]
-    for name in ("successful_requests", "failed_requests", "duration_s", "total_input_tokens",
-                 "total_output_tokens", "request_throughput", "input_throughput",
-                 "output_throughput"):  # fmt: skip
-        lines.append(f"{name.replace('_', ' '):<45}{figures[name]:>15.2f}")
+    for name, value in figures.items():
+        if not name.endswith("_ms"):
+            lines.append(f"{name.replace('_', ' '):<45}{value:>15.2f}")
     for name, title in _TITLES.items():
         lines.append(f"{title:-^60}")
         for key in ("mean", "median", "p99"):
@@ -292,14 +277,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-file", help="append the figures as a line of JSON")
     parser.add_argument("--output-details", action="store_true", help="and every request's")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.base_url = args.base_url or f"http://{args.host}:{args.port}"
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if any request failed, 2 if the server would refuse the load."""
     args = parse_args(argv)
     try:
-        load = make_load(args, ServerFacts.ask(_url(args)))
+        load = make_load(args, ServerFacts.read(args.base_url))
     except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

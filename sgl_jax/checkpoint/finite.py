@@ -6,6 +6,7 @@ the warm-up a NaN. A check of all weights takes some 2 s per GiB on a busy CPU.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,17 @@ def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) 
 
     Without `check_all`, only every sixteenth row of large matrices is checked.
     """
+    are_finite = _are_finite(list(params.values()), check_all)
+    return [path for path, is_good in zip(params, are_finite, strict=True) if not bool(is_good)]
 
-    def is_finite(array: jax.Array) -> jax.Array:
-        if not check_all and array.size > _WHOLE_SIZE:
-            array = array[..., ::_ROW_STRIDE, :]
-        return jnp.isfinite(array).all()
 
-    are_finite = jax.jit(lambda arrays: [is_finite(array) for array in arrays])
+@partial(jax.jit, static_argnums=1)
+def _are_finite(arrays: list[jax.Array], check_all: bool) -> list[jax.Array]:
     return [
-        path
-        for path, is_good in zip(params, are_finite(list(params.values())), strict=True)
-        if not bool(is_good)
+        jnp.isfinite(
+            array if check_all or array.size <= _WHOLE_SIZE else array[..., ::_ROW_STRIDE, :]
+        ).all()
+        for array in arrays
     ]
 
 

@@ -12,7 +12,7 @@ from sgl_jax.checkpoint.errors import CheckpointError, check_shapes
 from sgl_jax.checkpoint.finite import non_finite_parameters, non_finite_tensor
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Shape, Source, as_stored
+from sgl_jax.layers.sources import Shape, Source
 
 # Each parameter's shape, type and sharding, and the tensors that make it.
 Declared = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
@@ -33,7 +33,7 @@ def load_safetensors(
     """
     with TensorFiles(folder) as files:
         names = files.shapes
-        declared = {path: (array, as_stored(own, names)) for path, (array, own) in declared.items()}
+        declared = {path: (array, own.as_stored(names)) for path, (array, own) in declared.items()}
         expected: dict[str, Shape] = {}
         for _, source in declared.values():
             expected |= source.tensors()

@@ -14,11 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.kernels.attention.cache_dtype import (
-    EIGHT_BITS,
-    GREATEST,
-    cache_dtype_name,
-)
+from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, GREATEST, cache_dtype_name
 from sgl_jax.layers.parameter import Declaration
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.config import ModelConfig
@@ -39,13 +35,9 @@ class ScalesByHead(NamedTuple):
         They are the next powers of two: multiplying by one rounds nothing, and a float of 8 bits
         is as exact at any size. A head of nothing but zeros gets 1.
         """
-        return cls(*(_next_power_of_two(absmax, margin) for absmax in (k_absmax, v_absmax)))
-
-
-def _next_power_of_two(absmax: Any, margin: float) -> NDArray[np.float32]:
-    exact = np.asarray(absmax, np.float64) * margin / GREATEST
-    exponent = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
-    return np.exp2(exponent).astype(np.float32)
+        exact = np.asarray([k_absmax, v_absmax], np.float64) * margin / GREATEST
+        exponents = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
+        return cls(*np.exp2(exponents).astype(np.float32))
 
 
 def write_kv_scales(path: Path, scales: ScalesByHead, config: ModelConfig) -> None:

@@ -1,16 +1,21 @@
 """From a model folder to parameters in their places on the mesh: the entry of this room."""
 
+import zlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from flax.nnx.traversals import unflatten_mapping
 
-from sgl_jax.checkpoint.dummy import dummy_params
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.layers.layer_weights import separate_matrices
-from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.layers.parameter import Declaration, ParamTree
+from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.placement import PlacedModel
 
 LOAD_FORMATS = ("safetensors", "orbax", "dummy")
@@ -54,7 +59,7 @@ def load_params(
     folder = Path(model_path)
     sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
     if load_format == "dummy":
-        params = dummy_params(placed.declared, config.initializer_range, seed)
+        params = _dummy_params(placed.declared, config.initializer_range, seed)
     elif load_format == "orbax":
         params = load_orbax(folder, sourced, check_all=check_all_weights)
     else:
@@ -78,3 +83,33 @@ def detect_format(folder: Path) -> str:
         f"{str(folder)!r} holds neither *.safetensors nor {PARAMS_FOLDER}; for random weights "
         f"ask for load_format 'dummy'"
     )
+
+
+def _dummy_params(
+    declared: Mapping[ParamPath, Declaration], initializer_range: float, seed: int
+) -> dict[ParamPath, jax.Array]:
+    """Normal weights of standard deviation `initializer_range`, norms that multiply by 1.
+
+    They depend on the seed, the parameter's name and its shape, not on the mesh: each chip makes
+    its own part.
+    """
+    params = {}
+    for path, own in declared.items():
+        array = own.array
+        if own.initial != "normal":
+            value = 1 if own.initial == "ones" else 0
+            params[path] = jnp.full(array.shape, value, array.dtype, device=array.sharding)
+        else:
+            name = zlib.crc32("/".join(path).encode())
+            key = jax.random.fold_in(jax.random.key(seed), name)
+            params[path] = _normal(array)(key, jnp.float32(initializer_range))
+    return params
+
+
+def _normal(array: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:
+    @partial(jax.jit, out_shardings=array.sharding)
+    def make(key: jax.Array, scale: jax.Array) -> jax.Array:
+        values = jax.random.normal(key, array.shape, jnp.float32)
+        return (scale * values).astype(array.dtype)
+
+    return make

@@ -115,8 +115,8 @@ class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
-    # Method of `EngineCore`; of `SessionService` for a `SessionMessage`, of `Controls` for a
-    # `ControlMessage`.
+    # Method of `EngineCore`; of `Controls` for a `ControlMessage`, of `SessionService` for a
+    # `SessionMessage`; of `Scheduler` for the end of a request.
     handler: str
     answer: Any = None  # type of the data of a `Reply`; None: there is no reply
     route: str | None = None  # made of this row

@@ -20,20 +20,23 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import njit
+import numpy as np
+from numba import from_dtype, njit
+from numba import types as numba_types
 
 logger = logging.getLogger(__name__)
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 # Declared and not compiled yet: a loop, and the types of its arguments.
-_pending: list[tuple[Any, str]] = []
+_pending: list[tuple[Any, str, dict[str, np.dtype[Any]]]] = []
 
 
-def compiled(types: str) -> Callable[[_Loop], _Loop]:
+def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
     """Declare a loop over arrays, to be compiled by `compile_loops`.
 
-    `types` are its argument types in numba's notation, as "(int32[::1], int64)".
+    `types` are its argument types in numba's notation, as "(int32[::1], int64)"; they may name
+    the types of `records`.
     """
 
     def declare(function: _Loop) -> _Loop:
@@ -41,7 +44,7 @@ def compiled(types: str) -> Callable[[_Loop], _Loop]:
             loop = njit(cache=True)(function)
         except RuntimeError:  # no folder that could keep it can be written to
             loop = njit(function)
-        _pending.append((loop, types))
+        _pending.append((loop, types, records))
         declared: _Loop = loop
         return declared
 
@@ -53,10 +56,11 @@ def compile_loops() -> None:
     start = time.monotonic()
     num_compiled = 0
     while _pending:
-        loop, types = _pending.pop(0)  # in order: a loop calls loops declared before it
+        loop, types, records = _pending.pop(0)  # in order: a loop calls loops declared before it
         if not hasattr(loop, "compile"):
             continue  # with NUMBA_DISABLE_JIT it is the plain function
-        loop.compile(types)
+        names = {name: from_dtype(dtype) for name, dtype in records.items()}
+        loop.compile(eval(types, vars(numba_types) | names))
         loop.disable_compile()
         num_compiled += not loop.stats.cache_hits
     if num_compiled:

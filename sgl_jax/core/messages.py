@@ -362,14 +362,11 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: dict[str, Any] = {}
 
 
-class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message of a started engine: every program is compiled, sizes are known."""
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The facts of a started engine: every program is compiled, sizes are known.
 
-    info: dict[str, Any]
-
-
-class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some facts of `EngineReady` have changed; sent before the reply to that call."""
+    Its first message, and sent again when some have changed, before the reply to that call.
+    """
 
     info: dict[str, Any]
 
@@ -393,4 +390,4 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     turn_s: float | None
 
 
-EngineMessage = OutputBatch | Reply | EngineReady | EngineChanged | EngineFailed | Heartbeat
+EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | Heartbeat

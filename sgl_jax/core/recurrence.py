@@ -25,7 +25,6 @@ class GatedDeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
         return self.num_key_heads * self.key_head_channels
 
 

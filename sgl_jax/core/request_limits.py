@@ -20,12 +20,10 @@ MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts tim
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
-    """It can name a request."""
     _check_length("rid", rid, MAX_RID_CHARS, param)
 
 
 def check_session_id(session_id: str, param: str = "session_id") -> None:
-    """It can name a session of the engine."""
     most = MAX_SESSION_ID_CHARS + MAX_OWNER_CHARS
     _check_length("a session's id", session_id, most, param)
 
@@ -62,7 +60,6 @@ def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
 
 
 def check_namespace(namespace: str) -> None:
-    """It can name a namespace."""
     if len(namespace) > MAX_NAMESPACE_CHARS:
         raise InvalidRequestError(
             f"a namespace (cache_salt, extra_key) must have at most {MAX_NAMESPACE_CHARS} "
@@ -77,7 +74,6 @@ def check_namespace(namespace: str) -> None:
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:
-    """It is in [low, high]."""
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
 

@@ -1,13 +1,10 @@
 """Every setting of a server, and those among them that the scheduler heeds."""
 
-import argparse
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_jax.core.settings import add_flags, check_settings, flag, setting
+from sgl_jax.core.settings import check_settings, flag, setting
 
 
 @dataclass(frozen=True)
@@ -359,47 +356,9 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
         return self.dp_size * self.tp_size
 
     @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted per request and step; 0 without speculative decoding."""
         return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    environment: Mapping[str, str] | None = None,
-    only: Sequence[str] | None = None,
-) -> None:
-    """Add one flag per field of `ServerArgs`, or for those in `only`; booleans are switches.
-
-    Args:
-        environment: where the variables that fields name (`env`) are looked up; they stand for
-            the default of a flag, which wins over them. They concern the command line alone:
-            a `ServerArgs` made in Python has its arguments alone.
-
-    Raises:
-        ValueError: a variable cannot be read.
-    """
-    shared = {field.name for field in dataclasses.fields(SchedulerArgs)}
-    # The scheduler's come last: a help text begins with the model.
-    fields = sorted(dataclasses.fields(ServerArgs), key=lambda field: field.name in shared)
-    wanted = [field for field in fields if only is None or field.name in only]
-    add_flags(parser, wanted, environment or {})
-
-
-def parse_server_args(
-    argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
-) -> ServerArgs:
-    """Read the command line, and the environment (by default this process's) where it names no
-    value; exits with usage on a bad one, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="sgl-jax", description="Serve a language model over HTTP."
-    )
-    try:
-        add_arguments(parser, os.environ if environment is None else environment)
-        return ServerArgs(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))

@@ -144,7 +144,6 @@ class Controls:
         return answer(message, Traced(folder))
 
     def stop_profile(self, message: StopProfile) -> Reply:
-        """Write the trace."""
         try:
             folder = self._core.executor.profiler.stop()
         except (RuntimeError, OSError) as error:

@@ -7,9 +7,8 @@ server, or in a thread behind the offline `Engine`, with the same code.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from sgl_jax.core.calls import CALL_OF, Flushed
 from sgl_jax.core.messages import (
     AbortRequest,
     ControlMessage,
-    EngineChanged,
+    EngineInfo,
     FlushCache,
     FrontMessage,
     GenerateRequest,
@@ -55,8 +54,6 @@ from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _IDLE_POLL_S = 0.2
 # Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
 _STARVED_POLL_S = 0.001
@@ -89,7 +86,6 @@ class EngineCore:
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
             "is_paused": False,
         }
-        self._told_info = self.info
         self._grammars = GrammarCompiler(
             args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
         )
@@ -123,29 +119,33 @@ class EngineCore:
         `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
         `after_turn` after each turn of the loop, with whether there was nothing to do in it.
         """
-        watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
-        with watchdog as self.watchdog:
+        self._channel = channel
+        self.watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
+        with self.watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
-                watchdog.feed()
+                self.watchdog.feed()
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
+                is_idle = is_resting and not messages
                 now_s = time.monotonic()
                 # No message may find an old time. Else only if it matters: each tick is recorded.
                 if messages or self.scheduler.needs_tick(now_s):
-                    with self._answering_defects():
-                        self._tick(now_s)
+                    self._tick(now_s)
                 for message in messages:
-                    self._handle(message, channel)
-                with self._answering_defects():
-                    if is_resting and not messages:
+                    self._handle(message)
+                try:
+                    if is_idle:
                         self._audit()
                     if self._is_compiling:
                         self._look_for_programs()
-                    self._turn()
-                self._send_outputs(channel)
+                    self._step()
+                except MemoryDefectError as error:
+                    self._answer_defect(error)
+                if self.scheduler.has_outputs:
+                    channel.send(self.scheduler.handle(TakeOutputs()))
                 if after_turn is not None:
-                    after_turn(is_resting and not messages)
-        self._abort_all(channel)
+                    after_turn(is_idle)
+        self._abort_all()
         if close:
             self._close()
 
@@ -172,17 +172,22 @@ class EngineCore:
     def _tick(self, now_s: float) -> None:
         """Pass the time on; requests that it ends free memory, which is audited again."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
-        self.scheduler.handle(Tick(now_s))
+        try:
+            self.scheduler.handle(Tick(now_s))
+        except MemoryDefectError as error:
+            self._answer_defect(error)
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
         is_resting = self.scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if plan is not None:
-            handle = self._on_device(lambda: self.executor.launch(plan))
-            if handle is None:
+            try:
+                handle = self.executor.launch(plan)
+            except Exception as error:  # of any type
+                self._recover(error)
                 return
             self._in_flight.append((plan, handle))
             self._is_audited = False
@@ -199,36 +204,29 @@ class EngineCore:
             if not self._read_oldest():
                 return False
         masks = self._masks(plan)
-
-        def draw() -> bool:
+        try:
             self.executor.draw(handle, masks)
-            return True
-
-        return bool(self._on_device(draw))
+        except Exception as error:
+            self._recover(error)
+            return False
+        return True
 
     def settle(self) -> None:
         """Wait for all that is in flight, so that no token of it is lost."""
-        self._is_audited = False
         while self._in_flight:
             self._read_oldest()
 
     def _read_oldest(self) -> bool:
         """Wait for the oldest step in flight, and apply its result; False after an error."""
         plan, handle = self._in_flight.popleft()
-        results = self._on_device(lambda: self.executor.result(handle))
-        if results is None:
+        try:
+            results = self.executor.result(handle)
+        except Exception as error:
+            self._recover(error)
             return False
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
-
-    def _on_device(self, act: Callable[[], T]) -> T | None:
-        """Return the value of `act`; None after an error of the device, which is handled."""
-        try:
-            return act()
-        except Exception as error:  # of any type
-            self._recover(error)
-            return None
 
     def _masks(self, plan: StepPlan) -> list[Int32Array]:
         """Masks of a masked step's rows, after all earlier results were read."""
@@ -262,16 +260,8 @@ class EngineCore:
         self.executor.reset()
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
-    @contextmanager
-    def _answering_defects(self) -> Iterator[None]:
-        """Handle a memory defect found within, by the setting."""
-        try:
-            yield
-        except MemoryDefectError as error:
-            self._answer_defect(error)
-
     def _answer_defect(self, error: MemoryDefectError) -> None:
-        """Record it; then end, or end every request, rebuild the memory and go on."""
+        """Record a memory defect; then, by the setting, end, or end all requests and go on."""
         memories = [rank.memory for rank in self.scheduler.ranks]
         context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
         where = self._defects.record(error, memories, context)
@@ -284,8 +274,9 @@ class EngineCore:
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
-        """Change facts that are sent to the front."""
+        """Change facts, and send them to the front."""
         self.info = self.info | facts
+        self._channel.send(EngineInfo(info=self.info))
 
     def _audit(self) -> None:
         """At rest: prove by a full walk that nothing leaked since the last time."""
@@ -296,24 +287,25 @@ class EngineCore:
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _handle(self, message: FrontMessage, channel: Channel) -> None:
+    def _handle(self, message: FrontMessage) -> None:
         """Call the method named by the table of calls; its return value is the answer."""
         call = CALL_OF[type(message)]
-        is_control = isinstance(message, ControlMessage)
-        is_session = isinstance(message, SessionMessage)
-        owner = self._controls if is_control else self
-        handle: Any = self._ask_session if is_session else getattr(owner, call.handler)
+        if isinstance(message, ControlMessage):
+            handle: Any = getattr(self._controls, call.handler)
+        elif isinstance(message, AbortRequest | StopRequest | SessionMessage):
+            handle = self.scheduler.handle
+        else:
+            handle = getattr(self, call.handler)
+        if not isinstance(message, GetState):
+            self._is_audited = False
         try:
             reply = handle(message)
         except MemoryDefectError as error:
             self._answer_defect(error)
             is_asked = call.answer is not None
             reply = refusal(message, _REBUILT, status_code=500) if is_asked else None
-        if self.info is not self._told_info:
-            channel.send(EngineChanged(info=self.info))
-            self._told_info = self.info
         if reply is not None:
-            channel.send(reply)
+            self._channel.send(reply)
 
     def submit(self, message: GenerateRequest) -> None:
         """Queue a request; its grammar is compiled meanwhile."""
@@ -322,33 +314,22 @@ class EngineCore:
             self._grammars.start(grammar)
         self.scheduler.handle(message)
 
-    def abort(self, message: AbortRequest) -> None:
-        """End requests, wherever they are."""
-        self._is_audited = False
-        self.scheduler.handle(message)
-
-    def stop(self, message: StopRequest) -> None:
-        """A request's output ended earlier."""
-        self._is_audited = False
-        self.scheduler.handle(message)
-
     def shut_down(self, message: Shutdown) -> None:
         """This turn of the loop is the last."""
         self._is_shutting_down = True
 
-    def _abort_all(self, channel: Channel) -> None:
+    def _abort_all(self) -> None:
         """The end: every lease is released, as at any other time."""
         self._in_flight.clear()
-        with self._answering_defects():
+        try:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
             self.scheduler.handle(shut_down)
-        self._send_outputs(channel)
-        with self._answering_defects():
             self._audit()
-
-    def _send_outputs(self, channel: Channel) -> None:
-        if self.scheduler.has_outputs:
-            channel.send(self.scheduler.handle(TakeOutputs()))
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+        finally:
+            if self.scheduler.has_outputs:
+                self._channel.send(self.scheduler.handle(TakeOutputs()))
 
     def flush(self, message: FlushCache) -> Reply:
         """Empty the prefix caches, while nothing runs."""
@@ -356,13 +337,7 @@ class EngineCore:
             return answer(message, Flushed())
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
 
-    def _ask_session(self, message: SessionMessage) -> Reply:
-        self._is_audited = False
-        reply: Reply = self.scheduler.handle(message)
-        return reply
-
     def read_state(self, message: GetState) -> Reply:
-        """See `state`."""
         return answer(message, self.state())
 
     def state(self) -> dict[str, Any]:

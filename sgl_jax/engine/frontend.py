@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from typing import Any
 
 import msgspec
 
@@ -33,11 +34,13 @@ from sgl_jax.core.messages import (
     StopRequest,
     Tenant,
 )
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +56,29 @@ class Frontend:
 
     def __init__(
         self,
+        args: ServerArgs,
         tokenizer: Tokenizer,
-        facts: EngineFacts,
+        info: Mapping[str, Any],
         send: Callable[[FrontMessage], None],
-        *,
-        grammars: GrammarCompiler,
-        max_queued_requests: int,
-        metrics: RequestMetrics | None = None,
-        log_requests: bool = False,
     ) -> None:
-        """`send` queues a message for the engine, after those before it, and never blocks."""
+        """The front of a started engine.
+
+        Args:
+            info: of the engine's `EngineInfo`.
+            send: queues a message for the engine, after those before it, and never blocks.
+
+        Raises:
+            ValueError: the tokenizer is not of the engine's model.
+        """
+        self.facts = EngineFacts.from_info(info)
+        folder, vocab_size = args.tokenizer_folder, self.facts.vocab_size
+        check_vocabulary(tokenizer, folder, vocab_size)
+        grammars = GrammarCompiler(folder, vocab_size, info["eos_token_ids"])
         self.tokenizer = tokenizer
-        self.facts = facts
-        self.checks = RequestChecks(tokenizer, facts, grammars)
-        self.metrics = metrics or RequestMetrics()
+        self.checks = RequestChecks(tokenizer, self.facts, grammars)
+        self.metrics = RequestMetrics()
         self._send = send
-        self._log_requests = log_requests
+        self._log_requests = args.log_requests
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
@@ -77,7 +87,7 @@ class Frontend:
         # does not look at it. One whose client went away counts on: its message is still there.
         self._unheard: dict[str, Tenant | None] = {}
         self._num_unheard_of: Counter[str] = Counter()  # by the tenant's name
-        self._max_queued = max_queued_requests
+        self._max_queued = args.max_queued_requests
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
@@ -129,7 +139,7 @@ class Frontend:
 
     # Requests
 
-    def start(
+    def submit(
         self,
         request: GenerateRequest,
         on_ready: Callable[[], None],
@@ -168,7 +178,9 @@ class Frontend:
             self.check_alive()
             self.check_room(1, unique.tenant)
             self._streams[unique.rid] = stream
-            self._note_sent(unique)
+            self._unheard[unique.rid] = unique.tenant
+            if unique.tenant is not None:
+                self._num_unheard_of[unique.tenant.name] += 1
         try:
             self._send(unique)
         except BaseException:
@@ -240,13 +252,13 @@ class Frontend:
 
     def handle(self, message: EngineMessage) -> None:
         """Handle one message of the engine; its messages about itself are for others."""
-        if isinstance(message, OutputBatch):
-            self._deliver(message)
-        elif isinstance(message, Reply):
+        if isinstance(message, Reply):
             with self._lock:
                 on_reply = self._on_reply.pop(message.rid, None)
             if on_reply is not None:
                 on_reply(message)
+        elif isinstance(message, OutputBatch):
+            self._deliver(message)
 
     def fail(
         self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -275,6 +287,8 @@ class Frontend:
         now = time.perf_counter()
         ready: list[RequestStream] = []
         num_tokens = 0
+        # Streams that gained a token together last time, as most did, wait equally long.
+        num_since: Counter[float] = Counter()
         with self._lock:
             streams = self._streams
             for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
@@ -283,7 +297,11 @@ class Frontend:
                     continue
                 stream.accept_token(token)
                 num_tokens += 1
-                self._note_tokens(stream, 1, now)
+                if stream.last_token_at is None:
+                    self._note_tokens(stream, 1, now)
+                else:
+                    num_since[stream.last_token_at] += 1
+                    stream.last_token_at = now
                 if stream.finish is not None:
                     self._end(stream, now, stopped_here=True)
                     ready.append(stream)
@@ -305,14 +323,11 @@ class Frontend:
                     self._end(stream, now, stopped_here=stream.finish is not output.finish)
                 if stream.streaming or stream.finish is not None:
                     ready.append(stream)
+        for last_token_at, num_streams in num_since.items():
+            self.metrics.observe_next_tokens(now - last_token_at, 1, num_streams)
         self.metrics.count_generated(num_tokens)
         for stream in ready:
             stream.on_ready()
-
-    def _note_sent(self, request: GenerateRequest) -> None:
-        self._unheard[request.rid] = request.tenant
-        if request.tenant is not None:
-            self._num_unheard_of[request.tenant.name] += 1
 
     def _note_heard(self, rid: str) -> None:
         tenant = self._unheard.pop(rid, None)

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from sgl_jax.core.messages import (
     EngineMessage,
     FlushCache,
     ForkSession,
+    GenerateRequest,
     GetState,
     Heartbeat,
     ListSessions,
@@ -45,11 +47,8 @@ from sgl_jax.engine.offline_inputs import (
     as_sampling,
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
-from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import RequestStream
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
-from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -71,20 +70,9 @@ class Engine:
         args = ServerArgs(model_path=model_path, **settings)
         tokenizer = open_model_files(args)
         self._core = EngineCore(args)
-        check_vocabulary(tokenizer, args.tokenizer_folder, self._core.info["vocab_size"])
         self._channel = InProcessChannel(self._handle)
-        facts = EngineFacts.from_info(self._core.info)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
-        self._frontend = Frontend(
-            tokenizer,
-            facts,
-            self._channel.inbox.put,
-            grammars=GrammarCompiler(
-                args.tokenizer_folder, facts.vocab_size, self._core.info["eos_token_ids"]
-            ),
-            max_queued_requests=args.max_queued_requests,
-            log_requests=args.log_requests,
-        )
+        self._frontend = Frontend(args, tokenizer, self._core.info, self._channel.inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,7 +83,6 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self._frontend.tokenizer
 
     @overload
@@ -141,9 +128,7 @@ class Engine:
         """
         batch, params = as_batch(prompts, sampling_params, input_ids)
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        streams = self._start(
-            batch, params, options, lambda i: lambda: finished.put(i), streaming=False
-        )
+        streams = self._submit(batch, params, options, finished.put, streaming=False)
         results: dict[int, Generation] = {}
         if progress is None:
             progress = len(streams) >= _MANY_PROMPTS and sys.stderr.isatty()
@@ -169,20 +154,18 @@ class Engine:
 
         Leaving the loop early ends the request in the engine.
         """
-        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
-        streams = self._start(
-            [prompt], [sampling_params], options, lambda _: lambda: ready.put(None), streaming=True
-        )
+        ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        (stream,) = self._submit([prompt], [sampling_params], options, ready.put, streaming=True)
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
                 ready.get()
-                chunk = streams[0].take()
+                chunk = stream.take()
                 if chunk is not None:
-                    so_far = extended(so_far, chunk, streams[0])
+                    so_far = extended(so_far, chunk, stream)
                     yield so_far
         finally:
-            self._abandon(streams)
+            self._frontend.abandon(stream)
 
     async def async_generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
@@ -199,24 +182,22 @@ class Engine:
     ) -> AsyncIterator[Generation]:
         """`stream`, without blocking the event loop."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        streams = self._start(
-            [prompt],
-            [sampling_params],
-            options,
-            lambda _: lambda: loop.call_soon_threadsafe(ready.set),  # type: ignore[arg-type, return-value]
-            streaming=True,
-        )
+
+        def on_ready(_: int) -> None:
+            loop.call_soon_threadsafe(ready.set)
+
+        (stream,) = self._submit([prompt], [sampling_params], options, on_ready, streaming=True)
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
                 await ready.wait()
                 ready.clear()
-                chunk = streams[0].take()
+                chunk = stream.take()
                 if chunk is not None:
-                    so_far = extended(so_far, chunk, streams[0])
+                    so_far = extended(so_far, chunk, stream)
                     yield so_far
         finally:
-            self._abandon(streams)
+            self._frontend.abandon(stream)
 
     def open_session(
         self,
@@ -323,7 +304,6 @@ class Engine:
             self._frontend.handle(message)
 
     def _run(self) -> None:
-        """The engine's thread."""
         reason = "the engine was shut down"
         try:
             self._core.run(
@@ -334,32 +314,28 @@ class Engine:
             reason = f"the engine ended: {error}"
         self._frontend.fail(reason)
 
-    def _start(
+    def _submit(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[Sampling],
         options: Mapping[str, Any],
-        on_ready: Callable[[int], Callable[[], None]],
+        on_ready: Callable[[int], None],
         *,
         streaming: bool,
     ) -> list[RequestStream]:
-        """Check everything first, then start everything."""
-        requests = [
-            self._frontend.checks.prepare(
-                self._frontend.checks.encode(prompt) if isinstance(prompt, str) else list(prompt),
-                as_sampling(sampling),
-                default_max_new_tokens=128,
-                **own,
-            )
-            for prompt, sampling, own in zip(
-                prompts, params, as_options(options, len(prompts)), strict=True
-            )
-        ]
+        """Check everything first, then submit everything; `on_ready` gets the prompt's index."""
+        checks, requests = self._frontend.checks, list[GenerateRequest]()
+        each_options = as_options(options, len(prompts))
+        for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
+            ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            params_of_one = as_sampling(sampling)
+            requests.append(checks.prepare(ids, params_of_one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))
             for i, request in enumerate(requests):
-                streams.append(self._frontend.start(request, on_ready(i), streaming=streaming))
+                ready = partial(on_ready, i)
+                streams.append(self._frontend.submit(request, ready, streaming=streaming))
         except QueueFullError as error:
             self._abandon(streams)
             raise GenerationError(str(error)) from error

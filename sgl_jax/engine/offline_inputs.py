@@ -24,7 +24,7 @@ def as_new_id(given: str | None) -> str:
 
 
 def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
-    """The options of `Engine.generate` for each prompt, as `Frontend.prepare` takes them.
+    """The options of `Engine.generate` for each prompt, as `RequestChecks.prepare` takes them.
 
     Raises `InvalidRequestError`.
     """

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sgl_jax.core.messages import EngineFailed, EngineReady
+from sgl_jax.core.messages import EngineFailed, EngineInfo
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, ZmqChannel
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
@@ -105,7 +105,6 @@ class EngineProcess:
         self._watcher.join(timeout=5.0)
 
     def kill(self) -> None:
-        """End it now."""
         self._process.kill()
         self._process.wait()
 
@@ -134,7 +133,7 @@ def log_to_terminal(level: str) -> None:
 
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
-    """Main function of the child: build the engine, send `EngineReady`, run; exit code."""
+    """Main function of the child: build the engine, send its `EngineInfo`, run; exit code."""
     # A service manager signals every process of the service: the parent decides when to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -151,7 +150,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         with Watchdog(channel.send):
             core = build(args)
         take_over_collection()
-        channel.send(EngineReady(info=core.info))
+        channel.send(EngineInfo(info=core.info))
         core.run(channel, after_turn=collect_if_many)
     except Exception as error:
         # The message explains a refused setting or file; the traceback is logged for debugging.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, SessionTurn, Tenant
+from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -33,7 +33,7 @@ _SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
 class EngineFacts(NamedTuple):
-    """Facts of the engine by which the front refuses requests that can never be served."""
+    """Facts of an `EngineInfo` by which the front refuses requests that can never be served."""
 
     vocab_size: int
     max_context_len: int  # tokens of one request, prompt and output together
@@ -43,7 +43,6 @@ class EngineFacts(NamedTuple):
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
-        """Read the `info` of `EngineReady`."""
         return cls(*(int(info[name]) for name in cls._fields))
 
 
@@ -101,15 +100,10 @@ class RequestChecks:
         *,
         rid: str | None = None,
         default_max_new_tokens: int | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
-        logprob_start_len: int = -1,
         token_ids_logprob: Sequence[int] = (),
-        dp_rank: int | None = None,
         session: SessionTurn | None = None,
-        namespace: str = "",
         priority: int | None = None,
-        tenant: Tenant | None = None,
+        **options: Any,
     ) -> GenerateRequest:
         """Check everything that can be checked before the engine sees it.
 
@@ -119,9 +113,8 @@ class RequestChecks:
                 engine, which has the history before it, ensures that.
             token_ids_logprob: tokens that are reported wherever a log-probability is.
             session: of which the request is a turn, with `prompt_ids` its tokens.
-            namespace: of the cached prefixes that it may find and leave behind.
             priority: None is 0.
-            tenant: for which it is served, if any.
+            options: other fields of `GenerateRequest`.
 
         Raises:
             InvalidRequestError: names the field and the allowed values.
@@ -137,17 +130,12 @@ class RequestChecks:
             rid=rid,
             input_ids=prompt_ids,
             sampling=checked,
-            return_logprob=return_logprob,
-            top_logprobs_num=top_logprobs_num,
-            logprob_start_len=logprob_start_len,
             token_ids_logprob=list(token_ids_logprob),
-            dp_rank=dp_rank,
             session=None if session is None else self._checked_turn(session, rid),
             is_length_default=sampling.max_new_tokens is None,
             is_prompt_only=is_prompt_only,
-            namespace=namespace,
             priority=priority or 0,
-            tenant=tenant,
+            **options,
         )
         self._check_options(request)
         return request

@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 class RequestStream:
-    """One request in flight, from `Frontend.start` to its last chunk.
+    """One request in flight, from `Frontend.submit` to its last chunk.
 
     Without stop strings the text is not needed before the consumer takes it, so tokens are queued
     and decoded together by `take`: under load many tokens cost as much as one.
@@ -149,9 +149,11 @@ class RequestStream:
             num_output_tokens = self.num_output_tokens
             self._last_chunk_taken = finish is not None
         if self._stop_checker is None:
-            text = self._detokenizer.push(self._with_text(ids, finish))
-            if finish is not None:
-                text += self._detokenizer.flush()
+            if finish is None:
+                text = self._detokenizer.push(ids)
+            else:
+                with_text = self._with_text(ids, finish)
+                text = self._detokenizer.push(with_text) + self._detokenizer.flush()
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
 
     def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:

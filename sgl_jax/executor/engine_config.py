@@ -8,29 +8,33 @@ devices' memory decides it.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.pool_size import KVPools, StateSizes
-from sgl_jax.executor.row_tables import row_table_shapes
-from sgl_jax.executor.state_slots import row_states_shapes
+from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
-from sgl_jax.kernels.gated_delta.api import (
-    CHUNK_TOKENS,
-    check_heads,
-    gated_delta_implementation,
-)
+from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
-from sgl_jax.mem_cache.device_pool import KVPoolLayout, StatePoolLayout, kv_pool_shape
+from sgl_jax.mem_cache.device_pool import (
+    KVPoolLayout,
+    StatePoolLayout,
+    kv_pool_shape,
+    state_pool_shapes,
+)
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 
@@ -264,17 +268,25 @@ class EngineConfig(NamedTuple):
         of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
         return of_rows + self.limits.chunk_tokens // self.snapshot_interval + 2
 
-    def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[Any, Any]:
+    def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[StepState, jax.Array]:
         """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""
-        tables = row_table_shapes(self.sizes(pool_pages), mesh)
+        sizes = self.sizes(pool_pages)
+        num_rows = sizes.dp_size * sizes.num_rows
+
+        def of_rows(*width: int) -> Any:
+            sharding = NamedSharding(mesh, P("data"))
+            return jax.ShapeDtypeStruct((num_rows, *width), jnp.int32, sharding=sharding)
+
         pools: Any = tuple(
             kv_pool_shape(layout, num_pages, mesh)
             for layout, num_pages in zip(self.pool_layouts, pool_pages, strict=False)
         )
         states = None
         if self.state_layout is not None:
-            states = row_states_shapes(self.state_layout, self.sizes(pool_pages), mesh)
-        return StepState(tables.tokens, tables.lens, pools, states), tables.params
+            layers = state_pool_shapes(self.state_layout, sizes.num_state_slots, mesh)
+            states = RowStates(of_rows(), layers)
+        token_table, row_lens = of_rows(sizes.max_context_len), of_rows()
+        return StepState(token_table, row_lens, pools, states), of_rows(PACKED_WIDTH)
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:

@@ -9,6 +9,7 @@ memory in place, and later.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -17,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.page_tables import PageTables
-from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RankPlan
+from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, PromptLogprobs, RankPlan, RankResult
+from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_NUM_ROW_WORDS = 6  # row, kv_start, q_len, samples, relayed, num_scored
-# Then a word for each draft that a row may have.
+# Words of a row: these fields of `RankPlan`, num_scored, and a word for each draft it may have.
+_ROW_FIELDS = ("rows", "kv_starts", "q_lens", "samples", "relayed")
+_NUM_ROW_WORDS = len(_ROW_FIELDS) + 1
 _NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
@@ -57,6 +60,16 @@ class StateControls(NamedTuple):
     sources: jax.Array  # int32[B]
     halves: jax.Array  # int32[B]
     snapshots: jax.Array  # int32[S, 3], slot 0 for none
+
+
+class StepOutput(NamedTuple):
+    """A step's results for B rows; log-probabilities are zeros if not requested."""
+
+    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
+    logprobs: LogprobArrays  # [B, 1 + max_draft_tokens]
+    # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
+    # of the step's queries if these are fewer.
+    prompt_logprobs: LogprobArrays
 
 
 class DPLayout(NamedTuple):
@@ -100,12 +113,10 @@ class DPLayout(NamedTuple):
         controls[:, -1] = any(plan.num_scored is not None for plan in ranks)
         for rank, plan in enumerate(ranks):
             n = len(plan.rows)
-            by_row[rank, 0, :n] = plan.rows
-            by_row[rank, 1, :n] = plan.kv_starts
-            by_row[rank, 2, :n] = plan.q_lens
-            by_row[rank, 3, :n] = plan.samples
-            by_row[rank, 4, :n] = plan.relayed
-            by_row[rank, 5, :n] = 0 if plan.num_scored is None else plan.num_scored
+            for word, name in enumerate(_ROW_FIELDS):
+                by_row[rank, word, :n] = getattr(plan, name)
+            if plan.num_scored is not None:
+                by_row[rank, _NUM_ROW_WORDS - 1, :n] = plan.num_scored
             drafts = by_row[rank, _NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts]
             if plan.drafts is None:
                 drafts[:] = NO_DRAFT
@@ -117,7 +128,7 @@ class DPLayout(NamedTuple):
                 kept = plan.states.snapshots.reshape(-1)
                 of_snapshots[rank, : len(kept)] = kept
             controls[rank, -3] = plan.num_decode
-            controls[rank, -2] = plan.return_logprob or plan.top_logprobs_num > 0
+            controls[rank, -2] = _returns_logprobs(plan)
             first = rank * self.rows_per_rank
             by_group[first : first + n, :, : plan.num_pages] = tables.of(
                 rank, plan.rows, plan.num_pages
@@ -140,13 +151,14 @@ class DPLayout(NamedTuple):
         if self.max_snapshots is not None:
             snapshots = words[end_of_rows:-_NUM_RANK_WORDS].reshape(-1, _NUM_SNAPSHOT_WORDS)
             states = StateControls(by_row[-2], by_row[-1], snapshots)
+        rows, kv_starts, q_lens, samples, relayed, num_scored = by_row[:_NUM_ROW_WORDS]
         return RankControls(
-            rows=by_row[0],
-            kv_starts=by_row[1],
-            q_lens=by_row[2],
-            samples=by_row[3] != 0,
-            relayed=by_row[4] != 0,
-            num_scored=by_row[5],
+            rows=rows,
+            kv_starts=kv_starts,
+            q_lens=q_lens,
+            samples=samples != 0,
+            relayed=relayed != 0,
+            num_scored=num_scored,
             num_decode=words[-3],
             returns_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,
@@ -158,7 +170,49 @@ class DPLayout(NamedTuple):
         """One rank's page tables int32[B, groups * pages], a table [B, pages] for each group."""
         return tuple(jnp.split(page_tables, self.num_groups, axis=1))
 
+    def unpack_output(
+        self, ranks: Sequence[RankPlan], output: StepOutput
+    ) -> tuple[RankResult, ...]:
+        """Each rank's samples, in plan order. Waits for the step to finish, and fetches only the
+        results that the plan requests."""
+        num_rows = [len(plan.rows) for plan in ranks]
+        results = [RankResult(tokens) for tokens in self.split(np.asarray(output.tokens), num_rows)]
+        if any(map(_returns_logprobs, ranks)):
+            for i, values in enumerate(self._fetch(ranks, output.logprobs, num_rows)):
+                if _returns_logprobs(ranks[i]):
+                    results[i] = results[i]._replace(**values._asdict())
+        if any(plan.num_scored is not None for plan in ranks):
+            num_scored = [plan.num_scored for plan in ranks]
+            counts = [0 if scored is None else int(scored.sum()) for scored in num_scored]
+            fetched = self._fetch(ranks, output.prompt_logprobs, counts)
+            for i, (scored, values) in enumerate(zip(num_scored, fetched, strict=True)):
+                if scored is not None:
+                    results[i] = results[i]._replace(prompt_logprobs=_by_row(scored, values))
+        return tuple(results)
+
+    def _fetch(
+        self, ranks: Sequence[RankPlan], values: LogprobArrays, counts: Sequence[int]
+    ) -> list[PromptLogprobs]:
+        """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
+        names_tokens = any(plan.num_logprob_ids for plan in ranks)
+        requested = values if names_tokens else values[:-1]
+        return list(map(PromptLogprobs, *(self.split(np.asarray(x), counts) for x in requested)))
+
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
         """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
         per_rank = values.reshape(self.dp_size, -1, *values.shape[1:])
         return [per_rank[rank, :n] for rank, n in enumerate(num_rows)]
+
+
+def _returns_logprobs(plan: RankPlan) -> bool:
+    return plan.return_logprob or plan.top_logprobs_num > 0
+
+
+def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
+    """Cut one rank's values into its scored rows, by plan index."""
+    ends = np.cumsum(num_scored)
+    rows = {}
+    for i in np.flatnonzero(num_scored).tolist():
+        tokens = slice(ends[i] - num_scored[i], ends[i])
+        rows[i] = jax.tree.map(itemgetter(tokens), values)
+    return rows

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +34,14 @@ from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
+from sgl_jax.executor.layout import DPLayout, StepOutput
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
-from sgl_jax.executor.results import LaunchedStep, unpack_results
-from sgl_jax.executor.row_tables import RowTables, cut_admissions, empty_piece, make_row_tables
-from sgl_jax.executor.state_slots import make_row_states
-from sgl_jax.executor.step import StepState
+from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
-from sgl_jax.mem_cache.device_pool import kv_absmax, make_kv_pool
+from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.same_model import check_same_model
@@ -53,6 +51,22 @@ logger = logging.getLogger(__name__)
 
 class WeightsError(ValueError):
     """Other weights could not be loaded; the engine keeps the old ones."""
+
+
+@dataclass
+class LaunchedStep:
+    """A step on its way: its plan, and the layout of its output.
+
+    Attributes:
+        output: None until `draw` of a masked step.
+        undrawn: until then, the arguments of its second half between the tables and the masks.
+    """
+
+    plan: StepPlan
+    bucket: Bucket
+    layout: DPLayout
+    output: StepOutput | None
+    undrawn: tuple[Any, ...] | None = None
 
 
 class _LoadFailure(NamedTuple):
@@ -91,7 +105,7 @@ class ModelExecutor(Executor):
         )
         params = self._load_params(args.model_path, args.load_format)
         self._weights = tuple(jax.tree.leaves(params))
-        self._pool_layouts, self._state_layout = config.pool_layouts, config.state_layout
+        self._pool_layouts = config.pool_layouts
         self._buckets = config.buckets
         pool_pages = choose_pool_pages(
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
@@ -99,9 +113,10 @@ class ModelExecutor(Executor):
         self.sizes = config.sizes(pool_pages)
         for text in config.warnings(self.sizes):
             logger.warning(text)
-        self._state, self._row_params = self._make_state()
+        self._state_shapes = config.state_shapes(pool_pages, self._mesh)
+        self._state, self._row_params = make_zeros(self._state_shapes)
         self._programs = Programs(
-            placed.graphdef, params, self._state, self._row_params, self.sizes, self._mesh
+            placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
         )
         self._warmup = args.warmup
         self._watch = CompileWatch()
@@ -191,23 +206,17 @@ class ModelExecutor(Executor):
 
         Raises RuntimeError if it was drawn, or is not the step launched last.
         """
-        if not self._in_flight or self._in_flight[-1] is not handle or handle.computed is None:
+        if not self._in_flight or self._in_flight[-1] is not handle or handle.undrawn is None:
             raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
         self._draw(handle, masks)
 
     def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
-        assert handle.computed is not None
-        assert handle.given is not None
+        assert handle.undrawn is not None
         _, draw = self._programs.halves(handle.bucket)
-        self._state, handle.output = draw(
-            self._weights,
-            self._state,
-            handle.computed,
-            self._row_params,
-            *handle.given,
-            handle.layout.pack_masks(masks),
-        )
-        handle.computed = handle.given = None
+        tables = self._weights, self._state, self._row_params
+        packed = handle.layout.pack_masks(masks)
+        self._state, handle.output = draw(*tables, *handle.undrawn, packed)
+        handle.undrawn = None
 
     def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
         """Wait for a step and return each rank's samples.
@@ -219,7 +228,8 @@ class ModelExecutor(Executor):
                 f"step {handle.plan.step_id}: results are read once each, in launch order"
             )
         self._in_flight.popleft()
-        results = unpack_results(handle)
+        assert handle.output is not None, "a masked step is drawn before its result is read"
+        results = handle.layout.unpack_output(handle.plan.ranks, handle.output)
         self.profiler.after_step()
         return results
 
@@ -277,7 +287,7 @@ class ModelExecutor(Executor):
         del self._state, self._row_params
         yield
         with self._watch.paused():
-            self._state, self._row_params = self._make_state()
+            self._state, self._row_params = make_zeros(self._state_shapes)
             jax.block_until_ready(self._state)
 
     def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
@@ -334,25 +344,14 @@ class ModelExecutor(Executor):
             return LaunchedStep(plan, bucket, layout, output)
         compute, _ = self._programs.halves(bucket)
         self._state, computed = compute(*arguments)
-        return LaunchedStep(plan, bucket, layout, None, computed, step_input)
+        return LaunchedStep(plan, bucket, layout, None, (*step_input, computed))
 
     def _write(self, piece: Int32Array) -> None:
         state = self._state
-        tables = RowTables(state.token_table, state.row_lens, self._row_params)
+        tables = DeviceRows(state.token_table, state.row_lens, self._row_params)
         tables = self._programs.admit()(tables, piece)
         self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens)
         self._row_params = tables.params
-
-    def _make_state(self) -> tuple[StepState, jax.Array]:
-        tables = make_row_tables(self.sizes, self._mesh)
-        pools = tuple(
-            make_kv_pool(layout, num_pages, self._mesh)
-            for layout, num_pages in zip(self._pool_layouts, self.sizes.pool_pages, strict=False)
-        )
-        states = None
-        if self._state_layout is not None:
-            states = make_row_states(self._state_layout, self.sizes, self._mesh)
-        return StepState(tables.tokens, tables.lens, pools, states), tables.params
 
 
 def _idle_rank() -> RankPlan:

@@ -44,23 +44,29 @@ def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
         return None
     if n > sizes.num_rows - 1:
         return f"{n} rows, at most {sizes.num_rows - 1} run"
-    if rank.rows.min() < 1 or rank.rows.max() >= sizes.num_rows:
+    # All rows at once: a call for each limit would cost a step more than its page tables.
+    columns = np.array((rank.rows, rank.kv_starts, rank.q_lens, rank.kv_starts + rank.q_lens))
+    least_row, least_start, least_len, _ = columns.min(axis=1).tolist()
+    most_row, _, most_len, most_end = columns.max(axis=1).tolist()
+    if least_row < 1 or most_row >= sizes.num_rows:
         return f"rows {rank.rows} go outside 1 to {sizes.num_rows - 1}"
-    if rank.kv_starts.min() < 0 or rank.q_lens.min() < 1:
+    if least_start < 0 or least_len < 1:
         return f"kv_starts {rank.kv_starts} or q_lens {rank.q_lens} are too small"
     if rank.num_tokens > sizes.max_step_tokens:
         return f"{rank.num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
     if not 0 <= rank.num_decode <= n or rank.relayed[rank.num_decode :].any():
         return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
-    if (rank.q_lens[: rank.num_decode] > 1 + sizes.max_draft_tokens).any():
-        return f"{rank.num_drafts.max()} drafts of a row, at most {sizes.max_draft_tokens} fit"
-    shape = (rank.num_decode, sizes.max_draft_tokens)
-    if rank.drafts is not None and rank.drafts.shape != shape:
-        return f"drafts are of shape {rank.drafts.shape}, not {shape}"
+    num_drafts = sizes.max_draft_tokens
+    if most_len > 1 + num_drafts and (rank.q_lens[: rank.num_decode] > 1 + num_drafts).any():
+        return f"{rank.num_drafts.max()} drafts of a row, at most {num_drafts} fit"
+    if rank.drafts is not None and rank.drafts.shape != (rank.num_decode, num_drafts):
+        return f"drafts are of shape {rank.drafts.shape}, not {(rank.num_decode, num_drafts)}"
     if rank.drafts is not None and (rank.drafts >= sizes.vocab_size).any():
         return f"token {rank.drafts.max()} is drafted, the vocabulary has {sizes.vocab_size}"
     return (
-        _score_problem(rank, sizes) or _length_problem(rank, sizes) or _state_problem(rank, sizes)
+        _score_problem(rank, sizes)
+        or _length_problem(rank, most_end, sizes)
+        or _state_problem(rank, sizes)
     )
 
 
@@ -78,11 +84,10 @@ def _score_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     return None
 
 
-def _length_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
-    ends = rank.kv_starts + rank.q_lens
-    if ends.max() > sizes.max_context_len:
-        return f"a row reaches {ends.max()} tokens, at most {sizes.max_context_len} fit"
-    needed = -(-int(ends.max()) // sizes.page_size)
+def _length_problem(rank: RankPlan, end: int, sizes: EngineSizes) -> str | None:
+    if end > sizes.max_context_len:
+        return f"a row reaches {end} tokens, at most {sizes.max_context_len} fit"
+    needed = -(-end // sizes.page_size)
     if not needed <= rank.num_pages <= sizes.pages_per_row:
         allowed = f"{needed} to {sizes.pages_per_row} pages are allowed"
         return f"num_pages {rank.num_pages}: rows of {allowed}"

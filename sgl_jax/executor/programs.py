@@ -22,33 +22,16 @@ from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
-from sgl_jax.executor.row_tables import PIECE_WORDS, TABLE_SPEC, RowTables, write_piece
-from sgl_jax.executor.step import (
-    Computed,
-    RankStep,
-    StepOutput,
-    StepState,
-    compute_step,
-    draw_step,
-    run_step,
-)
+from sgl_jax.executor.row_tables import PIECE_WORDS, DeviceRows, write_piece
+from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
-# weights, state (donated), row parameters, controls, page table -> state, output
-StepProgram = Callable[
-    [tuple[jax.Array, ...], StepState, jax.Array, Any, Any], tuple[StepState, StepOutput]
-]
-# The two halves of a step: the first as above, with a `Computed`; the second draws by masks:
-# weights, state (donated), computed, row parameters, controls, page table, masks.
-ComputeProgram = Callable[
-    [tuple[jax.Array, ...], StepState, jax.Array, Any, Any], tuple[StepState, Computed]
-]
-DrawProgram = Callable[
-    [tuple[jax.Array, ...], StepState, Computed, jax.Array, Any, Any, Any],
-    tuple[StepState, StepOutput],
-]
-AdmitProgram = Callable[[RowTables, Any], RowTables]  # tables (donated), piece -> tables
+# Arguments: weights, state (donated), row parameters, control words, page tables; of a step's
+# second half also the `Computed` of the first, and masks. Results: the state, and a `StepOutput`
+# or `Computed`.
+StepProgram = Callable[..., tuple[StepState, Any]]
+AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piece -> tables
 
 _MAX_COMPILE_THREADS = 4
 # Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
@@ -59,14 +42,11 @@ _COMPUTED_SPECS: Any = Computed(*_SPECS)
 class Programs:
     """Compiles and keeps the programs of one model on one mesh.
 
-    Reads only shapes, dtypes and shardings of the arrays: `jax.ShapeDtypeStruct`s with shardings
-    do as well.
-
     Args:
         graphdef: `nnx.merge(graphdef, params)` is the model.
-        params: its weights, a tree of arrays that lie on the mesh as the model declares them.
-        state: token table and pool.
-        row_params: the parameter table.
+        params: its weights, a tree of arrays that lie on the mesh as the model declares them, or
+            of `jax.ShapeDtypeStruct`s with shardings.
+        state, row_params: shapes of the tables and pools, see `EngineConfig.state_shapes`.
         sizes: of the engine.
         mesh: ('data', 'tensor').
     """
@@ -84,12 +64,13 @@ class Programs:
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
-        self._weights = tuple(_shape_of(leaf) for leaf in leaves)
-        self._state = jax.tree.map(_shape_of, state)
-        self._row_params: Any = _shape_of(row_params)
+        self._weights = tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+        )
+        self._state, self._row_params = state, row_params
         self._steps: dict[Bucket, StepProgram] = {}
         self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
-        self._halves: dict[Bucket, tuple[ComputeProgram, DrawProgram]] = {}
+        self._halves: dict[Bucket, tuple[StepProgram, StepProgram]] = {}
         self._admit: AdmitProgram | None = None
 
     def layout(self, bucket: Bucket) -> DPLayout:
@@ -115,7 +96,7 @@ class Programs:
         """The program of one bucket, compiled anew: for reading, where its chips are not here."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
 
-    def halves(self, bucket: Bucket) -> tuple[ComputeProgram, DrawProgram]:
+    def halves(self, bucket: Bucket) -> tuple[StepProgram, StepProgram]:
         """The two programs of one bucket that draw by masks, compiled now if they were not."""
         if bucket not in self._halves:
             if bucket not in self._traced_halves:
@@ -128,13 +109,36 @@ class Programs:
 
     def trace_halves(self, bucket: Bucket) -> None:
         """Leave to `halves` no more than to compile them, which takes no interpreter lock."""
-        compute, computed = self._lower_compute(bucket)
-        self._traced_halves[bucket] = compute, self._lower_draw(bucket, computed)
+
+        def compute(model: CausalLM, state: StepState, _: jax.Array, given: RankStep) -> Any:
+            return compute_step(model, state, given)
+
+        first = self._lower(bucket, "compute", compute, _COMPUTED_SPECS)
+        _, computed = first.out_info
+        shapes: Any = [
+            jax.tree.map(partial(self._on_mesh, spec=spec), part)
+            for spec, part in zip(_COMPUTED_SPECS, computed, strict=True)
+        ]
+        layout = self.layout(bucket)
+        num_rows, words = layout.page_tables_shape[0], mask_words(self._sizes.vocab_size)
+        masks = self._input((num_rows, layout.max_drafts + 1, words))
+        second = self._lower(bucket, "draw", draw_step, P("data"), Computed(*shapes), masks)
+        self._traced_halves[bucket] = first, second
 
     def admit(self) -> AdmitProgram:
         """The program that writes one piece of admissions, compiled now if it was not."""
         if self._admit is None:
-            self._admit = self._compile_admit()
+
+            def admit(tables: DeviceRows, piece: jax.Array) -> DeviceRows:
+                return write_piece(tables, piece[0])
+
+            tables: Any = DeviceRows(
+                self._state.token_table, self._state.row_lens, self._row_params
+            )
+            arguments = tables, self._input((self._sizes.dp_size, PIECE_WORDS))
+            lowered = self._lower_on_mesh(admit, arguments, P("data"), donated=0)
+            program: Any = lowered.compile()
+            self._admit = program
         return self._admit
 
     def compile_all(self, buckets: tuple[Bucket, ...], *, masked: bool) -> None:
@@ -156,141 +160,56 @@ class Programs:
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         """The program of one bucket before compilation, for the mesh's chips."""
+        return self._lower(bucket, "step", run_step, P("data"))
 
-        def step(
+    def _lower(
+        self, bucket: Bucket, name: str, run: Callable[..., Any], out_specs: Any, *rest: Any
+    ) -> jax.stages.Lowered:
+        """One of the functions in `step.py`, with the shapes of its arguments after `RankStep`."""
+        layout = self.layout(bucket)
+
+        def program(
             weights: tuple[jax.Array, ...],
             state: StepState,
             row_params: jax.Array,
             controls: jax.Array,
             page_tables: jax.Array,
-        ) -> tuple[StepState, StepOutput]:
-            given = self._given(bucket, controls, page_tables)
-            return run_step(self._model(weights), state, row_params, given)
+            *rest: Any,
+        ) -> Any:
+            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._params_tree, weights))
+            given = RankStep(
+                layout.unpack_controls(controls[0]),
+                layout.split_groups(page_tables),
+                bucket.tokens,
+                self._sizes,
+            )
+            return run(model, state, row_params, given, *rest)
 
-        step.__name__ = f"step_{_shape_name(bucket)}"
-        state_specs = self._state_specs
-        arguments = (self._weights, self._state, self._row_params, *self._step_inputs(bucket))
-        in_specs = (self._weight_specs, state_specs, TABLE_SPEC, P("data"), P("data"))
-        return self._lower(step, arguments, in_specs, (state_specs, P("data")), donated=(1,))
-
-    def _lower_compute(self, bucket: Bucket) -> tuple[jax.stages.Lowered, Computed]:
-        """The first half, and the shapes of its results, which the second half reads."""
-
-        def compute(
-            weights: tuple[jax.Array, ...],
-            state: StepState,
-            row_params: jax.Array,
-            controls: jax.Array,
-            page_tables: jax.Array,
-        ) -> tuple[StepState, Computed]:
-            given = self._given(bucket, controls, page_tables)
-            return compute_step(self._model(weights), state, given)
-
-        compute.__name__ = f"compute_{_shape_name(bucket)}"
-        state_specs = self._state_specs
-        arguments = (self._weights, self._state, self._row_params, *self._step_inputs(bucket))
-        in_specs = (self._weight_specs, state_specs, TABLE_SPEC, P("data"), P("data"))
-        lowered = self._lower(
-            compute, arguments, in_specs, (state_specs, _COMPUTED_SPECS), donated=(1,)
-        )
-        _, computed = lowered.out_info
-        shapes: Any = [
-            jax.tree.map(partial(self._on_mesh, spec=spec), part)
-            for spec, part in zip(_COMPUTED_SPECS, computed, strict=True)
-        ]
-        return lowered, Computed(*shapes)
-
-    def _lower_draw(self, bucket: Bucket, computed: Computed) -> jax.stages.Lowered:
-
-        def draw(
-            weights: tuple[jax.Array, ...],
-            state: StepState,
-            computed: Computed,
-            row_params: jax.Array,
-            controls: jax.Array,
-            page_tables: jax.Array,
-            masks: jax.Array,
-        ) -> tuple[StepState, StepOutput]:
-            given = self._given(bucket, controls, page_tables)
-            return draw_step(self._model(weights), state, computed, row_params, given, masks)
-
-        draw.__name__ = f"draw_{_shape_name(bucket)}"
-        state_specs, layout = self._state_specs, self.layout(bucket)
-        words = mask_words(self._sizes.vocab_size)
+        program.__name__ = f"{name}_{bucket.rows}_rows_{bucket.tokens}_tokens"
         arguments = (
             self._weights,
             self._state,
-            computed,
             self._row_params,
-            *self._step_inputs(bucket),
-            self._input((layout.dp_size * layout.rows_per_rank, layout.max_drafts + 1, words)),
+            self._input((layout.dp_size, layout.control_words)),
+            self._input(layout.page_tables_shape),
+            *rest,
         )
-        tables = (TABLE_SPEC, P("data"), P("data"), P("data"))
-        in_specs = (self._weight_specs, state_specs, _COMPUTED_SPECS, *tables)
-        return self._lower(draw, arguments, in_specs, (state_specs, P("data")), donated=(1,))
+        state_specs = jax.tree.map(_spec_of, self._state)
+        return self._lower_on_mesh(program, arguments, (state_specs, out_specs), donated=1)
 
-    def _lower(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        in_specs: Any,
-        out_specs: Any,
-        donated: tuple[int, ...],
+    def _lower_on_mesh(
+        self, program: Callable[..., Any], arguments: Any, out_specs: Any, donated: int
     ) -> jax.stages.Lowered:
         sharded = jax.shard_map(
-            function,
+            program,
             mesh=self._mesh,
-            in_specs=in_specs,
+            in_specs=jax.tree.map(_spec_of, arguments),
             out_specs=out_specs,
             check_vma=False,  # all chips of a rank compute the same tokens, unproven
         )
         # Under the mesh kernels see which chip they are traced for, there or not.
         with jax.set_mesh(self._mesh):
             return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
-
-    def _model(self, weights: tuple[jax.Array, ...]) -> CausalLM:
-        params = jax.tree.unflatten(self._params_tree, weights)
-        model: CausalLM = nnx.merge(self._graphdef, params)
-        return model
-
-    def _given(self, bucket: Bucket, controls: jax.Array, page_tables: jax.Array) -> RankStep:
-        layout = self.layout(bucket)
-        return RankStep(
-            layout.unpack_controls(controls[0]),
-            layout.split_groups(page_tables),
-            bucket.tokens,
-            self._sizes,
-        )
-
-    def _step_inputs(self, bucket: Bucket) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Controls and page tables."""
-        layout = self.layout(bucket)
-        controls = self._input((layout.dp_size, layout.control_words))
-        return controls, self._input(layout.page_tables_shape)
-
-    @property
-    def _state_specs(self) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
-
-    @property
-    def _weight_specs(self) -> tuple[P, ...]:
-        return tuple(leaf.sharding.spec for leaf in self._weights)
-
-    def _compile_admit(self) -> AdmitProgram:
-        def admit(tables: RowTables, piece: jax.Array) -> RowTables:
-            return write_piece(tables, piece[0])
-
-        sharded = jax.shard_map(
-            admit,
-            mesh=self._mesh,
-            in_specs=(TABLE_SPEC, P("data")),
-            out_specs=TABLE_SPEC,
-            check_vma=False,
-        )
-        tables: Any = RowTables(self._state.token_table, self._state.row_lens, self._row_params)
-        piece = self._input((self._sizes.dp_size, PIECE_WORDS))
-        program: AdmitProgram = jax.jit(sharded, donate_argnums=0).lower(tables, piece).compile()
-        return program
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
         """XLA's options beside its defaults.
@@ -317,9 +236,7 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))
 
 
-def _shape_name(bucket: Bucket) -> str:
-    return f"{bucket.rows}_rows_{bucket.tokens}_tokens"
-
-
-def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+def _spec_of(array: jax.ShapeDtypeStruct) -> P:
+    sharding: Any = array.sharding
+    spec: P = sharding.spec
+    return spec

@@ -1,24 +1,18 @@
 """The device's tables of rows between steps: tokens, their number, and sampling parameters.
 
-Owns the tables' shapes and the program that fills a row when a request is admitted. Row 0 is the
+Owns the program that fills a row when a request is admitted. Row 0 is the
 null row: padding writes there, and nothing reads it for a result. Admissions are cut into pieces
 of one fixed size, so the program is compiled once and a long prompt takes several launches of it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
-from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params
-
-TABLE_SPEC = P("data")
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params
 
 _PIECE_TOKENS = 1024
 _PIECE_ROWS = 16
@@ -27,33 +21,12 @@ _LINE_WORDS = 2 + PACKED_WIDTH  # row, number of tokens, parameters
 PIECE_WORDS = _TOKEN_WORDS + _PIECE_ROWS * _LINE_WORDS
 
 
-class RowTables(NamedTuple):
+class DeviceRows(NamedTuple):
     """Device-resident, one block of rows per rank, sharded over 'data'."""
 
     tokens: jax.Array  # int32[dp * num_rows, max_context_len]
     lens: jax.Array  # int32[dp * num_rows]
     params: jax.Array  # int32[dp * num_rows, PACKED_WIDTH]
-
-
-def row_table_shapes(sizes: EngineSizes, mesh: Mesh) -> Any:
-    """The tables before they are there: `RowTables` of `jax.ShapeDtypeStruct`."""
-    num_rows = sizes.dp_size * sizes.num_rows
-    sharding = NamedSharding(mesh, TABLE_SPEC)
-    shapes = ((num_rows, sizes.max_context_len), (num_rows,), (num_rows, PACKED_WIDTH))
-    tables: list[Any] = [
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes
-    ]
-    return RowTables(*tables)
-
-
-def make_row_tables(sizes: EngineSizes, mesh: Mesh) -> RowTables:
-    shapes = row_table_shapes(sizes, mesh)
-
-    def zeros() -> RowTables:
-        return RowTables(*(jnp.zeros(table.shape, table.dtype) for table in shapes))
-
-    tables: RowTables = jax.jit(zeros, out_shardings=NamedSharding(mesh, TABLE_SPEC))()
-    return tables
 
 
 def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int32Array]:
@@ -96,11 +69,11 @@ def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array
     return entries, lines
 
 
-def write_piece(tables: RowTables, words: jax.Array) -> RowTables:
+def write_piece(tables: DeviceRows, words: jax.Array) -> DeviceRows:
     """One rank's tables with one piece's words int32[PIECE_WORDS] written; traced."""
     rows, positions, tokens = words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)
     lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, _LINE_WORDS)
-    return RowTables(
+    return DeviceRows(
         tables.tokens.at[rows, positions].set(tokens, mode="drop"),
         tables.lens.at[lines[:, 0]].set(lines[:, 1], mode="drop"),
         tables.params.at[lines[:, 0]].set(lines[:, 2:], mode="drop"),

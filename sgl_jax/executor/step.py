@@ -18,20 +18,14 @@ from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT
-from sgl_jax.executor.last_queries import LastQueries, count_accepted
-from sgl_jax.executor.layout import RankControls
-from sgl_jax.executor.state_slots import RowStates, StepRows, build_state_batch, keep_states
-from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.executor.layout import RankControls, StepOutput
+from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
+from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
-from sgl_jax.layers.sampling import (
-    SampledRows,
-    SplitLogits,
-    TokenLogprobs,
-    draw_tokens,
-    no_logprobs,
-    score_tokens,
-    unpack_row_params,
-)
+from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
+from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs
+from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
 
 # Positions whose logits are held at once when prompts are scored.
@@ -45,16 +39,6 @@ class StepState(NamedTuple):
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
     kv_pools: tuple[jax.Array, ...]  # [layers, pages, *page_shape] each, see `device_pool`
     states: RowStates | None = None  # of models with recurrent layers
-
-
-class StepOutput(NamedTuple):
-    """A step's results for B rows; log-probabilities are zeros if not requested."""
-
-    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
-    logprobs: TokenLogprobs  # [B, 1 + max_draft_tokens]
-    # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
-    # of the step's queries if these are fewer.
-    prompt_logprobs: TokenLogprobs
 
 
 class Computed(NamedTuple):
@@ -86,7 +70,7 @@ def run_step(
         given: as for both halves.
     """
     state, computed = compute_step(model, state, given)
-    return draw_step(model, state, computed, row_params, given)
+    return draw_step(model, state, row_params, given, computed)
 
 
 def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
@@ -94,16 +78,13 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
 
     It changes the state's KV, drafts and layers' states.
     """
-    controls = given.controls
-    token_table, queries = _place_queries(state, controls, given.sizes.max_draft_tokens)
-    batch, token_rows = _build_batch(queries, given)
+    token_table, queries = _place_queries(state, given.controls, given.sizes.max_draft_tokens)
+    given = _placed(given, queries)
+    batch, token_rows = _build_batch(given)
     batches = tuple(replace(batch, page_table=table) for table in given.page_tables)
     state_batch = layer_states = None
-    if state.states is not None and controls.states is not None:
-        rows = _step_rows(queries, controls)
-        state_batch = build_state_batch(
-            state.states, controls.states, rows, given.num_tokens, given.sizes
-        )
+    if state.states is not None:
+        state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
     hidden, kv_pools, layer_states = model(
         token_table[token_rows, batch.positions],
@@ -121,9 +102,9 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
 def draw_step(
     model: CausalLM,
     state: StepState,
-    computed: Computed,
     row_params: jax.Array,
     given: RankStep,
+    computed: Computed,
     masks: jax.Array | None = None,
 ) -> tuple[StepState, StepOutput]:
     """The second half: tokens are drawn and recorded, and log-probabilities reported.
@@ -131,10 +112,11 @@ def draw_step(
     `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens that each row may
     draw next, and after each of its drafts; None: any.
     """
+    queries = computed.queries
+    given = _placed(given, queries)
     controls, sizes = given.controls, given.sizes
     max_drafts = sizes.max_draft_tokens
-    queries = computed.queries
-    batch, token_rows = _build_batch(queries, given)
+    batch, token_rows = _build_batch(given)
     sampled = _sampled(batch, queries, given)
     where = SampledRows(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
@@ -151,14 +133,14 @@ def draw_step(
     new_tokens = sampled.by_row(drawn, 1 + max_drafts)
     counts = controls.samples.astype(jnp.int32)
     if queries.guesses is not None:
-        counts *= 1 + count_accepted(new_tokens, queries.guesses, queries.drafts)
+        counts *= 1 + _count_accepted(new_tokens, queries.guesses, queries.drafts)
     token_table = _write_tokens(
         state.token_table, controls.rows, queries.new_starts, new_tokens, counts
     )
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
-    scored = LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
+    scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
     # From the written table: reading the old one here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
@@ -167,14 +149,13 @@ def draw_step(
         model, controls, computed.hidden, scored, successors, row_params
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
-    by_row = TokenLogprobs(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
+    by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
     states = state.states
-    if states is not None and controls.states is not None:
-        rows = _step_rows(queries, controls)
-        state_batch = build_state_batch(states, controls.states, rows, given.num_tokens, sizes)
+    if states is not None:
+        state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
         num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
-        states = keep_states(states, controls.states, rows, state_batch, num_kept)
+        states = keep_states(states, controls, state_batch, num_kept)
     return state._replace(token_table=token_table, row_lens=row_lens, states=states), output
 
 
@@ -187,13 +168,18 @@ class Queries(NamedTuple):
     guesses: jax.Array | None  # int32[B, max_drafts]; None where nothing is drafted
 
 
-def _build_batch(queries: Queries, given: RankStep) -> tuple[AttentionBatch, jax.Array]:
+def _placed(given: RankStep, queries: Queries) -> RankStep:
+    """With the true starts of relayed rows, of which the plan has lower bounds."""
+    return given._replace(controls=given.controls._replace(kv_starts=queries.kv_starts))
+
+
+def _build_batch(given: RankStep) -> tuple[AttentionBatch, jax.Array]:
     """Attention's batch with the first group's pages, and the row of each query token: padding
     tokens read the null row."""
     controls = given.controls
     batch = AttentionBatch.build(
         given.page_tables[0],
-        queries.kv_starts,
+        controls.kv_starts,
         controls.q_lens,
         controls.num_decode,
         given.num_tokens,
@@ -202,16 +188,50 @@ def _build_batch(queries: Queries, given: RankStep) -> tuple[AttentionBatch, jax
     return batch, jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
 
 
-def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:
+class _LastQueries(NamedTuple):
+    """The queries of a step whose logits are computed: some of the last ones of each row.
+
+    A row that samples draws a token after its last query; a row with drafts, after each query from
+    its last known token on. A row whose prompt is scored needs the logits of its last queries.
+    S queries of B rows lie flat, row after row, so that logits are computed for no others.
+    """
+
+    rows: jax.Array  # int32[S] index among the step's rows; some row in range where not valid
+    tokens: jax.Array  # int32[S] index among the step's query tokens
+    valid: jax.Array  # bool[S]
+    firsts: jax.Array  # int32[B] index of each row's first one among the S
+
+    @classmethod
+    def build(cls, batch: AttentionBatch, counts: jax.Array, most: int) -> "_LastQueries":
+        """The last counts[i] queries of each row (int32[B]), at most `most` in all."""
+        num_rows, num_tokens = counts.shape[0], batch.positions.shape[0]
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
+        firsts = ends - counts
+        queries = jnp.arange(min(num_tokens, most), dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, queries, side="right", method="compare_all")
+        rows = jnp.minimum(rows.astype(jnp.int32), num_rows - 1)
+        valid = queries < ends[-1]
+        tokens = batch.q_offsets[rows + 1] - counts[rows] + queries - firsts[rows]
+        return cls(rows, jnp.where(valid, tokens, 0), valid, firsts)
+
+    @property
+    def places(self) -> jax.Array:
+        """Each query's number among its row's, from 0 on: int32[S]; arbitrary where not valid."""
+        queries = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
+        return queries - self.firsts[self.rows]
+
+    def by_row(self, values: jax.Array, width: int) -> jax.Array:
+        """Values [S, ...] as [B, width, ...]; entries past a row's queries are arbitrary."""
+        index = self.firsts[:, None] + jnp.arange(width, dtype=jnp.int32)
+        return values.at[index].get(mode="clip")
+
+
+def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQueries:
     """The queries after which a token is drawn."""
     controls = given.controls
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     most = controls.rows.shape[0] * (1 + given.sizes.max_draft_tokens)
-    return LastQueries.build(batch, num_drawn, most)
-
-
-def _step_rows(queries: Queries, controls: RankControls) -> StepRows:
-    return StepRows(controls.rows, queries.kv_starts, controls.q_lens, controls.num_decode)
+    return _LastQueries.build(batch, num_drawn, most)
 
 
 def _place_queries(
@@ -256,18 +276,18 @@ def _score_if_any(
     model: CausalLM,
     controls: RankControls,
     hidden: jax.Array,
-    scored: LastQueries,
+    scored: _LastQueries,
     successors: jax.Array,
     row_params: jax.Array,
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of the `successors` of `scored` queries; zeros if no rank scores any."""
 
-    def score() -> TokenLogprobs:
+    def score() -> LogprobArrays:
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
         return _score(model, hidden[scored.tokens], successors, ids)
 
     # All ranks take the same branch, though one alone may score: logits are exchanged in it.
-    result: TokenLogprobs = lax.cond(
+    result: LogprobArrays = lax.cond(
         controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
     )
     return result
@@ -275,7 +295,7 @@ def _score_if_any(
 
 def _score(
     model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
     A block at a time: the logits of all would take too much memory.
@@ -288,11 +308,28 @@ def _score(
         padded = jnp.pad(values, ((0, padding), *((0, 0),) * (values.ndim - 1)))
         return padded.reshape(-1, block_size, *values.shape[1:])
 
-    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+    def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> LogprobArrays:
         states, tokens, own_ids = block
         return score_tokens(model.logits(states), tokens, own_ids)
 
-    blocks: TokenLogprobs = lax.map(
+    blocks: LogprobArrays = lax.map(
         score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
     )
-    return TokenLogprobs(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
+    return LogprobArrays(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
+
+
+def _count_accepted(drawn: jax.Array, drafted: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Leading drafts that equal the token drawn in their place: int32[B].
+
+    The same token would be drawn after a query without drafts: the noise depends on seed and
+    position alone. So drafts change neither greedy nor random output (for drafts that are certain
+    guesses this is the rejection rule of arXiv 2211.17192, written as a draw).
+
+    Args:
+        drawn: int32[B, 1 + K] tokens drawn, the first of them in the first draft's place.
+        drafted: int32[B, K] the drafts.
+        drafts: int32[B] how many of them each row has.
+    """
+    num_drafts = drafted.shape[1]
+    right = (drawn[:, :num_drafts] == drafted) & (jnp.arange(num_drafts) < drafts[:, None])
+    return jnp.sum(jnp.cumprod(right, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)

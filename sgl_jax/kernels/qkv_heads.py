@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.pallas_tpu import bfloat16_parts
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 # The kernel's names in compiled programs.
 NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
@@ -40,7 +40,6 @@ NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
 TOKENS_AT_ONCE = 64
 BLOCK_BYTES = 3 << 19  # of the product; two blocks are in vector memory, and two of the results
 MAX_BLOCK = 256
-_SUBLANES = 8
 
 
 class HeadNorm(NamedTuple):
@@ -83,7 +82,6 @@ def rotated_heads(
     *,
     group: int,
     head_dim: int,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split Q, K and V, and rotate queries and keys, normalised before that if they have norms.
 
@@ -93,7 +91,6 @@ def rotated_heads(
         q_norm, k_norm: of queries and of keys, or None.
         group: queries of a KV head.
         head_dim: a multiple of 128.
-        interpret: simulates the kernel on a CPU: `pltpu.InterpretParams`.
 
     Returns:
         q [T, kv_heads * group, head_dim], k and v [T, kv_heads * head_dim]; in qkv's dtype.
@@ -103,7 +100,7 @@ def rotated_heads(
     shape = _Shape(kv_heads, group, head_dim)
     block = block_tokens(num_tokens, width * qkv.dtype.itemsize)
     at_once = math.gcd(block, TOKENS_AT_ONCE)
-    stride = -(-shape.q_heads // _SUBLANES) * _SUBLANES
+    stride = -(-shape.q_heads // SUBLANES) * SUBLANES
 
     def by_token(*dims: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, *dims), lambda i: (i, *[0] * len(dims)))
@@ -123,38 +120,33 @@ def rotated_heads(
             norms=tuple(None if norm is None else norm._replace(weight=None) for norm in norms),
         ),
         name=PLAIN_NAME if q_norm is k_norm is None else NORMALISED_NAME,
-        out_shape=results,
+        out_shape=[results],
         grid=(-(-num_tokens // block),),
         in_specs=[
-            *(by_token(*x.shape[1:]) for x in inputs),
-            *(None if weight is None else whole for weight in weights),
+            tuple(by_token(*x.shape[1:]) for x in inputs),
+            tuple(None if weight is None else whole for weight in weights),
         ],
-        out_specs=tuple(by_token(*x.shape[1:]) for x in results),
+        out_specs=[tuple(by_token(*x.shape[1:]) for x in results)],
         scratch_shapes=[pltpu.VMEM((head_dim // LANES, at_once * stride, LANES), jnp.float32)],
-        interpret=interpret,
     )
-    q, k, v = kernel(*inputs, *weights)
+    ((q, k, v),) = kernel(inputs, weights)
     return q, k, v
 
 
 def _kernel(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    q_weight: Any,
-    k_weight: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    inputs: tuple[Any, ...],
+    weights: tuple[Any, ...],
+    results: tuple[Any, ...],
     by_token: Any,
     *,
     shape: _Shape,
     norms: tuple[HeadNorm | None, ...],
 ) -> None:
+    (qkv, cos, sin), (q, k, v) = inputs, results
     at_once = math.gcd(qkv.shape[0], TOKENS_AT_ONCE)
     q_norm, k_norm = (
         None if norm is None else norm._replace(weight=_factor(weight, norm.from_one))
-        for weight, norm in zip((q_weight, k_weight), norms, strict=True)
+        for weight, norm in zip(weights, norms, strict=True)
     )
 
     @pl.loop(0, qkv.shape[0] // at_once)

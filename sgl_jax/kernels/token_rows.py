@@ -1,34 +1,63 @@
 """The rows of a step's tokens, which lie flat, row after row, with padding at the end."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 
-class TokenRows(NamedTuple):
-    """T tokens of B rows."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """T tokens of the B rows of one data-parallel rank in one step; a pytree of arrays.
 
-    q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
+    Rows come as `num_decode` decode rows (a query each, and one more for each drafted token), then
+    prefill chunks, then padding rows (`q_len` 0). T and B are static buckets. Per-token indices are
+    derived once per step and read by every layer.
+    """
+
+    kv_starts: jax.Array  # int32 [B] tokens in the cache before this step
+    q_lens: jax.Array  # int32 [B]
+    num_decode: jax.Array  # int32 []
     num_rows: jax.Array  # int32 [] rows up to the last one that has tokens
+    q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
     token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
-    in_row: jax.Array  # int32 [T] number of each token in its row; arbitrary for padding
+    positions: jax.Array  # int32 [T] position of each token in its request; 0 for padding
     valid: jax.Array  # bool [T] False for padding
+    max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' tokens at most
+    max_draft_tokens: int = field(metadata={"static": True})  # of one decode row at most
 
     @classmethod
-    def of(cls, q_lens: jax.Array, num_tokens: int) -> "TokenRows":
-        """The first sum of `q_lens`, int32 [B], of `num_tokens` tokens."""
+    def of(
+        cls,
+        kv_starts: jax.Array,
+        q_lens: jax.Array,
+        num_decode: jax.Array,
+        num_tokens: int,
+        max_draft_tokens: int,
+    ) -> "TokenRows":
+        """Derive the per-token indices.
+
+        Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
+        any decode row has.
+        """
         bucket_rows = q_lens.shape[0]
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)
         q_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
-        token_rows = jnp.minimum(rows.astype(jnp.int32), bucket_rows - 1)
+        found = jnp.searchsorted(ends, tokens, side="right", method="compare_all")
+        rows = jnp.minimum(found.astype(jnp.int32), bucket_rows - 1)
         row_ids = jnp.arange(1, bucket_rows + 1, dtype=jnp.int32)
-        return cls(
-            q_offsets=q_offsets,
+        valid = tokens < ends[-1]
+        return TokenRows(
+            kv_starts=kv_starts,
+            q_lens=q_lens,
+            num_decode=num_decode,
             num_rows=jnp.max(jnp.where(q_lens > 0, row_ids, 0)),
-            token_rows=token_rows,
-            in_row=tokens - q_offsets[token_rows],
-            valid=tokens < ends[-1],
+            q_offsets=q_offsets,
+            token_rows=rows,
+            positions=jnp.where(valid, kv_starts[rows] + (tokens - q_offsets[rows]), 0),
+            valid=valid,
+            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
+            max_draft_tokens=max_draft_tokens,
         )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 LANES = 128  # elements of a row of memory, and of a register's
+SUBLANES = 8  # rows of a register
 VMEM_LIMIT_BYTES = 60 << 20  # of the 64 MiB or more that a chip has; the compiler's limit is less
 
 

@@ -4,11 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sgl_jax.kernels.attention.api import (
-    AttentionBatch,
-    RaggedPagedAttention,
-    ScoreOptions,
-)
+from sgl_jax.kernels.attention.api import RaggedPagedAttention
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.norm import RMSNorm

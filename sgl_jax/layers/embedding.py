@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
-from sgl_jax.layers.sampling import SplitLogits
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Source
 
 
@@ -22,13 +22,7 @@ class Embedding(nnx.Module):
     """Token vectors, one slice of the vocabulary on each chip."""
 
     def __init__(
-        self,
-        weight: Source,
-        vocab_size: int,
-        hidden_size: int,
-        dtype: DTypeLike,
-        *,
-        is_head: bool,
+        self, weight: Source, vocab_size: int, hidden_size: int, dtype: DTypeLike, *, is_head: bool
     ) -> None:
         """`weight` is [padded vocabulary, padded hidden size], the padding zeros; `is_head`: logits
         are made with it, too."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta, StateBatch
+from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
+from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.layers.layer_weights import use_weight
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
@@ -91,22 +92,16 @@ class GatedDeltaNet(nnx.Module):
         `layer` is its number among the layers of `states`.
         """
         mixed, conv_states = self.conv(self.qkv(x), states.conv, layer, batch)
-        q, k, v = self._heads(mixed)
-        found, recurrent_states = self.recur(
-            *(q, k, v, *self._rates(x), states.recurrent, layer, batch)
-        )
+        num_tokens, ends = len(x), (self.key_dim, 2 * self.key_dim)
+        by_head = mixed.reshape(num_tokens, -1, 2 * self.key_dim + self.group * self.value_dim)
+        q, k, v = jnp.split(by_head, ends, axis=-1)
+        v = v.reshape(num_tokens, -1, self.value_dim)
+        tokens = DeltaInputs(q, k, v, *self._rates(x))
+        found, recurrent_states = self.recur(tokens, states.recurrent, layer, batch)
         normed = self.norm(found).reshape(x.shape[0], -1)
         gate = jax.nn.silu(self.output_gate(x).astype(jnp.float32))
         out = self.output((normed * gate).astype(x.dtype))
         return out, LayerStates(conv_states, recurrent_states)
-
-    def _heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k [T, key_heads, key_dim] and v [T, value_heads, value_dim] of the convolution's
-        result."""
-        num_tokens, ends = mixed.shape[0], (self.key_dim, 2 * self.key_dim)
-        by_head = mixed.reshape(num_tokens, -1, 2 * self.key_dim + self.group * self.value_dim)
-        q, k, v = jnp.split(by_head, ends, axis=-1)
-        return q, k, v.reshape(num_tokens, -1, self.value_dim)
 
     def _rates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log decay and beta of each token and value head, float32 [T, value_heads]."""

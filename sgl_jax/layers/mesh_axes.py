@@ -4,6 +4,10 @@ All of these work inside `jax.shard_map` only. Over an axis of size 1 they are l
 CPU keeps a collective of one participant, and runs it.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,20 +16,29 @@ DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
 
 
+def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) -> jax.Array:
+    result: jax.Array = x if lax.axis_size(axis) == 1 else exchange(x)
+    return result
+
+
 def sum_over_tensor(x: jax.Array) -> jax.Array:
     """The sum of all tensor chips' x, on each of them."""
-    if lax.axis_size(TENSOR_AXIS) == 1:
-        return x
-    result: jax.Array = lax.psum(x, TENSOR_AXIS)
-    return result
+    return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 
 
 def concatenate_over_tensor(x: jax.Array, axis: int) -> jax.Array:
     """All tensor chips' x, one after the other along `axis`."""
-    if lax.axis_size(TENSOR_AXIS) == 1:
-        return x
-    result: jax.Array = lax.all_gather(x, TENSOR_AXIS, axis=axis, tiled=True)
-    return result
+    return _all_gathered(x, TENSOR_AXIS, axis)
+
+
+def concatenate_over_data(x: jax.Array, axis: int) -> jax.Array:
+    """All data-parallel ranks' x, one after the other along `axis`."""
+    return _all_gathered(x, DATA_AXIS, axis)
+
+
+def _all_gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+    gather = partial(lax.all_gather, axis_name=mesh_axis, axis=axis, tiled=True)
+    return _exchanged(x, mesh_axis, gather)
 
 
 def split_rows_over_tensor(x: jax.Array) -> jax.Array:
@@ -33,10 +46,10 @@ def split_rows_over_tensor(x: jax.Array) -> jax.Array:
 
     All tensor chips' columns come one after the other; their number divides n.
     """
-    if lax.axis_size(TENSOR_AXIS) == 1:
-        return x
-    result: jax.Array = lax.all_to_all(x, TENSOR_AXIS, split_axis=0, concat_axis=1, tiled=True)
-    return result
+    exchange = partial(
+        lax.all_to_all, axis_name=TENSOR_AXIS, split_axis=0, concat_axis=1, tiled=True
+    )
+    return _exchanged(x, TENSOR_AXIS, exchange)
 
 
 def pad_to_shares(x: jax.Array) -> jax.Array:
@@ -66,15 +79,4 @@ def join_shares(share: jax.Array, num_lines: int) -> jax.Array:
 
 def any_over_data(flag: jax.Array) -> jax.Array:
     """True if flag, bool[], is set on any data-parallel rank."""
-    if lax.axis_size(DATA_AXIS) == 1:
-        return flag
-    flags: jax.Array = lax.psum(flag.astype(jnp.int32), DATA_AXIS)
-    return flags > 0
-
-
-def concatenate_over_data(x: jax.Array, axis: int) -> jax.Array:
-    """All data-parallel ranks' x, one after the other along `axis`."""
-    if lax.axis_size(DATA_AXIS) == 1:
-        return x
-    result: jax.Array = lax.all_gather(x, DATA_AXIS, axis=axis, tiled=True)
-    return result
+    return _exchanged(flag, DATA_AXIS, lambda x: lax.psum(x.astype(jnp.int32), DATA_AXIS) > 0)

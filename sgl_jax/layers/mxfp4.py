@@ -8,11 +8,10 @@ mantissa. (OCP Microscaling Formats specification, version 1.0.)
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, Shape, Tensors
+from sgl_jax.layers.sources import Index, Shape, Source, Tensors
 
 BLOCK = 32  # numbers
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"  # of the names of the two tensors of bytes
@@ -24,19 +23,19 @@ _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Source):
     """A matrix for each expert, stored as [experts, rows, columns]; blocks lie along columns."""
 
     name: str
-    shape: Shape  # of the parameter: as stored, or [experts, columns, rows]
+    dims: Shape  # of the parameter: as stored, or [experts, columns, rows]
     transposed: bool = False
 
     @property
-    def plain_shape(self) -> Shape:
-        return self.shape
+    def shape(self) -> Shape:
+        return self.dims
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        experts, *matrix = self.shape
+        experts, *matrix = self.dims
         rows, columns = matrix[::-1] if self.transposed else matrix
         scales = (experts, rows, columns // BLOCK)
         return {
@@ -58,9 +57,6 @@ class Mxfp4:
             scales = tensors.read(prefix + self.name + SCALES_SUFFIX, own)[0]
             numbers = unpacked(packed, scales)[:, within]
             out[place] = numbers.T if self.transposed else numbers
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return plain
 
 
 def unpacked(blocks: NDArray[Any], scales: NDArray[Any]) -> NDArray[np.float32]:

@@ -14,11 +14,7 @@ _BLOCK = 512  # positions of the token table searched at a time
 
 
 def propose_drafts(
-    token_table: jax.Array,
-    rows: jax.Array,
-    lens: jax.Array,
-    searched: jax.Array,
-    num_drafts: int,
+    token_table: jax.Array, rows: jax.Array, lens: jax.Array, searched: jax.Array, num_drafts: int
 ) -> jax.Array:
     """Guess the tokens at positions lens[i], lens[i] + 1, ... of each row: int32[n, num_drafts].
 

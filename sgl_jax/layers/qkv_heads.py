@@ -4,8 +4,7 @@ Every implementation has the signature of `QKVHeads`, and `qkv_heads_implementat
 place that chooses.
 """
 
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax import lax
@@ -58,15 +57,8 @@ def xla_qkv_heads(
 
 
 def pallas_qkv_heads(
-    qkv: jax.Array,
-    heads: Heads,
-    q_norm: RMSNorm | None,
-    k_norm: RMSNorm | None,
-    by: Rotation,
-    *,
-    interpret: Any = False,
+    qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
 ) -> QKV:
-    """See `QKVHeads`; `interpret` simulates the kernel on a CPU: `pltpu.InterpretParams`."""
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
     from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 
@@ -80,7 +72,6 @@ def pallas_qkv_heads(
         ),
         group=heads.group,
         head_dim=heads.head_dim,
-        interpret=interpret,
     )
     by_head = (qkv.shape[0], -1, heads.head_dim)
     return q, k.reshape(by_head), v.reshape(by_head)
@@ -93,6 +84,6 @@ def qkv_heads_implementation(backend: str, head_dim: int, *, simulate: bool = Fa
         return xla_qkv_heads
     if not simulate:
         return pallas_qkv_heads
-    from jax.experimental.pallas import tpu as pltpu
+    from sgl_jax.kernels.pallas_tpu import simulated
 
-    return partial(pallas_qkv_heads, interpret=pltpu.InterpretParams())
+    return simulated(pallas_qkv_heads)

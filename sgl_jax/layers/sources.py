@@ -6,6 +6,7 @@ tensor, straight into one buffer of the right type. Tensor names are relative: `
 layer's or the expert's name before them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from sgl_jax.kernels.tpu_chip import LANES
 
 Shape = tuple[int, ...]
-Index = tuple[slice, ...]  # one slice per axis, start and stop given; steps are `EverySecond`'s
+Index = tuple[slice, ...]  # one slice per axis, start and stop given; steps are `Slice`'s
 
 
 class Tensors(Protocol):
@@ -29,46 +30,50 @@ class Tensors(Protocol):
         ...
 
 
-class Source(Protocol):
+class Source(ABC):
     """One parameter of the model, or one layer's part of it."""
 
     @property
+    @abstractmethod
     def shape(self) -> Shape:
         """The parameter's shape on the whole mesh."""
-        ...
 
     @property
     def plain_shape(self) -> Shape:
         """Its shape for one chip: nothing padded for more chips, no head copied."""
-        ...
+        return self.shape
 
+    @abstractmethod
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         """Names of the tensors that are needed, with the shapes they must have."""
-        ...
 
+    @abstractmethod
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         """Write the parameter's part `index` to `out`, whose shape and dtype are the part's."""
-        ...
 
     def fit(self, plain: jax.Array) -> jax.Array:
         """The parameter of the whole mesh, of an array of `plain_shape`."""
-        ...
+        return plain
+
+    def as_stored(self, names: Container[str], prefix: str = "") -> "Source":
+        """This source as a checkpoint with tensors of these names has it, see `EitherWay`."""
+        return self
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Source):
     """A tensor as it is, or matrices [..., in, out] that are stored as [..., out, in]."""
 
     name: str
-    shape: Shape  # of the parameter
+    dims: Shape  # of the parameter
     transposed: bool = False
 
     @property
-    def plain_shape(self) -> Shape:
-        return self.shape
+    def shape(self) -> Shape:
+        return self.dims
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + self.name: _swapped(self.shape) if self.transposed else self.shape}
+        return {prefix + self.name: _swapped(self.dims) if self.transposed else self.dims}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         if self.transposed:
@@ -76,114 +81,76 @@ class Tensor:
         else:
             out[...] = tensors.read(prefix + self.name, index)
 
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return plain
-
 
 def _swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
     return *axes[:-2], axes[-1], axes[-2]
 
 
+def _with_axis(axes: tuple[Any, ...], axis: int, own: Any) -> tuple[Any, ...]:
+    return *axes[:axis], own, *axes[axis + 1 :]
+
+
 @dataclass(frozen=True)
-class EverySecond:
-    """Every second of a part's slices along axis `axis`, from the first or the next one on."""
+class OfPart(Source):
+    """A parameter that is made of another; by itself the same."""
 
     part: Source
-    axis: int
-    first: int  # 0 or 1
 
     @property
     def shape(self) -> Shape:
-        shape = self.part.shape
-        return (*shape[: self.axis], shape[self.axis] // 2, *shape[self.axis + 1 :])
-
-    @property
-    def plain_shape(self) -> Shape:
-        return self.shape
+        return self.part.shape
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         return self.part.tensors(prefix)
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        own = index[self.axis]
-        both = slice(2 * own.start + self.first, 2 * own.stop, 2)
-        self.part.fill(out, (*index[: self.axis], both, *index[self.axis + 1 :]), tensors, prefix)
+        self.part.fill(out, index, tensors, prefix)
 
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return plain
+    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
+        return replace(self, part=self.part.as_stored(names, prefix))
 
 
 @dataclass(frozen=True)
-class Slice:
-    """`size` of a part's slices along axis `axis`, from `first` on."""
+class Slice(OfPart):
+    """`size` of a part's slices along axis `axis`, every `step`-th from `first` on."""
 
-    part: Source
     axis: int
     first: int
     size: int
+    step: int = 1
 
     @property
     def shape(self) -> Shape:
-        shape = self.part.shape
-        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
-
-    @property
-    def plain_shape(self) -> Shape:
-        return self.shape
-
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return self.part.tensors(prefix)
+        return _with_axis(self.part.shape, self.axis, self.size)
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        own = index[self.axis]
-        within = slice(self.first + own.start, self.first + own.stop)
-        self.part.fill(out, (*index[: self.axis], within, *index[self.axis + 1 :]), tensors, prefix)
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return plain
+        own, last = index[self.axis], index[self.axis].stop - 1
+        start, stop = (self.first + i * self.step for i in (own.start, last))
+        within = slice(start, stop + 1, self.step)
+        self.part.fill(out, _with_axis(index, self.axis, within), tensors, prefix)
 
 
 @dataclass(frozen=True)
-class EitherWay:
-    """A parameter that checkpoints store in one of two ways; `as_stored` finds out which."""
+class EitherWay(OfPart):
+    """A part that some checkpoints store in another way, of the same shape."""
 
-    usual: Source
-    other: Source  # of the same shape
-
-    @property
-    def shape(self) -> Shape:
-        return self.usual.shape
+    other: Source
 
     @property
     def plain_shape(self) -> Shape:
-        return self.usual.plain_shape
-
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return self.usual.tensors(prefix)
-
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        self.usual.fill(out, index, tensors, prefix)
+        return self.part.plain_shape
 
     def fit(self, plain: jax.Array) -> jax.Array:
-        return self.usual.fit(plain)
+        return self.part.fit(plain)
 
-
-def as_stored(source: Source, names: Container[str], prefix: str = "") -> Source:
-    """`source` as a checkpoint with tensors of these names has it: the usual way, unless it has
-    all tensors of the other."""
-    if isinstance(source, EitherWay):
-        is_other = all(name in names for name in source.other.tensors(prefix))
-        return as_stored(source.other if is_other else source.usual, names, prefix)
-    if isinstance(source, Stacked):
-        own = prefix + source.prefixes[0]
-        return replace(source, part=as_stored(source.part, names, own))
-    if isinstance(source, (EverySecond, Padded, Slice)):
-        return replace(source, part=as_stored(source.part, names, prefix))
-    return source
+    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
+        """The usual way, unless the checkpoint has all tensors of the other."""
+        is_other = all(name in names for name in self.other.tensors(prefix))
+        return (self.other if is_other else self.part).as_stored(names, prefix)
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Source):
     """Equal parts along a new first axis, one for each prefix: layers, or experts."""
 
     prefixes: tuple[str, ...]
@@ -211,6 +178,9 @@ class Stacked:
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)
         return fitted
 
+    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
+        return replace(self, part=self.part.as_stored(names, prefix + self.prefixes[0]))
+
 
 def row_size(size: int) -> int:
     """The length of rows of `size` elements: whole rows of a TPU's memory, if nearly that long.
@@ -223,36 +193,30 @@ def row_size(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Padded:
+class Padded(OfPart):
     """A part followed by zeros along axis `axis`, `size` long together."""
 
-    part: Source
     size: int
     axis: int
     on_every_mesh: bool = False  # or only where chips do not divide the part
 
     @property
     def shape(self) -> Shape:
-        shape = self.part.shape
-        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+        return _with_axis(self.part.shape, self.axis, self.size)
 
     @property
     def plain_shape(self) -> Shape:
         return self.shape if self.on_every_mesh else self.part.plain_shape
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return self.part.tensors(prefix)
-
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        start, stop = index[self.axis].start, index[self.axis].stop
         part_size = self.part.shape[self.axis]
-        within = slice(min(start, part_size), min(stop, part_size))
-        length = within.stop - within.start
+        start, stop = (min(i, part_size) for i in (index[self.axis].start, index[self.axis].stop))
         rows = np.moveaxis(out, self.axis, 0)
-        rows[length:] = 0
-        if length:
-            part_index = (*index[: self.axis], within, *index[self.axis + 1 :])
-            self.part.fill(np.moveaxis(rows[:length], 0, self.axis), part_index, tensors, prefix)
+        rows[stop - start :] = 0
+        if stop > start:
+            own = np.moveaxis(rows[: stop - start], 0, self.axis)
+            within = _with_axis(index, self.axis, slice(start, stop))
+            self.part.fill(own, within, tensors, prefix)
 
     def fit(self, plain: jax.Array) -> jax.Array:
         widths = [(0, size - own) for own, size in zip(plain.shape, self.shape, strict=True)]
@@ -272,30 +236,15 @@ def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Reordered:
+class Reordered(OfPart):
     """A vector with a part's elements in another order."""
 
-    part: Source
     order: tuple[int, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return self.part.shape
-
-    @property
-    def plain_shape(self) -> Shape:
-        return self.shape
-
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return self.part.tensors(prefix)
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         whole = np.empty(self.shape, out.dtype)
-        self.part.fill(whole, (slice(0, self.shape[0]),), tensors, prefix)
+        self.part.fill(whole, (slice(0, len(whole)),), tensors, prefix)
         out[...] = whole[list(self.order)][index]
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return plain
 
 
 @dataclass(frozen=True)
@@ -325,7 +274,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class FusedHeads:
+class FusedHeads(Source):
     """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
 
     Stored apart, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv * head_dim, *inputs],
@@ -390,3 +339,53 @@ class FusedHeads:
         q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
         kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
         return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Each head's rows in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
+
+    name: str
+    num_rows: int
+    first: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ByHead(Source):
+    """Columns by head, [*inputs, num_heads * width]: each head's rows of all parts, side by side.
+
+    Stored as tensors [rows, *inputs]. Parts of the parameter hold whole heads.
+    """
+
+    parts: tuple[HeadRows, ...]
+    num_heads: int
+    inputs: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.inputs, self.num_heads * self.width)
+
+    @property
+    def width(self) -> int:
+        """Columns of a head."""
+        return sum(part.size for part in self.parts)
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return {prefix + part.name: (part.num_rows, *self.inputs) for part in self.parts}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        *inputs, columns = index
+        assert columns.start % self.width == columns.stop % self.width == 0
+        heads = range(columns.start // self.width, columns.stop // self.width)
+
+        def read(part: HeadRows) -> NDArray[Any]:
+            """[heads, part.size, *inputs]"""
+            start, stop = (part.first + head * part.stride for head in (heads[0], heads[-1]))
+            rows = tensors.read(prefix + part.name, (slice(start, stop + part.size), *inputs))
+            firsts = range(0, len(heads) * part.stride, part.stride)
+            return np.stack([rows[first : first + part.size] for first in firsts])
+
+        by_head = np.concatenate([read(part) for part in self.parts], axis=1)
+        out[...] = np.moveaxis(by_head.reshape(-1, *by_head.shape[2:]), 0, -1)

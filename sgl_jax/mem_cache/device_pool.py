@@ -6,7 +6,7 @@ The only file of this room that imports jax.
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.recurrence import GatedDeltaConfig, conv_state_shape
+
+_Tree = TypeVar("_Tree")
 
 # A rank's pages are contiguous, so page ids are local to the rank under shard_map.
 KV_POOL_SPEC = P(None, "data", "tensor", None, None)
@@ -63,15 +65,15 @@ def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Shape
     return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=sharding)
 
 
-def make_kv_pool(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Array:
-    """Make a zeroed pool on the devices, so the host never holds it."""
-    return _zeros(kv_pool_shape(layout, num_pages, mesh))
+def make_zeros(shapes: _Tree) -> _Tree:
+    """Zeros of a tree of shapes with shardings, made on the devices: the host never holds them."""
 
+    def zeros() -> Any:
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
 
-def _zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros = jax.jit(lambda: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding)
-    pool: jax.Array = zeros()
-    return pool
+    shardings = jax.tree.map(lambda array: array.sharding, shapes)
+    made: _Tree = jax.jit(zeros, out_shardings=shardings)()
+    return made
 
 
 class LayerStates(NamedTuple):
@@ -134,11 +136,6 @@ def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> La
             for shape, dtype, spec in zip(shapes, dtypes, STATE_POOL_SPECS, strict=True)
         )
     )
-
-
-def make_state_pools(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
-    """Make zeroed states on the devices."""
-    return LayerStates(*map(_zeros, state_pool_shapes(layout, num_slots, mesh)))
 
 
 def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:

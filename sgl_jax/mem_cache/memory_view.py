@@ -24,6 +24,9 @@ class PoolView(NamedTuple):
     reserved_pages: int
 
 
+PAGE_COUNTS = PoolView._fields[3:]
+
+
 class MemoryView(NamedTuple):
     """The pages and rows of a rank by state. Pages count all `pools` of pages together, as in
     `PoolView`. A row is free, held by a running request, or by an idle session."""

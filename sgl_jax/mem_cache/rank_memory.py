@@ -9,140 +9,25 @@ The scheduler holds one `RankMemory` per rank; no method takes a rank. Leases be
 the rows of all ranks at once; `grow_rows` and `commit_rows` here do so for one rank.
 """
 
-from functools import partial
-
 import numpy as np
 
-from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.memory_view import MemoryView, PoolView
-from sgl_jax.mem_cache.pages.locked_pages import LockedPages
-from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
-from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
+from sgl_jax.mem_cache.memory_view import PAGE_COUNTS, MemoryView, PoolView
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows, pages_held_and_lacking
+from sgl_jax.mem_cache.rank_records import RankRecords
 from sgl_jax.mem_cache.row_states import resumable_len
-from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
-# If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
-# pages evicted ahead.
-_PAGES_PER_EVICTED = 512
-_MAX_EVICTED_AHEAD = 256
 
-
-class RankMemory:
-    """The memory of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s.
-
-    `tables`, if given, hold the rows' columns: views of all ranks' columns.
-    """
-
-    def __init__(
-        self,
-        dp_rank: int,
-        sizes: EngineSizes,
-        *,
-        use_radix_cache: bool = True,
-        eviction_policy: str = "adaptive",
-        tables: RowTables | None = None,
-    ) -> None:
-        self.dp_rank = dp_rank
-        self.sizes = sizes
-        self.page_size = sizes.page_size
-        self.groups = sizes.groups
-        # Every row lists every page up to its allocated length.
-        self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
-        # The numbers of the recurrent group and of its pool of states; None without recurrent
-        # layers.
-        self.state_group = sizes.state_group
-        self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
-        if self.state_pool == 0:
-            raise ValueError("states need a pool of their own, after the first pool of pages")
-        num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
-        self.rows = ReqToTokenPool(
-            tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
-        )
-        # For each pool, the numbers of the groups in it.
-        self.groups_of = [
-            [number for number, group in enumerate(sizes.groups) if group.pool == pool]
-            for pool in range(num_pools)
-        ]
-        self._paged_groups = [
-            number for number, group in enumerate(sizes.groups) if not group.is_recurrent
-        ]
-        # For the first pool: its groups, and the pages that a row may list of each.
-        first = self.groups_of[0]
-        most = [sizes.row_pages(sizes.groups[number]) for number in first]
-        self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
-        # For each pool, the pages that a row takes for a page of tokens.
-        self._num_tables = [
-            sum(not sizes.groups[number].is_recurrent for number in numbers)
-            for numbers in self.groups_of
-        ]
-        self.allocators = tuple(
-            PageAllocator(num_pages, self._pool_name(pool))
-            for pool, num_pages in enumerate(sizes.pool_pages)
-        )
-        self.allocator = self.allocators[0]  # of the pool that limits admission
-        self._make_cache = partial(
-            RadixCache if use_radix_cache else ChunkCache,
-            sizes.groups,
-            self.allocators,
-            sizes.page_size,
-            eviction_policy=eviction_policy if use_radix_cache else "lru",
-        )
-        self.cache = self._make_cache()
-        self.sessions = SessionLeases()
-        self.leases: dict[int, KVLease] = {}  # by row
-        self.locked = self._no_locks()
-        self._num_evicted_ahead = [
-            min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
-            for num_pages in sizes.pool_pages
-        ]
-        # Pages that idle sessions own, by pool, excluding the tree's pages.
-        self.session_held = [0] * num_pools
-
-    def _pool_name(self, pool: int) -> str:
-        if len(self.groups) == 1:
-            return f"rank {self.dp_rank}"
-        if pool == self.state_pool:
-            return f"rank {self.dp_rank}, states"
-        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
-        kinds = ["full" if window is None else f"window {window}" for window in windows]
-        return f"rank {self.dp_rank}, {' and '.join(kinds)}"
-
-    def _no_locks(self) -> tuple[LockedPages, ...]:
-        return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
-
-    def rebuild(self) -> None:
-        """Reset all memory records without freeing pages one by one, since records may be
-        inconsistent.
-
-        Every page and row is free afterwards and every lease released; the old records are not
-        read. No step launched before may still run on the device.
-        """
-        for lease in self.leases.values():
-            lease.released, lease.node = True, None
-        self.leases.clear()
-        self.rows.reset()
-        for allocator in self.allocators:
-            allocator.reset()
-        self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
-        self.sessions = SessionLeases()
-        self.locked = self._no_locks()
-        self.session_held = [0] * len(self.allocators)
+class RankMemory(RankRecords):
+    """The memory of a rank; constructed as `RankRecords`."""
 
     @property
     def num_session_pages(self) -> int:
         """Pages of the first pool that only idle sessions hold, each counted once."""
         return self.session_held[0] + self.locked[0].num_idle
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages of the first pool that are free or can be made free by eviction."""
-        return self.allocator.num_free + self.cache.num_evictable[0]
 
     @property
     def num_reclaimable_pages(self) -> int:
@@ -158,10 +43,6 @@ class RankMemory:
         return (
             pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
         )
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages of a group that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size)
 
     def request_pages(self, num_tokens: int) -> int:
         """The most pages of the first pool that a request of `num_tokens` holds."""
@@ -183,32 +64,6 @@ class RankMemory:
         if self.state_group is not None:
             return resumable_len(self, lease, length) >= 0
         return self.sees_windows(lease, length)
-
-    def sees_windows(self, lease: KVLease, length: int) -> bool:
-        """Return whether no window has passed the pages that the token after `length` reads."""
-        return self.lists_all or all(
-            group.sliding_window is None
-            or group.is_recurrent
-            or self.rows.first_pages[number, lease.row]
-            <= first_page_of(group.sliding_window, self.page_size, length)
-            for number, group in enumerate(self.groups)
-        )
-
-    def by_pool(self, pages: Int32Array) -> list[Int32Array]:
-        """The listed pages of `pages` int32[groups, n], for each pool."""
-        if self.lists_all:
-            return [pages[0]]
-        in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
-        return [listed[listed != 0] for listed in in_pools]
-
-    def lock(self, pages: Int32Array) -> None:
-        """Lock `pages` int32[groups, n] of the tree for a running request."""
-        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
-            locked.lock(listed)
-
-    def unlock(self, pages: Int32Array) -> None:
-        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
-            locked.unlock(listed)
 
     def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
         """Take a row with the longest prefix of `prefix` cached under `namespace`.
@@ -279,30 +134,6 @@ class RankMemory:
         for pool, listed in enumerate(own):
             self.session_held[pool] += sign * len(listed)
 
-    def make_room(self, num_pages: int) -> bool:
-        """Evict until so many pages are free for each group; False, evicting nothing, if
-        impossible.
-
-        Evicts a few pages more than needed: a decode step takes a few pages, and evicting many at
-        once costs the host little more than evicting few.
-        """
-        for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
-            if num_pages * num_tables > allocator.num_free:
-                return self._evict_for(num_pages)
-        return True
-
-    def _evict_for(self, num_pages: int) -> bool:
-        deficits = [
-            num_pages * num_tables - allocator.num_free
-            for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True)
-        ]
-        if deficits[0] > self.cache.num_evictable[0]:
-            return False
-        for pool, deficit in enumerate(deficits):
-            if deficit > 0:
-                self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)
-        return True
-
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """The pages of the first pool that each row lacks for `allocated_lens` tokens;
         int32[len(rows)]."""
@@ -341,49 +172,31 @@ class RankMemory:
         commit_rows(self.rows, [self], rows, lens)
 
     def view(self) -> MemoryView:
-        sizes = self.sizes
-        pools = tuple(
-            PoolView(
-                kind="states" if pool == self.state_pool else "pages",
-                sliding_windows=tuple(
-                    self.groups[number].sliding_window
-                    for number in numbers
-                    if number != self.state_group
-                ),
-                own_slots=(
-                    sizes.num_state_slots - sizes.num_snapshots if pool == self.state_pool else 0
-                ),
-                total_pages=allocator.num_pages,
-                free_pages=allocator.num_free,
-                leased_pages=allocator.num_leased - session_held,
-                cached_pages=allocator.num_tree,
-                protected_pages=num_protected,
-                session_held_pages=session_held,
-                reserved_pages=allocator.num_reserved,
-            )
-            for pool, (numbers, allocator, num_protected, session_held) in enumerate(
-                zip(
-                    self.groups_of,
-                    self.allocators,
-                    self.cache.num_protected,
-                    self.session_held,
-                    strict=True,
-                )
-            )
-        )
+        pools = tuple(self._pool_view(pool) for pool in range(len(self.allocators)))
         paged = [pool for pool in pools if pool.kind == "pages"]
         return MemoryView(
             dp_rank=self.dp_rank,
             page_size=self.page_size,
-            total_pages=sum(pool.total_pages for pool in paged),
-            free_pages=sum(pool.free_pages for pool in paged),
-            leased_pages=sum(pool.leased_pages for pool in paged),
-            cached_pages=sum(pool.cached_pages for pool in paged),
-            protected_pages=sum(pool.protected_pages for pool in paged),
-            session_held_pages=sum(pool.session_held_pages for pool in paged),
-            reserved_pages=sum(pool.reserved_pages for pool in paged),
+            **{name: sum(getattr(pool, name) for pool in paged) for name in PAGE_COUNTS},
             total_rows=self.rows.num_rows - 1,
             free_rows=self.rows.num_free,
             session_rows=self.sessions.num_idle,
             pools=pools,
+        )
+
+    def _pool_view(self, pool: int) -> PoolView:
+        allocator, session_held = self.allocators[pool], self.session_held[pool]
+        groups = [self.groups[number] for number in self.groups_of[pool]]
+        has_states = pool == self.state_pool
+        return PoolView(
+            kind="states" if has_states else "pages",
+            sliding_windows=tuple(each.sliding_window for each in groups if not each.is_recurrent),
+            own_slots=self.sizes.num_state_slots - self.sizes.num_snapshots if has_states else 0,
+            total_pages=allocator.num_pages,
+            free_pages=allocator.num_free,
+            leased_pages=allocator.num_leased - session_held,
+            cached_pages=allocator.num_tree,
+            protected_pages=self.cache.num_protected[pool],
+            session_held_pages=session_held,
+            reserved_pages=allocator.num_reserved,
         )

@@ -13,22 +13,18 @@ optional: if no slot is available, none is kept.
 Only this file and `release.py` free snapshots.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
-
-if TYPE_CHECKING:
-    from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.rank_records import RankRecords
 
 NULL_SLOT = 0  # of the state before the first token
 
 
-def state_source(memory: "RankMemory", lease: KVLease) -> int:
+def state_source(memory: RankRecords, lease: KVLease) -> int:
     """The slot of the state after the committed tokens of `lease`: the row's own, a snapshot's, or
     the null slot if there are no tokens yet. Raises `LeaseError` if there is no such state."""
     lease.require_live()
@@ -46,7 +42,7 @@ def state_source(memory: "RankMemory", lease: KVLease) -> int:
     raise LeaseError(f"{lease!r} has no state after its committed tokens: its halves hold {held}")
 
 
-def resumable_len(memory: "RankMemory", lease: KVLease, length: int) -> int:
+def resumable_len(memory: RankRecords, lease: KVLease, length: int) -> int:
     """The longest prefix of the first `length` tokens that `lease` can resume from; -1 if none.
 
     Without recurrent layers, this is the committed part, unless the tree owns more, or a window has
@@ -61,12 +57,12 @@ def resumable_len(memory: "RankMemory", lease: KVLease, length: int) -> int:
     return most if most >= protected and memory.sees_windows(lease, most) else -1
 
 
-def has_snapshot(memory: "RankMemory", row: int, length: int) -> bool:
+def has_snapshot(memory: RankRecords, row: int, length: int) -> bool:
     """Return whether `row` lists a slot for the state after `length` tokens, whole pages."""
     return bool(_listed(memory, row)[length // memory.page_size - 1])
 
 
-def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
+def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
     """Return a pool slot for the state of `row` after `length` tokens, listed in its page table.
 
     Evicts if none is free. Returns the row's own slot if it already has one there: a step that may
@@ -95,7 +91,7 @@ def take_snapshot_slot(memory: "RankMemory", row: int, length: int) -> int:
     return int(slots[0])
 
 
-def let_go_snapshots(memory: "RankMemory", row: int, certain_len: int) -> None:
+def let_go_snapshots(memory: RankRecords, row: int, certain_len: int) -> None:
     """Release the snapshots of `row` before its last one within `certain_len` tokens.
 
     Its own snapshots are freed, except at multiples of the snapshot interval, which will be
@@ -118,7 +114,7 @@ def let_go_snapshots(memory: "RankMemory", row: int, certain_len: int) -> None:
     memory.rows.pass_pages(row, group, int(own[is_kept][0]))
 
 
-def _let_go_of_tree(memory: "RankMemory", lease: KVLease, protected: int) -> None:
+def _let_go_of_tree(memory: RankRecords, lease: KVLease, protected: int) -> None:
     """Unlock the tree's snapshots for `lease`; the last is at page `protected` - 1."""
     group, row = _group(memory), lease.row
     first = int(memory.rows.first_pages[group, row])
@@ -131,7 +127,7 @@ def _let_go_of_tree(memory: "RankMemory", lease: KVLease, protected: int) -> Non
 # -- end of a turn, or going back ------------------------------------------------------------------
 
 
-def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> int:
+def drop_snapshots_past(memory: RankRecords, lease: KVLease, length: int) -> int:
     """Free the own snapshots of `lease` for more than `length` tokens, which is at least the tree's
     length; return the number freed."""
     if memory.state_group is None:
@@ -144,7 +140,7 @@ def drop_snapshots_past(memory: "RankMemory", lease: KVLease, length: int) -> in
     return len(columns)
 
 
-def forget_states_past(memory: "RankMemory", lease: KVLease, length: int) -> None:
+def forget_states_past(memory: RankRecords, lease: KVLease, length: int) -> None:
     """Drop the states past the first `length` tokens."""
     rows, row = memory.rows, lease.row
     state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
@@ -154,7 +150,7 @@ def forget_states_past(memory: "RankMemory", lease: KVLease, length: int) -> Non
     state_lens[state_lens > length] = NO_STATE
 
 
-def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
+def go_back(memory: RankRecords, lease: KVLease, length: int) -> None:
     """Continue `lease` from its first `length` tokens; its own later states become unreadable."""
     rows, row = memory.rows, lease.row
     holding = [
@@ -175,7 +171,7 @@ def go_back(memory: "RankMemory", lease: KVLease, length: int) -> None:
 # -- inside ---------------------------------------------------------------------------------------
 
 
-def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
+def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
     """The readable halves of `row`, the latest first, with the token counts of their first and last
     states.
 
@@ -198,7 +194,7 @@ def _states_held(memory: "RankMemory", row: int) -> dict[int, tuple[int, int]]:
     return held
 
 
-def _deepest_state(memory: "RankMemory", row: int, length: int) -> int:
+def _deepest_state(memory: RankRecords, row: int, length: int) -> int:
     """The most of the first `length` tokens after which `row` has a state; `NO_STATE` if none."""
     lengths = [
         min(last, length) for first, last in _states_held(memory, row).values() if first <= length
@@ -209,17 +205,17 @@ def _deepest_state(memory: "RankMemory", row: int, length: int) -> int:
     return max(lengths, default=NO_STATE)
 
 
-def _group(memory: "RankMemory") -> int:
+def _group(memory: RankRecords) -> int:
     if memory.state_group is None:
         raise LeaseError(f"rank {memory.dp_rank}: the model has no recurrent layers, and no states")
     return memory.state_group
 
 
-def _pool(memory: "RankMemory") -> int:
+def _pool(memory: RankRecords) -> int:
     return memory.groups[_group(memory)].pool
 
 
-def _listed(memory: "RankMemory", row: int) -> Int32Array:
+def _listed(memory: RankRecords, row: int) -> Int32Array:
     """The snapshots that `row` lists, by page."""
     listed: Int32Array = memory.rows.pages[row, _group(memory)]
     return listed
@@ -229,7 +225,7 @@ def _cells(row: int, columns: IntpArray) -> tuple[IntpArray, Int32Array]:
     return np.full(len(columns), row), columns.astype(np.int32)
 
 
-def _free(memory: "RankMemory", row: int, columns: IntpArray) -> None:
+def _free(memory: RankRecords, row: int, columns: IntpArray) -> None:
     slots = _listed(memory, row)[columns]
     memory.allocators[_pool(memory)].free(slots, row)
     memory.rows.list_page_each(_group(memory), *_cells(row, columns), np.zeros_like(slots))

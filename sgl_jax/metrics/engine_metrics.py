@@ -62,7 +62,7 @@ class EngineMetrics:
         )
         yield _gauges(
             "waiting_for",
-            "waiting requests by what they wait for",
+            "waiting requests, by the reason why they wait",
             ["reason"],
             state.get("waiting_for", {}).items(),
         )

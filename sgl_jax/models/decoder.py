@@ -17,21 +17,15 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.attention.api import AttentionBatch, RaggedPagedAttention
-from sgl_jax.kernels.attention.xla import (
-    ragged_paged_attention as xla_ragged_paged_attention,
-)
-from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta, StateBatch
-from sgl_jax.kernels.gated_delta.xla import causal_conv as xla_causal_conv
-from sgl_jax.kernels.gated_delta.xla import gated_delta as xla_gated_delta
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
-from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul
+from sgl_jax.kernels.attention import xla as xla_attention
+from sgl_jax.kernels.attention.api import RaggedPagedAttention
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
+from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
+from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
 from sgl_jax.layers.attention import Attention
-from sgl_jax.layers.embedding import (
-    Embedding,
-    LMHead,
-    padded_vocab_size,
-)
+from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mlp import GatedMLP
@@ -40,7 +34,7 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
-from sgl_jax.layers.sampling import SplitLogits
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
@@ -55,11 +49,11 @@ class BuildOptions(NamedTuple):
 
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
-    attend: RaggedPagedAttention = xla_ragged_paged_attention
+    attend: RaggedPagedAttention = xla_attention.ragged_paged_attention
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
-    gated_delta: GatedDelta = xla_gated_delta
-    causal_conv: CausalConv = xla_causal_conv
+    gated_delta: GatedDelta = xla_gated_delta.gated_delta
+    causal_conv: CausalConv = xla_gated_delta.causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
     # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of
@@ -97,11 +91,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_output_norm = mlp_output_norm
 
     def __call__(
-        self,
-        hidden: jax.Array,
-        reads: tuple[Any, ...],
-        memory: Any,
-        layer: jax.Array,
+        self, hidden: jax.Array, reads: tuple[Any, ...], memory: Any, layer: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
         """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
 
@@ -242,12 +232,7 @@ class CausalLM(nnx.Module):
         frequencies = inverse_frequencies(rope.num_dims(head_dim), **settings)
         return rotation(positions, frequencies, factor, head_dim // 2)
 
-    def _run(
-        self,
-        stretch: Stretch,
-        carry: Carry,
-        reads: Sequence[tuple[Any, ...]],
-    ) -> Carry:
+    def _run(self, stretch: Stretch, carry: Carry, reads: Sequence[tuple[Any, ...]]) -> Carry:
         """All layers of a stretch; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}

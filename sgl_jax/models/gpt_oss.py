@@ -3,15 +3,16 @@
 The windows, the rotation (YaRN) and the biases of attention are in the config.
 """
 
+from functools import partial
+
+from sgl_jax.kernels.tpu_chip import SUBLANES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, clamped_swiglu
 from sgl_jax.layers.mxfp4 import BLOCK, Mxfp4
-from sgl_jax.layers.sources import EverySecond, Padded, Source, Tensor, row_size
+from sgl_jax.layers.sources import Padded, Slice, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 from sgl_jax.models.llama import attention, norm
-
-_SUBLANES = 8
 
 
 def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
@@ -33,7 +34,7 @@ def _experts(
     # A chip's part of the inner width (180 with 16 chips) is padded to whole registers of a TPU;
     # otherwise its compiler copies all experts in each step, as with rows. Padding adds nothing:
     # gates and values are 0 there, and so are their products with `down`.
-    padded = -(-width // (_SUBLANES * options.tp_size)) * _SUBLANES * options.tp_size
+    padded = -(-width // (SUBLANES * options.tp_size)) * SUBLANES * options.tp_size
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.
     both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
@@ -47,7 +48,7 @@ def _experts(
         return wider(Padded(part, row_size(hidden), axis=2, on_every_mesh=True))
 
     def inwards(first: int) -> ExpertLinear:
-        weight, bias = (EverySecond(part, 1, first) for part in (both, both_biases))
+        weight, bias = (Slice(part, 1, first, width, step=2) for part in (both, both_biases))
         multiply = options.multiply_groups
         return ExpertLinear(
             longer(weight), options.dtype, multiply, transposed=True, bias=wider(bias)
@@ -67,7 +68,7 @@ def _experts(
         num_experts=experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
-        gated=clamped_swiglu(limit, moe.swiglu_alpha),
+        gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
     )
 
 

@@ -167,14 +167,8 @@ def _scaled_rope(own: Mapping[str, Any], max_positions: int) -> RopeConfig:
         return RopeConfig(theta, "linear", positive_float(own, "factor"))
     original = positive_int(own, "original_max_position_embeddings", default=max_positions)
     if kind == "llama3":
-        return RopeConfig(
-            theta,
-            "llama3",
-            positive_float(own, "factor"),
-            positive_float(own, "low_freq_factor"),
-            positive_float(own, "high_freq_factor"),
-            original,
-        )
+        low, high = (positive_float(own, f"{end}_freq_factor") for end in ("low", "high"))
+        return RopeConfig(theta, kind, positive_float(own, "factor"), low, high, original)
     if kind == "yarn":
         return _yarn(own, theta, original)
     raise ModelConfigError(f"rope type must be one of default, linear, llama3, yarn, got {kind!r}")
@@ -190,10 +184,10 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
 
     attention_factor = optional_float(own, "attention_factor")
     if attention_factor is None:
-        weights = [optional_float(own, name) for name in ("mscale", "mscale_all_dim")]
-        above, below = weights if all(weights) else (1.0, None)
-        assert above is not None
-        attention_factor = growth(above) / (1.0 if below is None else growth(below))
+        above, below = (optional_float(own, name) for name in ("mscale", "mscale_all_dim"))
+        if above is None or below is None:
+            above, below = 1.0, 0.0
+        attention_factor = growth(above) / growth(below)
     return RopeConfig(
         theta,
         "yarn",

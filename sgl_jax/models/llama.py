@@ -1,13 +1,12 @@
 """Llama: the plain decoder layer, which the other families vary, and its tensors' names."""
 
-from sgl_jax.kernels.attention.api import ScoreOptions
+from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
-from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import FusedHeads, Heads, Reordered, Source, Tensor
+from sgl_jax.layers.sources import ByHead, FusedHeads, HeadRows, Heads, Reordered, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 

@@ -1,6 +1,6 @@
 """Qwen3-Next: three layers of a gated delta net to each one of attention with a gate, experts.
 
-Qwen3.5 shares `hybrid_layer` and stores projections otherwise.
+Qwen3.5's text model is the same, with a tensor for each projection.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from sgl_jax.core.recurrence import GatedDeltaConfig
 from sgl_jax.layers.gated_delta_net import DepthwiseConv, GatedDeltaNet
-from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import Source, Tensor
+from sgl_jax.layers.sources import ByHead, HeadRows, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
@@ -97,8 +96,26 @@ def _by_key_head(own: GatedDeltaConfig, hidden: int) -> tuple[Source, Source, So
     )
 
 
+def _flat(own: GatedDeltaConfig, hidden: int) -> tuple[Source, Source, Source]:
+    heads, values, group = own.num_key_heads, own.num_value_heads, own.group
+    gates = tuple(
+        HeadRows(f"linear_attn.in_proj_{x}.weight", values, 0, group, group) for x in "ba"
+    )
+    width = values * own.value_dim
+    return (
+        ByHead(flat_rows("linear_attn.in_proj_qkv.weight", own), heads, (hidden,)),
+        Tensor("linear_attn.in_proj_z.weight", (hidden, width), transposed=True),
+        ByHead(gates, heads, (hidden,)),
+    )
+
+
 QWEN3_NEXT = Architecture(
     partial(hybrid_layer, projections=_by_key_head),
     norms_from_one=True,
     spare_prefixes=("mtp.",),  # layers that predict further tokens
+)
+QWEN3_5_TEXT = QWEN3_NEXT._replace(build_layer=partial(hybrid_layer, projections=_flat))
+# The multimodal model: its vision tensors are not read.
+QWEN3_5 = QWEN3_5_TEXT._replace(
+    body="model.language_model.", spare_prefixes=("mtp.", "model.visual.")
 )

@@ -10,8 +10,7 @@ from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
-from sgl_jax.models.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
-from sgl_jax.models.qwen3_next import QWEN3_NEXT
+from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {

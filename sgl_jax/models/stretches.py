@@ -6,6 +6,7 @@ times over, and the second one layer with a window, twice over: seven layers to 
 
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
+from operator import eq
 from typing import NamedTuple
 
 _MAX_PERIOD = 16
@@ -43,8 +44,7 @@ def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
 
 
 def _common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(1 for _ in takewhile(bool, map(eq, one, other)))
 
 
 def _cost(stretches: tuple[Stretch, ...]) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 
-from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import PlanRequest, parse_plan_request
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, StepDoesNotFitError, make_estimate
 from sgl_jax.planner.memory import plan_memory, smallest_fit
@@ -39,7 +38,6 @@ def _plan(request: PlanRequest) -> int:
             print(f"Does not fit: {str(error).rstrip('.')}.")
             print(f"Nearest that does: {nearest or 'none'}.")
         return 1
-    plan = dataclasses.replace(plan, advice=advise(plan))
     if request.json:
         print(json.dumps({"fits": True, **as_dict(plan)}, indent=2))
     else:

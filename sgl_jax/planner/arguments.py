@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.core.command_line import add_arguments
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
 from sgl_jax.planner.topology import Topology
@@ -69,8 +70,8 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     """Read the command line; exits with usage on a bad one, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="sgl-jax plan",
-        description="Compile a model's steps for a TPU slice, without one, and say what they need. "
-        f"--model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
+        description="Compile a model's steps for a TPU slice, without one, and print memory and "
+        f"time. --model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
     )
     add_arguments(parser, only=SERVER_SETTINGS)
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")
@@ -90,7 +91,10 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         for name in ("input_len", "output_len"):
             if getattr(words, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        _check_plot(words.plot, words.sweep)
+        if words.plot is not None:  # refused at once, not after minutes of compiling
+            if not words.sweep:
+                raise ValueError("--plot needs --sweep")
+            check_plot_file(words.plot)
         topology = Topology.parse(words.topology)
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
@@ -105,15 +109,6 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     except ValueError as error:
         parser.error(str(error))
     return PlanRequest(args, config, topology, workload, words.json, words.sweep, words.plot)
-
-
-def _check_plot(plot: Path | None, is_sweep: bool) -> None:
-    """Refuse at once a plot that would fail after minutes of compiling."""
-    if plot is None:
-        return
-    if not is_sweep:
-        raise ValueError("--plot needs --sweep")
-    check_plot_file(plot)
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:

@@ -1,5 +1,6 @@
 """The programs of an engine that does not run: traced from shapes, for any mesh."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,34 +18,28 @@ class EngineProgramsOnPaper(NamedTuple):
     """An engine's programs, and the arrays they would take."""
 
     config: EngineConfig
-    pool_pages: tuple[int, ...]  # of each pool of a rank, the null pages included
     placed: PlacedModel
-    state: Any  # jax.ShapeDtypeStruct, like the next
-    row_params: Any
+    state: Any  # jax.ShapeDtypeStruct
     programs: Programs
 
 
 def engine_programs(
     args: ServerArgs, model: ModelConfig, mesh: Mesh, pool_pages: tuple[int, ...]
 ) -> EngineProgramsOnPaper:
-    """The programs `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank.
-
-    Raises ValueError as it does.
+    """The programs `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank,
+    the null pages included. Raises ValueError as it does.
     """
     config = EngineConfig.resolve(args, model, platform_of(mesh))
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
     sizes = config.sizes(pool_pages)
     programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
-    return EngineProgramsOnPaper(config, pool_pages, placed, state, row_params, programs)
+    return EngineProgramsOnPaper(config, placed, state, programs)
 
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes of each device's part of a tree of `jax.ShapeDtypeStruct` with shardings, unpadded."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        size = leaf.dtype.itemsize
-        for dim in leaf.sharding.shard_shape(leaf.shape):
-            size *= dim
-        total += size
-    return total
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,6 +1,6 @@
 """The estimate of one mesh: memory, two compiled steps, and the rates of the load."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
@@ -8,14 +8,10 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.planner.memory import (
-    MemoryPlan,
-    in_gib,
-    plan_memory,
-    requests_without_windows,
-)
+from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
+from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory, requests_without_windows
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
-from sgl_jax.planner.step_time import DeviceBytes, StepTime, StepWork, estimate_step
+from sgl_jax.planner.step_time import StepTime, estimate_step
 from sgl_jax.planner.topology import topology_mesh
 
 
@@ -46,13 +42,26 @@ class Estimate:
     decode: StepEstimate
     prefill: StepEstimate
     concurrency: int  # requests of the load that one rank holds at once
-    max_context: int  # tokens of the longest request a rank holds alone
     requests_per_s: float  # of all ranks
-    output_tokens_per_s: float
-    output_tokens_per_s_per_chip: float
-    advice: list[str] = field(default_factory=list)
     # `memory.num_requests` if every layer kept every token; None where every layer does.
     requests_without_windows: int | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest request a rank holds alone."""
+        args, config = self.request.args, self.request.config
+        limit = args.context_length or config.max_position_embeddings
+        return min(limit, self.memory.kv_tokens)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """All ranks together."""
+        return self.requests_per_s * self.request.workload.output_len
+
+    @property
+    def output_tokens_per_s_per_chip(self) -> float:
+        devices_per_chip = self.request.topology.chip.devices_per_chip
+        return self.output_tokens_per_s / (self.request.args.num_devices / devices_per_chip)
 
 
 def make_estimate(request: PlanRequest) -> Estimate:
@@ -99,35 +108,16 @@ def make_estimate(request: PlanRequest) -> Estimate:
     before = _visible(max(1, workload.input_len // 2), request)
     rows = max(1, chunk // workload.input_len)
     prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before, rows))
-    return _with_rates(request, memory, decode, prefill, concurrency, chunk)
-
-
-def _with_rates(
-    request: PlanRequest,
-    memory: MemoryPlan,
-    decode: StepEstimate,
-    prefill: StepEstimate,
-    concurrency: int,
-    chunk: int,
-) -> Estimate:
-    """A round: `concurrency` prompts are prefilled, then all decode to their end."""
-    workload = request.workload
+    # A round: `concurrency` prompts are prefilled, then all decode to their end.
     chunks = concurrency * workload.input_len / chunk
     round_s = chunks * prefill.time.total_s + workload.output_len * decode.time.total_s
-    requests_per_s = request.args.dp_size * concurrency / round_s
-    tokens_per_s = requests_per_s * workload.output_len
-    chips = request.args.num_devices / request.topology.chip.devices_per_chip
-    limit = request.args.context_length or request.config.max_position_embeddings
     return Estimate(
-        request=request,
-        memory=memory,
-        decode=decode,
-        prefill=prefill,
-        concurrency=concurrency,
-        max_context=min(limit, memory.kv_tokens),
-        requests_per_s=requests_per_s,
-        output_tokens_per_s=tokens_per_s,
-        output_tokens_per_s_per_chip=tokens_per_s / chips,
+        request,
+        memory,
+        decode,
+        prefill,
+        concurrency,
+        requests_per_s=request.args.dp_size * concurrency / round_s,
         requests_without_windows=requests_without_windows(request),
     )
 

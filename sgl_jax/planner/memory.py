@@ -111,11 +111,9 @@ def smallest_fit(
     not compiled. `same_slice` looks at meshes of the requested slice only, `lighter_than` at those
     whose devices hold fewer bytes of weights.
     """
-    generation = request.topology.generation
-    slices = [request.topology] if same_slice else Topology.all_of(generation)
-    for topology in slices:
-        for tp_size in _divisors(topology.num_devices):
-            dp_size = topology.num_devices // tp_size
+    own = request.topology
+    for topology in [own] if same_slice else Topology.all_of(own.generation):
+        for dp_size, tp_size in topology.meshes():
             candidate = on_mesh(request, topology, dp_size, tp_size)
             try:
                 memory = plan_memory(candidate)
@@ -131,7 +129,3 @@ def smallest_fit(
 def in_gib(num_bytes: int) -> str:
     """For people: 11.25 GiB."""
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -9,6 +9,7 @@ cycles: in an engine's step it is the one of plain greedy rows.
 
 import math
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -17,25 +18,6 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
     *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
 )
-_DTYPE_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-    "f8e4m3fn": 1,
-    "f8e5m2": 1,
-    "s4": 0.5,
-    "u4": 0.5,
-}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
@@ -85,8 +67,7 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
     assert memory is not None
     assert text is not None
     computations = _computations(text)
-    walk = _Walk(computations)
-    cycles, collectives = walk.visit("ENTRY", in_loop=False)
+    cycles, collectives = _Walk(computations).visit("ENTRY", in_loop=False)
     return ProgramCost(
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
@@ -94,10 +75,7 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
         output_bytes=memory.output_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         estimated_cycles=cycles,
-        collectives=tuple(
-            Collective(*key[:4], times=count, in_loop=key[4])
-            for key, count in sorted(collectives.items())
-        ),
+        collectives=tuple(one._replace(times=count) for one, count in sorted(collectives.items())),
         kernels=tuple(
             re.sub(r"\.\d+$", "", instruction.name)
             for instructions in computations.values()
@@ -107,34 +85,30 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
     )
 
 
-# (kind, shape, bytes, group size, in a loop) -> how often
-_Counts = dict[tuple[str, str, int, int, bool], int]
-
-
 class _Walk:
     """Sums over the computations that an entry computation reaches."""
 
     def __init__(self, computations: dict[str, list[_Instruction]]) -> None:
         self._computations = computations
 
-    def visit(self, name: str, in_loop: bool) -> tuple[int, _Counts]:
-        """Cycles and collectives of one run of a computation."""
-        cycles, counts = 0, _Counts()
+    def visit(self, name: str, in_loop: bool) -> tuple[int, Counter[Collective]]:
+        """Cycles of one run of a computation, and how often it runs each collective of one time."""
+        cycles, counts = 0, Counter[Collective]()
         for instruction in self._computations.get(name, []):
             more_cycles, more_counts = self._of(instruction, in_loop)
             cycles += more_cycles
-            _add(counts, more_counts)
+            counts.update(more_counts)
         return cycles, counts
 
-    def _of(self, instruction: _Instruction, in_loop: bool) -> tuple[int, _Counts]:
+    def _of(self, instruction: _Instruction, in_loop: bool) -> tuple[int, Counter[Collective]]:
         text, opcode = instruction.text, instruction.opcode
         kind = opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            return 0, {_collective_key(instruction, kind, in_loop): 1}
+            return 0, Counter([_collective(instruction, kind, in_loop)])
         if opcode == "while":
             turns = self._turns(text)
             cycles, counts = self.visit(_callee(text, "body"), in_loop=turns > 1 or in_loop)
-            return turns * cycles, {key: turns * count for key, count in counts.items()}
+            return turns * cycles, Counter({one: turns * n for one, n in counts.items()})
         if opcode == "conditional":
             names = re.search(r"branch_computations=\{([^}]*)\}", text)
             branches = (
@@ -152,7 +126,7 @@ class _Walk:
             r"to_apply=%([\w.-]+)", text if opcode == "call" else ""
         )
         if called is None:
-            return cycles, {}
+            return cycles, Counter()
         inner_cycles, counts = self.visit(called[1], in_loop)
         # A fusion's estimate is of all it holds; other callers have none of their own.
         return cycles if own or opcode == "fusion" else inner_cycles, counts
@@ -182,9 +156,9 @@ class _Walk:
         return found
 
 
-def _exchanged(counts: _Counts) -> int:
+def _exchanged(counts: Counter[Collective]) -> int:
     """Bytes."""
-    return sum(num_bytes * times for (_, _, num_bytes, _, _), times in counts.items())
+    return sum(one.num_bytes * times for one, times in counts.items())
 
 
 def _callee(text: str, role: str) -> str:
@@ -194,27 +168,24 @@ def _callee(text: str, role: str) -> str:
     return named[1]
 
 
-def _add(counts: _Counts, more: _Counts) -> None:
-    for key, count in more.items():
-        counts[key] = counts.get(key, 0) + count
-
-
-def _collective_key(
-    instruction: _Instruction, kind: str, in_loop: bool
-) -> tuple[str, str, int, int, bool]:
-    arrays = [match[0] for match in _ARRAY.finditer(instruction.shape)]
+def _collective(instruction: _Instruction, kind: str, in_loop: bool) -> Collective:
+    arrays = list(_ARRAY.finditer(instruction.shape))
     if instruction.opcode.endswith("-start") and len(arrays) > 1:
         arrays = arrays[1:2]  # (operand, result, ...)
-    shape = ", ".join(arrays)
-    num_bytes = sum(_array_bytes(array) for array in arrays)
-    return kind, shape, num_bytes, _group_size(instruction.text), in_loop
+    return Collective(
+        kind,
+        shape=", ".join(array[0] for array in arrays),
+        num_bytes=sum(_num_bytes(*array.groups()) for array in arrays),
+        group_size=_group_size(instruction.text),
+        times=1,
+        in_loop=in_loop,
+    )
 
 
-def _array_bytes(array: str) -> int:
-    match = _ARRAY.fullmatch(array)
-    assert match is not None
-    size = math.prod(int(dim) for dim in match[2].split(",") if dim)
-    return int(size * _DTYPE_BYTES[match[1]])
+def _num_bytes(dtype: str, dims: str) -> int:
+    """Bytes of an array as HLO writes it: the first digits of a type are its bits."""
+    bits = re.search(r"\d+", dtype)  # none in "pred"
+    return math.prod(map(int, filter(None, dims.split(",")))) * (int(bits[0]) if bits else 8) // 8
 
 
 def _group_size(text: str) -> int:

@@ -5,6 +5,7 @@ import shlex
 from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.memory import MemoryPlan, in_gib
@@ -29,17 +30,17 @@ ASSUMPTIONS = (
     "the host is never waited for",
 )
 
-_ALWAYS_SAID = ("model_path", "dp_size", "tp_size")
+_ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
 
 
 def as_text(plan: Estimate) -> str:
     """Several lines."""
     args, memory, topology = plan.request.args, plan.memory, plan.request.topology
-    workload, chip = plan.request.workload, plan.request.topology.chip
-    steps = (plan.decode.cost, plan.prefill.cost)
+    workload, costs = plan.request.workload, (plan.decode.cost, plan.prefill.cost)
     lines = [
-        f"{args.model_path} on {topology.name} ({_grid(plan)}, {chip.device_kind}): "
+        f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
+        f"{topology.num_devices} devices, {topology.chip.device_kind}): "
         f"dp {args.dp_size} x tp {args.tp_size}",
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
@@ -48,9 +49,9 @@ def as_text(plan: Estimate) -> str:
         f"{memory.page_size} tokens: {memory.kv_tokens:,} tokens a rank",
         *_state_lines(memory),
         f"  tables               {in_gib(memory.table_bytes):>10}",
-        f"  temporaries          {in_gib(max(cost.temp_bytes for cost in steps)):>10}"
+        f"  temporaries          {in_gib(max(cost.temp_bytes for cost in costs)):>10}"
         "  of the larger of these steps",
-        f"  in use at most       {in_gib(max(cost.resident_bytes for cost in steps)):>10}",
+        f"  in use at most       {in_gib(max(cost.resident_bytes for cost in costs)):>10}",
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
@@ -67,7 +68,7 @@ def as_text(plan: Estimate) -> str:
         f"Serve with: {serve_command(plan.request)}",
         "",
         "Advice",
-        *[f"  - {line}" for line in plan.advice or ["nothing stands out"]],
+        *[f"  - {line}" for line in advise(plan) or ["nothing stands out"]],
         "",
         "Assumptions",
         *[f"  - {line}" for line in ASSUMPTIONS],
@@ -95,7 +96,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "output_tokens_per_s": plan.output_tokens_per_s,
         "output_tokens_per_s_per_chip": plan.output_tokens_per_s_per_chip,
         "serve_command": serve_command(plan.request),
-        "advice": plan.advice,
+        "advice": advise(plan),
         "assumptions": list(ASSUMPTIONS),
     }
 
@@ -104,8 +105,8 @@ def serve_command(request: PlanRequest) -> str:
     """The command line that starts the engine that was planned."""
     args = request.args
     words = ["sgl-jax", "serve"]
-    said = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
-    for name in dict.fromkeys((*_ALWAYS_SAID, *said)):
+    changed = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
+    for name in dict.fromkeys((*_ALWAYS_SHOWN, *changed)):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return shlex.join(words)
 
@@ -154,12 +155,6 @@ def _collective(collective: Collective) -> str:
         f"{collective.times:4d} {collective.kind} of {collective.shape} over "
         f"{collective.group_size} devices {where}, {total:,.1f} MiB in all"
     )
-
-
-def _grid(plan: Estimate) -> str:
-    grid = "x".join(map(str, plan.request.topology.grid))
-    devices = plan.request.topology.num_devices
-    return f"{grid} chips, {devices} devices"
 
 
 def _ms(seconds: float) -> str:

@@ -1,10 +1,8 @@
 """All meshes that use a whole slice, side by side."""
 
-import dataclasses
 import sys
 from pathlib import Path
 
-from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import PlanRequest, on_mesh
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
 from sgl_jax.planner.plot_file import figure_class
@@ -14,12 +12,14 @@ Outcome = Estimate | str  # or the reason for none
 
 def sweep(request: PlanRequest) -> dict[tuple[int, int], Outcome]:
     """By (dp_size, tp_size), the most ranks first; each takes two compilations, named on stderr."""
-    devices = request.topology.num_devices
     outcomes: dict[tuple[int, int], Outcome] = {}
-    for tp_size in (n for n in range(1, devices + 1) if devices % n == 0):
-        dp_size = devices // tp_size
+    for dp_size, tp_size in request.topology.meshes():
         print(f"planning dp {dp_size} x tp {tp_size} ...", file=sys.stderr)
-        outcomes[dp_size, tp_size] = _plan(on_mesh(request, request.topology, dp_size, tp_size))
+        try:
+            plan = make_estimate(on_mesh(request, request.topology, dp_size, tp_size))
+            outcomes[dp_size, tp_size] = plan
+        except (DoesNotFitError, ValueError) as error:
+            outcomes[dp_size, tp_size] = str(error)
     return outcomes
 
 
@@ -62,11 +62,3 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
     for axes in (speed, room):
         axes.set_xlabel("dp x tp")
     figure.savefig(path)
-
-
-def _plan(request: PlanRequest) -> Outcome:
-    try:
-        plan = make_estimate(request)
-    except (DoesNotFitError, ValueError) as error:
-        return str(error)
-    return dataclasses.replace(plan, advice=advise(plan))

@@ -105,13 +105,17 @@ class Topology(NamedTuple):
 
     @property
     def num_chips(self) -> int:
-        """Chips of the slice."""
         return math.prod(self.grid)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the slice, as JAX counts."""
+        """The devices that JAX counts."""
         return self.num_chips * self.chip.devices_per_chip
+
+    def meshes(self) -> list[tuple[int, int]]:
+        """(dp_size, tp_size) of each mesh that uses the whole slice, the most ranks first."""
+        devices = self.num_devices
+        return [(devices // n, n) for n in range(1, devices + 1) if devices % n == 0]
 
     def check_mesh(self, dp_size: int, tp_size: int) -> None:
         """Raise ValueError if it has fewer devices than such a mesh."""

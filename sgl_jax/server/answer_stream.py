@@ -5,9 +5,10 @@ or one of them fails, the others are aborted.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 from fastapi import Request, Response
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import ApiError, abort_error, envelope, to_api_error
-from sgl_jax.server.guards.connection import CLIENT_GONE, LoopShare, PatientSend, while_connected
+from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone, while_connected
 from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
@@ -26,24 +27,24 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
-class AnswerFormat(Protocol):
+class AnswerFormat(ABC):
     """Writes the answers of one API."""
 
+    @abstractmethod
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
         """The event lines (`data: ...`) for one chunk of choice `index`."""
-        ...
+
+    @abstractmethod
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        """The answer that is not streamed, to be written as JSON. A chunk is all of a choice."""
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """Event lines after the last chunk."""
-        ...
+        return DONE
 
     def failure(self, error: ApiError) -> bytes:
         """The event lines that end a stream amid the answer."""
-        ...
-
-    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        """The answer that is not streamed, to be written as JSON. A chunk is all of a choice."""
-        ...
+        return b"data: %b\n\n" % envelope(error)
 
 
 class StreamGroup:
@@ -62,8 +63,9 @@ class StreamGroup:
 
         Args:
             names: the client's name of each field that the client calls otherwise than we do.
-            kept_tokens: as for `Frontend.start`.
+            kept_tokens: as for `Frontend.submit`.
         """
+        self.request = request
         self._frontend = references_of(request).frontend
         self._requests = requests
         self.is_streaming = bool(streaming)
@@ -82,7 +84,7 @@ class StreamGroup:
         try:
             for index, request in enumerate(self._requests):
                 on_ready = partial(self._signal, index)
-                stream = self._frontend.start(
+                stream = self._frontend.submit(
                     request,
                     on_ready,
                     streaming=self.is_streaming,
@@ -126,6 +128,14 @@ class StreamGroup:
                 batch.append((index, chunk))
         return batch
 
+    async def collect(self) -> list[Chunk]:
+        """The one chunk of each request: unless it is streamed, all comes at the end."""
+        chunks: dict[int, Chunk] = {}
+        async with self:
+            while self.num_open:
+                chunks.update(await self.next_batch())
+        return [chunks[index] for index in range(len(chunks))]
+
     def _signal(self, index: int) -> None:
         self._ready[index] = None
         if self._waiting is not None and not self._waiting.done():
@@ -138,13 +148,11 @@ class StreamGroup:
             stream.on_ready = lambda: None
 
 
-async def respond(request: Request, group: StreamGroup, answer_format: AnswerFormat) -> Response:
-    """Run the requests of `group` and answer in `answer_format`, until the client goes away."""
+async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:
+    """Run the requests of `group` and write their answers, until the client goes away."""
     if group.is_streaming:
-        return EventStream(group, answer_format, references_of(request).reader_timeout_s)
-    chunks = await while_connected(request.receive, gather(group))
-    if chunks is None:
-        return Response(status_code=CLIENT_GONE)
+        return EventStream(group, answer_format)
+    chunks = await unless_gone(group.request.receive, group.collect())
     return json_response(answer_format.whole(chunks, group.streams))
 
 
@@ -161,11 +169,6 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: %b\n%b" % (name.encode(), event(value))
 
 
-def failure_event(error: ApiError) -> bytes:
-    """One server-sent event with the envelope of an error."""
-    return b"data: %b\n\n" % envelope(error)
-
-
 class EventStream(Response):
     """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
 
@@ -175,11 +178,9 @@ class EventStream(Response):
     `reader_timeout_s` without room for the next piece its requests are aborted.
     """
 
-    def __init__(
-        self, group: StreamGroup, answer_format: AnswerFormat, reader_timeout_s: float
-    ) -> None:
+    def __init__(self, group: StreamGroup, answer_format: AnswerFormat) -> None:
         super().__init__()
-        self._reader_timeout_s = reader_timeout_s
+        self._reader_timeout_s = references_of(group.request).reader_timeout_s
         self._group = group
         self._format = answer_format
 
@@ -218,15 +219,6 @@ class EventStream(Response):
         if not group.num_open:
             events += self._format.closing(group.streams)
         yield from _cut(events)
-
-
-async def gather(group: StreamGroup) -> list[Chunk]:
-    """The one chunk of each request: unless it is streamed, all comes at the end."""
-    chunks: dict[int, Chunk] = {}
-    async with group:
-        while group.num_open:
-            chunks.update(await group.next_batch())
-    return [chunks[index] for index in range(len(chunks))]
 
 
 def _cut(data: bytes) -> Iterator[bytes]:

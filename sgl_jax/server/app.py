@@ -3,15 +3,15 @@
 from importlib import metadata
 
 from fastapi import FastAPI
-from msgspec.inspect import is_struct_type
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from sgl_jax.core.calls import CALLS
 from sgl_jax.server.admin import calls, loads, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
-from sgl_jax.server.errors import MessagesError, install_error_handlers
-from sgl_jax.server.guards.json_body import BodyLimitMiddleware, JsonBodies
+from sgl_jax.server.errors import install_error_handlers
+from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
+from sgl_jax.server.guards.json_body import JsonBodies
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
@@ -40,25 +40,14 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
-    structs: list[type] = [
-        *(chat.ChatCompletion, completions.Completion, openai.ModelCard, openai.ModelList),
-        *(native.Generated, text.Tokenized, text.Detokenized, text.Scores),
-        *(responses.ResponseObject, responses.Deleted, responses.ItemList),
-        *(messages.MessageObject, messages.InputTokens, MessagesError),
-        *(call.answer for call in CALLS if is_struct_type(call.answer)),
-    ]
-    install_openapi(app, structs, needs_key=not keys.is_open)
+    install_openapi(app, needs_key=not keys.is_open)
     return app
 
 
-# Headers that a page may read; browsers always show some others.
-_SHOWN_HEADERS = ("retry-after",)
-
-
-def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
+def with_cors(app: ASGIApp, origins: str | None) -> ASGIApp:
     """`app` for pages of `origins` too, as in `--cors-allow-origins`; None: for no page.
 
-    Around everything that answers, so that a page can read every refusal.
+    It is the outermost layer, so that a page can read every refusal.
     """
     if origins is None:
         return app
@@ -67,5 +56,5 @@ def let_pages_in(app: ASGIApp, origins: str | None) -> ASGIApp:
         allow_origins=[origin.strip() for origin in origins.split(",")],
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=_SHOWN_HEADERS,
+        expose_headers=["retry-after"],  # browsers always show some others
     )

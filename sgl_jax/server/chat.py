@@ -1,126 +1,188 @@
-"""The one way to answer a chat, for every API: chat -> requests -> events."""
+"""The one way from a chat to its answer, for every API: body -> chat -> requests -> parts -> bytes.
+
+A chat's body passes eight names until the engine has its requests:
+
+- `apis/chat.py`: `chat_completions` gets it as a `ChatRequest`, which other APIs' bodies make;
+- `chat.py`: `answer_chat`;
+- `requests.py`: `chat_requests` checks it, `encode_chat` has it tokenized, and `prompt_requests`
+  makes a request of each choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
+- `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit` of `engine/frontend.py`,
+  to be sent by `ZmqEngineClient.send`.
+
+Their chunks return to the group. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
+and writes these as events, or as one answer at the end.
+"""
 
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fastapi import Request, Response
 
-from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, respond
-from sgl_jax.server.chat_request import ChatRequest, NamedTool
+from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
+from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import chat_requests
-from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Event, joined
-
-_PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
+from sgl_jax.server.requests import chat_requests, prompt_tail
+from sgl_jax.text.output_events import (
+    Arguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Reasoning,
+    joined,
+)
 
 
 async def answer_chat(
     request: Request, chat: ChatRequest, answer_format: AnswerFormat, names: Mapping[str, str]
 ) -> Response:
-    """Run `chat`, the body of `request` as a chat, and answer in `answer_format`.
+    """Run `chat`, which the body of `request` makes, and respond in `answer_format`.
 
     Errors name fields by `names`, as for `client_names`.
     """
     refs = references_of(request)
-    check_chat(refs, chat)
-    grammar = _call_grammar(refs, chat)
-    names = {**names, **dict.fromkeys(grammar, "tools")}
-
-    def reasoning_after(prompt: Sequence[int]) -> tuple[str, str] | None:
-        return refs.answer_parser.reasoning_after(_prompt_tail(refs, prompt))
-
-    requests = await chat_requests(request, chat, names, grammar, reasoning_after)
+    if chat.holds_calls:
+        names = {**names, "ebnf": "tools"}
+    requests = await chat_requests(request, chat, names)
     marks = refs.answer_parser.marks(
         has_tools=bool(chat.shown_tools), has_reasoning=chat.separates_reasoning
     )
-    kept_tokens = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
-    group = StreamGroup(
-        request, requests, streaming=chat.stream, names=names, kept_tokens=kept_tokens
-    )
-    return await respond(request, group, answer_format)
+    kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
+    group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
+    return await respond(group, answer_format)
 
 
-def check_chat(refs: References, chat: ChatRequest) -> None:
-    """Raise `InvalidRequestError` or `ApiError` if this server cannot take `chat` now."""
-    refs.check_open()
-    refs.check_model(chat.model)
-    if not chat.shown_tools:
-        return
-    if not refs.answer_parser.reads_calls:
-        raise InvalidRequestError(
-            "tools: how this model writes calls is not known; start the server with "
-            "--tool-call-parser",
-            "tools",
-        )
-    if "tools" not in refs.frontend.tokenizer.chat_template:
-        raise InvalidRequestError(
-            "tools: the model's chat template does not tell it of tools; start the server "
-            "with another --chat-template",
-            "tools",
-        )
+PartKind = Literal["content", "reasoning", "call"]
+_KINDS: dict[type[Event], PartKind] = {
+    Content: "content",
+    Reasoning: "reasoning",
+    **dict.fromkeys((CallBegun, Arguments, CallEnded), "call"),
+}
 
 
-def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
-    """The sampling parameter that holds the answer to calls, if `chat` requires that.
+@dataclass
+class AnswerPart:
+    """Content, reasoning or a call, as far as it is made."""
 
-    Raises `InvalidRequestError` for tools whose calls cannot be held to their schemas.
-    """
-    if not chat.must_call and not chat.holds_calls:
-        return {}
-    schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
-    assert grammar is not None, "tools are refused where the format of calls is unknown"
-    try:
-        marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)
-        special = refs.frontend.tokenizer.special_ids_of(marks)
-        if not chat.must_call:
-            return {"ebnf": grammar.calls_amid_content(schemas, special)}
-        is_single = chat.parallel_tool_calls is False or isinstance(chat.tool_choice, NamedTool)
-        return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
-    except ValueError as error:
-        raise InvalidRequestError(f"tools: {error}", "tools") from error
-
-
-def _prompt_tail(refs: References, prompt: Sequence[int]) -> str:
-    tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
-    return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
+    index: int  # in the answer
+    kind: PartKind
+    text: str = ""  # of a call: the JSON of its arguments
+    name: str = ""  # of the tool that is called
+    call_id: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class ChatAnswer:
-    """One choice of a chat: the events of its chunks, as they arrive."""
+    """One choice of a chat: its parts, which grow with each chunk."""
 
     def __init__(self, refs: References, chat: ChatRequest, stream: RequestStream) -> None:
         self._parser = refs.answer_parser
-        tail = _prompt_tail(refs, stream.request.input_ids)
         self._reader = self._parser.reader(
-            chat.schemas, tail, has_reasoning=chat.separates_reasoning
+            chat.schemas,
+            prompt_tail(refs, stream.request.input_ids),
+            has_reasoning=chat.separates_reasoning,
         )
-        self._is_parallel = chat.parallel_tool_calls is not False
-        self.num_calls = 0
+        self._is_parallel = chat.calls_in_parallel
+        self._num_calls = 0  # also of calls that are not handed out
         self._is_amid_call = False
+        self.parts: list[AnswerPart] = []
 
-    def events(self, chunk: Chunk) -> Iterator[Event]:
-        """Events of a chunk for the client, calls with an id; counts calls as they begin."""
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls if self._is_parallel else min(self._num_calls, 1)
+
+    def feed(self, chunk: Chunk) -> Iterator[tuple[AnswerPart, str | None]]:
+        """A part and the text that it gains; "" where it begins, None where it is complete.
+
+        Each part is complete before the next begins. Read one before the next is made.
+        """
         events = self._reader.feed(chunk.text)
         if chunk.finish is not None:
             events = joined([*events, *self._reader.finish()])
         for event in events:
-            if isinstance(event, CallBegun):
-                self.num_calls += 1
-                event = event._replace(id=event.id or self._parser.call_id(uuid.uuid4().hex))
-            is_of_call = isinstance(event, (CallBegun, Arguments, CallEnded))
-            if is_of_call and self.num_calls > 1 and not self._is_parallel:
-                continue
-            if is_of_call:
+            kind = _KINDS[type(event)]
+            if kind == "call":
+                self._num_calls += isinstance(event, CallBegun)
+                if self._num_calls > 1 and not self._is_parallel:
+                    continue
                 self._is_amid_call = not isinstance(event, CallEnded)
-            if not isinstance(event, CallEnded):
-                yield event
+            last = self.parts[-1] if self.parts else None
+            if isinstance(event, CallBegun) or last is None or last.kind != kind:
+                self.parts.append(AnswerPart(len(self.parts), kind))
+                if isinstance(event, CallBegun):
+                    self.parts[-1].name = event.name
+                    self.parts[-1].call_id = event.id or self._parser.call_id(self.parts[-1].id)
+                if last is not None:
+                    yield last, None
+                yield self.parts[-1], ""
+            if isinstance(event, (Content, Reasoning, Arguments)) and event.text:
+                self.parts[-1].text += event.text
+                yield self.parts[-1], event.text
+        if chunk.finish is not None and self.parts:
+            yield self.parts[-1], None
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
         """The name in OpenAI's API. A call that a stop string has cut off does not count."""
         if finish is None:
             return None
-        has_calls = self.num_calls > 0 and not self._is_amid_call
+        has_calls = self._num_calls > 0 and not self._is_amid_call
         return "tool_calls" if finish.type == "stop" and has_calls else finish.type
+
+
+# The name of a server-sent event and its fields, written before the answer grows further.
+NamedEvent = tuple[str, dict[str, Any]]
+
+
+class PartsFormat(AnswerFormat):
+    """Writes an answer with one choice as named events. The whole answer is `_object`, as the last
+    event leaves it."""
+
+    _object: Any
+
+    def __init__(self, refs: References, chat: ChatRequest) -> None:
+        self._refs, self._chat = refs, chat
+        self._answer: ChatAnswer | None = None
+        self._finish: FinishReason | None = None
+
+    def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        return b"".join(map(self._write, self._events(chunk, stream)))
+
+    def closing(self, streams: Sequence[RequestStream]) -> bytes:
+        return b"".join(map(self._write, self._ended(streams[0])))
+
+    def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        self.event(0, chunks[0], streams[0])
+        self.closing(streams)
+        return self._object
+
+    @property
+    def _parts(self) -> list[AnswerPart]:
+        return [] if self._answer is None else self._answer.parts
+
+    def _events(self, chunk: Chunk, stream: RequestStream) -> Iterator[NamedEvent]:
+        if self._answer is None:
+            yield from self._begun(stream)
+            self._answer = ChatAnswer(self._refs, self._chat, stream)
+        self._finish = chunk.finish
+        for part, gain in self._answer.feed(chunk):
+            yield from self._changed(part, gain)
+
+    def _write(self, event: NamedEvent) -> bytes:
+        name, fields = event
+        return named_event(name, {"type": name, **fields})
+
+    @abstractmethod
+    def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]: ...
+
+    @abstractmethod
+    def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
+        """`gain` as of `ChatAnswer.feed`."""
+
+    @abstractmethod
+    def _ended(self, stream: RequestStream) -> Iterator[NamedEvent]:
+        """All parts are complete."""

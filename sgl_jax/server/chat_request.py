@@ -3,6 +3,7 @@ the bodies of `/v1/responses` and `/v1/messages` take.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -13,6 +14,7 @@ from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.server.fields import (
     GenerationFields,
     Part,
+    RequestFields,
     StrictModel,
     held_schema,
     refuse_several,
@@ -64,7 +66,6 @@ class ToolCall(Part):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
         call = {"type": self.type, "function": self.function.model_dump()}
         return call if self.id is None else {"id": self.id, **call}
 
@@ -95,7 +96,6 @@ ToolChoice = (
     | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 )
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
-ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)]
 MAX_MESSAGES = 16_384
 
 
@@ -113,7 +113,9 @@ class ChatMessage(Part):
     )
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: ToolCalls | None = Field(default=None, description="of the assistant")
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        Field(default=None, description="of the assistant")
+    )
     tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
 
     @model_validator(mode="after")
@@ -130,27 +132,28 @@ class ChatMessage(Part):
     def num_chars(self) -> int:
         """Characters that the template will write for it, at least."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self._text) + calls
-
-    @property
-    def _text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content or ())
+        return len(joined_text(self.content)) + calls
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: one string, and no developers.
+        """The form that chat templates expect: one string, and no developers.
 
         The string is there without content, too: many templates add it to others.
         """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self._text}
+        message: dict[str, Any] = {"role": role, "content": joined_text(self.content)}
         for extra in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, extra) is not None:
                 message[extra] = getattr(self, extra)
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+def joined_text(content: str | list[Any] | None) -> str:
+    """A content's text; its parts, which have a `text` each, become lines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content or ())
 
 
 class ChatRequest(GenerationFields):
@@ -185,10 +188,25 @@ class ChatRequest(GenerationFields):
     )
 
     @classmethod
-    def of(cls, body: dict[str, Any], field: str) -> "ChatRequest":
-        """The chat that another API's body makes. Raises `InvalidRequestError` at its `field`."""
+    def of(
+        cls,
+        body: RequestFields,
+        field: str,
+        *,
+        tools: Sequence[Part] | None,
+        **given: Any,
+    ) -> "ChatRequest":
+        """The chat of another API's body: the fields that have one name in both, and `given`.
+
+        `tools` have the fields of a `FunctionDefinition`. Raises `InvalidRequestError` at the
+        body's `field`.
+        """
+        own = set(FunctionDefinition.model_fields)
+        functions = [tool.model_dump(include=own, exclude_none=True) for tool in tools or ()]
+        given["tools"] = [{"type": "function", "function": each} for each in functions] or None
+        shared = body.model_dump(include=set(cls.model_fields) - given.keys())
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(shared | given)
         except ValidationError as error:
             raise InvalidRequestError(f"{field}: {error.errors()[0]['msg']}", field) from error
 
@@ -243,7 +261,11 @@ class ChatRequest(GenerationFields):
     def holds_calls(self) -> bool:
         """Calls, if there are any, are held to `held_schemas`."""
         has_strict = any(tool.function.strict for tool in self.shown_tools)
-        return has_strict or isinstance(self.tool_choice, AllowedToolChoice)
+        return self.must_call or has_strict or isinstance(self.tool_choice, AllowedToolChoice)
+
+    @property
+    def calls_in_parallel(self) -> bool:
+        return self.parallel_tool_calls is not False
 
     @property
     def separates_reasoning(self) -> bool:
@@ -252,7 +274,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def template_args(self) -> dict[str, Any]:
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return effort | (self.chat_template_kwargs or {})
+        given = self.chat_template_kwargs or {}
+        effort = self.reasoning_effort
+        return given if effort is None else {"reasoning_effort": effort} | given

@@ -112,7 +112,7 @@ def to_api_error(error: Exception) -> ApiError:
     for kind, (status, code) in _UNAVAILABLE.items():
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
-    return ApiError(500, "the server failed on this request; its log says why")
+    return ApiError(500, "the server failed on this request; see its log")
 
 
 def abort_error(

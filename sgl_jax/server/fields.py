@@ -106,26 +106,16 @@ class RequestFields(StrictModel):
         `InvalidRequestError` for a list of another length, and for several ranks."""
         ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
         given = [(rank, name) for rank, name in ranks if rank is not None]
-        dp_rank, _ = given[0] if given else (None, "")
+        dp_rank = given[0][0] if given else None
         if any(rank != dp_rank for rank, _ in given):
             raise InvalidRequestError(
                 f"{', '.join(_RANK_FIELDS)} are names of one field: send one of them", given[-1][1]
             )
-        each = zip(
-            for_each("rid", self.rid, num_prompts),
-            for_each("extra_key", self.extra_key, num_prompts),
-            for_each("cache_salt", self.cache_salt, num_prompts),
-            for_each("priority", self.priority, num_prompts),
-            strict=True,
-        )
+        names = ("rid", "priority", "extra_key", "cache_salt")
+        columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
         return [
-            {
-                "rid": rid,
-                "dp_rank": dp_rank,
-                "namespace": one_namespace(key, salt),
-                "priority": priority,
-            }
-            for rid, key, salt, priority in each
+            {"rid": rid, "priority": priority, "dp_rank": dp_rank, "namespace": one_namespace(*own)}
+            for rid, priority, *own in zip(*columns, strict=True)
         ]
 
 
@@ -194,7 +184,7 @@ class SamplingFields(StrictModel):
         return self.n or 1
 
     def to_sampling(self, choice: int) -> SamplingParams:
-        """As the engine takes them; a given seed differs from choice to choice."""
+        """The engine's parameters; a given seed differs from choice to choice."""
         values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
@@ -255,7 +245,7 @@ def refuse_several(count: int, field: str) -> None:
     """A turn is one request: raise `InvalidRequestError` if `field` makes several."""
     if count != 1:
         raise InvalidRequestError(
-            f"a session takes one request at a time, {field} asks for {count}", field
+            f"a session takes one request at a time, {field} makes {count}", field
         )
 
 
@@ -316,7 +306,6 @@ class GenerationFields(RequestFields, SamplingFields):
     )
 
     def to_sampling(self, choice: int) -> SamplingParams:
-        """As the engine takes them."""
         sampling = super().to_sampling(choice)
         if self.response_format is None:
             return sampling

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -31,10 +31,9 @@ from starlette.types import ASGIApp
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     ContinueGeneration,
-    EngineChanged,
     EngineFailed,
+    EngineInfo,
     EngineMessage,
-    EngineReady,
     Heartbeat,
     Shutdown,
 )
@@ -44,18 +43,14 @@ from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
-from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.server.admin.management import Gate
-from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
-from sgl_jax.text.tokenizer_check import check_vocabulary
 from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
@@ -76,23 +71,16 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     Args:
         engine_command: command of the engine process; tests put a scripted one here.
     """
-    exit_code: int
     try:
-        exit_code = uvloop.run(_Server(args, engine_command).run())
+        exit_code: int = uvloop.run(_Server(args, engine_command).run())
+        return exit_code
     except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
         reason = str(error) or "out of memory"
         print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
-        exit_code = 1
+        return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
             signal.signal(number, signal.SIG_IGN)
-    return exit_code
-
-
-class _Uvicorn(uvicorn.Server):
-    """Leaves the signals alone: `_Server` owns them."""
-
-    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
 
 class _Server:
@@ -101,16 +89,16 @@ class _Server:
         self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
         self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
+        self._texts = TextPool(self._text_workers, Limits.of(args))
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._health = EngineHealth(args.engine_heartbeat_timeout)
-        self._ready: asyncio.Future[EngineReady]
+        self._ready: asyncio.Future[dict[str, Any]]  # the engine's facts
         self._signalled = False
         self._client: ZmqEngineClient | None = None
         self._process: EngineProcess | None = None
         self._engine_may_end = False
         self._frontend: Frontend | None = None
-        self._texts: TextPool | None = None
 
     async def run(self) -> int:
         code = 1
@@ -131,31 +119,25 @@ class _Server:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        with _listening_socket(self._args) as listener:
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(_listening_socket(self._args))
             client = self._client = ZmqEngineClient()
-            try:
-                unreadable = "the engine sent what cannot be read"
-                client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
-                self._process = EngineProcess(
-                    self._args, client.folder, on_exit, self._engine_command
-                )
-                gate = Gate(self._health)
-                try:
-                    app = let_pages_in(gate, self._args.cors_allow_origins)
-                    async with _http(app, Limits.of(self._args), listener) as serving:
-                        logger.info("listening at %s; the engine starts", _url(listener))
-                        refs = await self._start(client)
-                        if refs is None:  # stopped while starting
-                            return 0
-                        self._open(gate, refs)
-                        return await self._serve(refs, listener, serving)
-                finally:
-                    if self._texts is not None:
-                        await self._texts.close()
-                    await self._stop_engine(client)
-            finally:
-                self._text_workers.close()
-                client.close()
+            stack.callback(client.close)
+            stack.callback(self._text_workers.close)
+            stack.push_async_callback(self._stop_engine, client)
+            stack.push_async_callback(self._texts.close)
+            unreadable = "the engine sent a message that cannot be read"
+            client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
+            self._process = EngineProcess(self._args, client.folder, on_exit, self._engine_command)
+            gate = Gate(self._health)
+            app = with_cors(gate, self._args.cors_allow_origins)
+            serving = await stack.enter_async_context(_http(app, Limits.of(self._args), listener))
+            logger.info("listening at %s; the engine starts", _url(listener))
+            refs = await self._start(client)
+            if refs is None:  # stopped while starting
+                return 0
+            self._open(gate, refs)
+            return await self._serve(refs, listener, serving)
 
     async def _start(self, client: ZmqEngineClient) -> References | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
@@ -182,23 +164,10 @@ class _Server:
         if self._stop.is_set():
             return None
         tokenizer = loading.result()
-        info = self._ready.result().info
-        check_vocabulary(tokenizer, self._args.tokenizer_folder, int(info["vocab_size"]))
-        metrics = RequestMetrics()
-        self._frontend = Frontend(
-            tokenizer,
-            EngineFacts.from_info(info),
-            client.send,
-            grammars=GrammarCompiler(
-                self._args.tokenizer_folder, int(info["vocab_size"]), info["eos_token_ids"]
-            ),
-            max_queued_requests=self._args.max_queued_requests,
-            metrics=metrics,
-            log_requests=self._args.log_requests,
-        )
+        info = self._ready.result()
+        self._frontend = Frontend(self._args, tokenizer, info, client.send)
         limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
-        self._texts = TextPool(self._text_workers, limits)
-        engine_metrics = EngineMetrics(metrics)
+        engine_metrics = EngineMetrics(self._frontend.metrics)
         return References(
             self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
         )
@@ -233,19 +202,18 @@ class _Server:
             frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
-        def is_busy() -> bool:
-            return bool(frontend.num_open or refs.texts.num_open)
+        def num_open() -> int:
+            return frontend.num_open + refs.texts.num_open
 
-        while is_busy() and time.monotonic() < deadline and self._death is None:
+        while num_open() and time.monotonic() < deadline and self._death is None:
             if self._health.stuck_since:  # nothing will finish
                 logger.error("the engine is stuck; %d requests end unfinished", frontend.num_open)
                 shown = "the server is shutting down, and its engine is stuck"
                 frontend.fail(shown, ShuttingDownError)
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
-        if is_busy():
-            num_open = frontend.num_open + refs.texts.num_open
-            logger.warning("%d requests did not finish in time", num_open)
+        if num_open():
+            logger.warning("%d requests did not finish in time", num_open())
             frontend.fail(
                 "the server is shutting down, and the request did not finish within the "
                 f"{self._args.drain_timeout:g} s that it had left",
@@ -263,15 +231,15 @@ class _Server:
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
 
     def _on_message(self, message: EngineMessage) -> None:
-        if isinstance(message, EngineReady):
-            if not self._ready.done():
-                self._ready.set_result(message)
-        elif isinstance(message, EngineChanged):
-            self._ready.result().info.update(message.info)  # which `References` holds
+        if isinstance(message, EngineInfo):
+            if self._ready.done():
+                self._ready.result().update(message.info)  # which `References` holds
+            else:
+                self._ready.set_result(message.info)
         elif isinstance(message, Heartbeat):
             self._health.hear(message)
         elif isinstance(message, EngineFailed):
-            self._on_death(message.message, "the engine failed; the server's log says why")
+            self._on_death(message.message, "the engine failed; see the server's log")
         elif self._frontend is not None:
             self._frontend.handle(message)
 
@@ -302,13 +270,13 @@ class _Server:
 def _allow_files(num_files: int) -> None:
     """Allow this process so many open files; log a warning where the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < num_files:
+    most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < num_files:
         logger.warning(
             "the system allows %d open files, --max-connections needs %d (ulimit -n)",
-            wanted,
+            most,
             num_files,
         )
 
@@ -332,7 +300,8 @@ async def _http(
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
     )
-    server = _Uvicorn(config)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # `_Server`'s
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():

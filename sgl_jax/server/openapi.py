@@ -1,5 +1,6 @@
 """The OpenAPI description: bodies come from pydantic, answers from the msgspec structs."""
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -9,16 +10,30 @@ from fastapi.openapi.utils import get_openapi
 from sgl_jax.server.errors import ErrorResponse
 
 _REF = "#/components/schemas/{name}"
-_ERRORS = {
-    "400": "the request cannot be served as it stands; `param` names the field at fault",
-    "401": "the API key is missing or wrong",
-    "404": "no such model or route",
-    "405": "the route does not know this method",
-    "413": "the body is too large",
-    "500": "a defect of the server",
-    "503": "too busy, starting or shutting down, or the engine is stuck or dead; see Retry-After",
+_ERRORS: dict[str, dict[str, Any]] = {
+    "400": {
+        "description": "the request cannot be served as it stands; `param` names the field at fault"
+    },
+    "401": {"description": "the API key is missing or wrong"},
+    "404": {"description": "no such model or route"},
+    "405": {
+        "description": "the route does not take this method",
+        "headers": {
+            "Allow": {"description": "the methods of the route", "schema": {"type": "string"}}
+        },
+    },
+    "413": {"description": "the body is too large"},
+    # FastAPI would document a 422 of its own; all other faults of the client are like a 400.
+    "4XX": {"description": "any other fault of the request"},
+    "500": {"description": "a defect of the server"},
+    "503": {
+        "description": "too busy, starting or shutting down, or the engine is stuck or dead; see "
+        "Retry-After",
+        "headers": {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}},
+    },
 }
 Responses = dict[int | str, dict[str, Any]]
+_structs = set[type[msgspec.Struct]]()  # of all routes
 
 
 def answers(
@@ -26,30 +41,15 @@ def answers(
     failure: type[msgspec.Struct] = ErrorResponse,
 ) -> Responses:
     """The answers of a route: `kind` as JSON (None: any object), and the errors as `failure`."""
-    responses: Responses = {
-        200: {"description": "done", "content": {"application/json": _of(kind)}}
-    }
-    for status, text in _ERRORS.items():
-        content = {"application/json": _of(failure)}
-        responses[status] = {"description": text, "content": content}
-    responses["405"]["headers"] = {
-        "Allow": {"description": "the methods of the route", "schema": {"type": "string"}}
-    }
-    responses["503"]["headers"] = {
-        "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
-    }
-    # FastAPI would document a 422 of its own; all other faults of the client are like a 400.
-    responses["4XX"] = {
-        "description": "any other fault of the request",
-        "content": {"application/json": _of(failure)},
-    }
+    responses: Responses = {200: {"description": "done", "content": _json(kind)}}
+    responses |= {status: {**error, "content": _json(failure)} for status, error in _ERRORS.items()}
     return responses
 
 
 def streamed_answers(
     kind: type[msgspec.Struct], failure: type[msgspec.Struct] = ErrorResponse
 ) -> Responses:
-    """As `answers`, or a stream of server-sent events."""
+    """The same as `answers`, or a stream of server-sent events."""
     responses = answers(kind, failure)
     responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return responses
@@ -62,32 +62,28 @@ def text_answer(description: str) -> Responses:
     return responses
 
 
-def install_openapi(app: FastAPI, structs: list[type], *, needs_key: bool) -> None:
-    """Serve a description at /openapi.json that holds the schemas of `structs`, too."""
-    _, components = msgspec.json.schema_components([ErrorResponse, *structs], ref_template=_REF)
+def _json(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:
+    schema = {"type": "object" if kind is None else "string"}
+    if kind is not None and issubclass(kind, msgspec.Struct):
+        _structs.add(kind)
+        schema = {"$ref": _REF.format(name=kind.__name__)}
+    return {"application/json": {"schema": schema}}
 
+
+def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
+    """Serve the description of the routes of `app` at /openapi.json."""
+    _, components = msgspec.json.schema_components(_structs, ref_template=_REF)
+
+    @cache
     def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            parts = schema.setdefault("components", {})
-            parts.setdefault("schemas", {}).update(components)
-            if needs_key:
-                parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                schema["security"] = [{"key": []}]
-            app.openapi_schema = schema
-        return app.openapi_schema
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        parts = schema.setdefault("components", {})
+        parts.setdefault("schemas", {}).update(components)
+        if needs_key:
+            parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+        return schema
 
     app.openapi = describe  # type: ignore[method-assign]
-
-
-def _of(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:
-    if kind is None:
-        return {"schema": {"type": "object"}}
-    if kind is str:
-        return {"schema": {"type": "string"}}
-    return {"schema": {"$ref": _REF.format(name=kind.__name__)}}

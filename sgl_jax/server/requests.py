@@ -2,28 +2,60 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
-from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
-from sgl_jax.server.fields import RequestFields, SamplingFields
+from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat
 
+_PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
+
+
+async def chat_requests(
+    request: Request, chat: ChatRequest, names: Mapping[str, str]
+) -> list[GenerateRequest]:
+    """The engine's requests for all choices of a chat. Raises as `prompt_requests`."""
+    refs = references_of(request)
+    check_chat(refs, chat)
+    grammar = _call_grammar(refs, chat) if chat.holds_calls else {}
+    with client_names(names):
+        ids = await encode_chat(request, chat)
+        choices = [
+            msgspec.structs.replace(chat.to_sampling(choice), **grammar)
+            for choice in range(chat.num_choices)
+        ]
+    if choices[0].grammar is not None:
+        reasoning = refs.answer_parser.reasoning_after(prompt_tail(refs, ids))
+        choices = [msgspec.structs.replace(each, reasoning=reasoning) for each in choices]
+    return await prompt_requests(
+        request,
+        chat,
+        [ids],
+        [choices],
+        names,
+        turn=None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
+        return_logprob=bool(chat.logprobs),
+        top_logprobs_num=chat.top_logprobs or 0,
+    )
+
 
 async def prompt_requests(
     request: Request,
     body: RequestFields,
     prompts: Sequence[str | list[int]],
-    samplings: Sequence[SamplingFields],
+    samplings: Iterable[Iterable[SamplingParams]],
     names: Mapping[str, str],
     *,
     turn: SessionTurn | None = None,
@@ -32,7 +64,7 @@ async def prompt_requests(
     """The engine's requests for all choices of all `prompts`, one prompt after the other.
 
     Args:
-        samplings: of each prompt.
+        samplings: one of each choice, for each prompt.
         names: as for `client_names`.
         turn: of a session, by the caller's id.
         shared: arguments of `RequestChecks.prepare` for all of them.
@@ -43,84 +75,71 @@ async def prompt_requests(
         ApiError: the server takes no work or has another model, encoding took too long, or the
             client went away.
     """
-    refs, options = references_of(request), body.options_of(len(prompts))
-    tenant = tenant_of(request, body.user)
-    turn = owner_of(request, tenant).own(turn)
+    refs, tenant, share = references_of(request), tenant_of(request, body.user), LoopShare()
+    refs.check_open()
+    refs.check_model(body.model)
+    checks, requests = refs.frontend.checks, list[GenerateRequest]()
+    shared |= {"session": owner_of(request, tenant).own(turn), "tenant": tenant}
+    options = body.options_of(len(prompts))
     with client_names(names):
         refs.frontend.check_room(len(prompts), tenant)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            refs.frontend.checks.check_text(text)
-        share, encoded = LoopShare(), list[list[int]]()
-        for each in await encode_texts(request, texts):
-            encoded.append(_unpack(refs, each))
-            await share.pause()
-        of_texts = iter(encoded)
-        ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
-        shared |= {"session": turn, "tenant": tenant}
-        return await _prepare_all(refs, ids, samplings, options, None, **shared)
+            checks.check_text(text)
+        encoded = iter(await encode_texts(request, texts))
+        for prompt, choices, own in zip(prompts, samplings, options, strict=True):
+            ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
+            for sampling in choices:
+                compiling = checks.start_grammar(sampling)
+                if compiling is not None:
+                    await asyncio.wrap_future(compiling)
+                requests.append(checks.prepare(ids, sampling, **own, **shared))
+                await share.pause()
+    return requests
 
 
-async def chat_requests(
-    request: Request,
-    chat: ChatRequest,
-    names: Mapping[str, str],
-    grammar: Mapping[str, str],
-    reasoning_after: Callable[[Sequence[int]], tuple[str, str] | None],
-) -> list[GenerateRequest]:
-    """The engine's requests for all choices of a chat. Raises as `prompt_requests`.
-
-    Args:
-        grammar: a sampling parameter of the server's own.
-        reasoning_after: prompt -> `SamplingParams.reasoning` of an answer held to a grammar.
-    """
-    refs, options = references_of(request), chat.options_of(1)
-    turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
-    tenant = tenant_of(request, chat.user)
-    session = owner_of(request, tenant).own(turn)
-    with client_names(names):
-        ids = await encode_chat(request, chat)
-
-        def adapt(params: Any) -> Any:
-            params = msgspec.structs.replace(params, **grammar)
-            if params.grammar is None:
-                return params
-            return msgspec.structs.replace(params, reasoning=reasoning_after(ids))
-
-        return await _prepare_all(
-            refs,
-            [ids],
-            [chat],
-            options,
-            adapt,
-            return_logprob=bool(chat.logprobs),
-            top_logprobs_num=chat.top_logprobs or 0,
-            session=session,
-            tenant=tenant,
+def check_chat(refs: References, chat: ChatRequest) -> None:
+    """Raise `InvalidRequestError` or `ApiError` if this server cannot take `chat` now."""
+    refs.check_open()
+    refs.check_model(chat.model)
+    if not chat.shown_tools:
+        return
+    if not refs.answer_parser.reads_calls:
+        raise InvalidRequestError(
+            "tools: how this model writes calls is not known; start the server with "
+            "--tool-call-parser",
+            "tools",
+        )
+    if "tools" not in refs.frontend.tokenizer.chat_template:
+        raise InvalidRequestError(
+            "tools: the model's chat template does not tell it of tools; start the server "
+            "with another --chat-template",
+            "tools",
         )
 
 
-async def _prepare_all(
-    refs: References,
-    prompts: Sequence[list[int]],
-    samplings: Sequence[SamplingFields],
-    options: Sequence[Mapping[str, Any]],
-    adapt: Callable[[Any], Any] | None,
-    **shared: Any,
-) -> list[GenerateRequest]:
-    checks, share = refs.frontend.checks, LoopShare()
-    requests: list[GenerateRequest] = []
-    for ids, sampling, own in zip(prompts, samplings, options, strict=True):
-        for choice in range(sampling.num_choices):
-            params = sampling.to_sampling(choice)
-            if adapt is not None:
-                params = adapt(params)
-            compiling = checks.start_grammar(params)
-            if compiling is not None:
-                await asyncio.wrap_future(compiling)
-            requests.append(checks.prepare(ids, params, **own, **shared))
-            await share.pause()
-    return requests
+def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
+    """The sampling parameter that holds the calls of the answer to the tools' schemas.
+
+    Raises `InvalidRequestError` for tools whose calls cannot be held to them.
+    """
+    schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
+    assert grammar is not None, "tools are refused where the format of calls is unknown"
+    try:
+        marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)
+        special = refs.frontend.tokenizer.special_ids_of(marks)
+        if not chat.must_call:
+            return {"ebnf": grammar.calls_amid_content(schemas, special)}
+        is_single = not chat.calls_in_parallel or isinstance(chat.tool_choice, NamedTool)
+        return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
+    except ValueError as error:
+        raise InvalidRequestError(f"tools: {error}", "tools") from error
+
+
+def prompt_tail(refs: References, prompt: Sequence[int]) -> str:
+    """The last characters of a prompt, special tokens included."""
+    tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
+    return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 async def encode_texts(

@@ -10,9 +10,8 @@ import logging
 import os
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -43,13 +42,8 @@ _GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stop
 _MAX_TRIES = 5
 _RETRY_S = 0.05  # more before each try
 Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and long to make
+_Work: TypeAlias = "tuple[Job, asyncio.Future[list[Ids]]]"
 _decoder = msgspec.msgpack.Decoder(JobAnswer)
-
-
-@dataclass(frozen=True)
-class _Work:
-    job: Job
-    answer: "asyncio.Future[list[Ids]]"
 
 
 class TextPool:
@@ -107,7 +101,7 @@ class TextPool:
         self.num_open += 1
         try:
             for job, answer in zip(jobs, answers, strict=True):
-                self._queue.put(client, _Work(job, answer))
+                self._queue.put(client, (job, answer))
             return [ids for answer in answers for ids in await answer]
         finally:
             self.num_open -= 1
@@ -115,28 +109,20 @@ class TextPool:
                 answer.cancel()
 
     async def _serve(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            worker = _Worker(self._workers)
-            stack.callback(worker.close)
+        with contextlib.closing(_Worker(self._workers)) as worker:
             while True:
-                client, work = await self._queue.get()
+                client, (job, answer) = await self._queue.get()
                 try:
-                    if not work.answer.done():
-                        await self._answer(worker, work)
+                    ids = None if answer.done() else await worker.do(job)
+                    if ids is not None and not answer.done():
+                        answer.set_result(ids)
+                except Exception as error:
+                    if not isinstance(error, (ApiError, InvalidRequestError)):
+                        worker.close()  # no memory, or a defect: its state is unknown
+                    if not answer.done():
+                        answer.set_exception(error)
                 finally:
                     self._queue.done(client)
-
-    async def _answer(self, worker: "_Worker", work: _Work) -> None:
-        try:
-            ids = await worker.do(work.job)
-        except Exception as error:
-            if not isinstance(error, (ApiError, InvalidRequestError)):
-                worker.close()  # no memory, or a defect: its state is unknown
-            if not work.answer.done():
-                work.answer.set_exception(error)
-        else:
-            if not work.answer.done():
-                work.answer.set_result(ids)
 
 
 class _Worker:
@@ -212,14 +198,14 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """First come, first served for each client; clients take turns.
 
-    Of one client no more than `max_at_once` pieces of work are out at a time, so that there is
-    always a worker for other clients.
+    No more than `max_at_once` pieces of a client's work are out at a time, so that there is always
+    a worker for other clients.
     """
 
     def __init__(self, max_at_once: int) -> None:
         self._max_at_once = max_at_once
         self._waiting: dict[str, deque[T]] = {}  # in the order in which it is their turn
-        self._num_out: dict[str, int] = {}
+        self._num_out: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -233,13 +219,12 @@ class FairQueue(Generic[T]):
         """The client that comes next, and its work; `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
-                num_out = self._num_out.get(client, 0)
-                if num_out < self._max_at_once:
+                if self._num_out[client] < self._max_at_once:
                     del self._waiting[client]
                     work = waiting.popleft()
                     if waiting:
                         self._waiting[client] = waiting  # behind the others
-                    self._num_out[client] = num_out + 1
+                    self._num_out[client] += 1
                     return client, work
             self._changed.clear()
             await self._changed.wait()

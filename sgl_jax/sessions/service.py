@@ -30,7 +30,7 @@ from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
 from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
-from sgl_jax.sessions.turns import named_turn
+from sgl_jax.sessions.turns import turn_of
 
 
 class TurnRequest(Protocol):
@@ -90,8 +90,8 @@ class SessionService(Generic[T]):
     def end_turn(self, request: T, *, succeeded: bool) -> None:
         """A turn's request has ended, and its lease, if it had one, with it."""
         if request.session is not None:
-            tokens = request.tokens if succeeded else None
-            self.store.end_turn(request.session, request.rid, tokens)
+            request.session.end(request.rid, request.tokens if succeeded else None)
+            self.store.note_use(request.session)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
         """Turns in flight that continue tokens which `message` takes from a turn that has ended."""
@@ -104,8 +104,11 @@ class SessionService(Generic[T]):
         Turns that were `built_on` it have been ended before.
         """
         session = None if message.session is None else self.store.find(message.session.id)
-        fitting = None if session is None else self.store.amend_turn(session, message)
-        if session is None or fitting is None:
+        if session is None:
+            return
+        fitting = session.amend(message)
+        self.store.recount(session)
+        if fitting is None:
             return
         turn = self._turn_of(session)
         if turn is not None and isinstance(session, StreamingSession):
@@ -121,7 +124,7 @@ class SessionService(Generic[T]):
 
         Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
         """
-        turn = named_turn(message)
+        turn = turn_of(message)
         found = self.store.find(turn.id)
         replaced = [] if found is None else [self._requests[r] for r in found.replaced_by(turn)]
         for request in replaced:
@@ -132,7 +135,8 @@ class SessionService(Generic[T]):
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
         """The request that was composed is accepted."""
-        self.store.begin_turn(session, message, prompt)
+        session.begin(message, prompt)
+        self.store.note_use(session)
         home = self._home(session.session_id)
         if home is not None:
             home.sessions.touch(session.session_id)
@@ -180,7 +184,8 @@ class SessionService(Generic[T]):
 
     def roll_back(self, message: RollbackSession) -> RolledBack:
         session = self.store.idle_streaming(message.session_id)
-        self.store.roll_back(session, message.num_turns)
+        session.roll_back(message.num_turns)
+        self.store.recount(session)
         home = self._home(message.session_id)
         if home is not None:
             roll_back_lease(home, message.session_id, session.num_tokens)

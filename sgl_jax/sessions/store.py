@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, OpenSession, StopRequest
+from sgl_jax.core.messages import GenerateRequest, OpenSession
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
-from sgl_jax.sessions.turns import named_turn
+from sgl_jax.sessions.turns import turn_of
 
 Session = StreamingSession | RegularSession
 # Checks of closed sessions are swept from the heap when there are twice as many checks as timed
@@ -45,8 +45,8 @@ class SessionStore:
     Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
 
-    `num_kept` counts the tokens that the sessions keep on the host, all together. A session's
-    history is changed only through the store, which keeps count.
+    `num_kept` counts the tokens that the sessions keep on the host, all together: whoever changes
+    a session calls `note_use` or `recount` afterwards.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:
@@ -116,7 +116,7 @@ class SessionStore:
 
         Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
         """
-        turn = named_turn(message)
+        turn = turn_of(message)
         session = self.get(turn.id)
         if message.namespace not in ("", session.namespace):
             raise InvalidRequestError(
@@ -124,35 +124,22 @@ class SessionStore:
                 "turn names: leave it out, or send that of the session",
                 "namespace",
             )
-        whole = session.compose(turn, message.input_ids)
+        whole = session.compose(message)
         num_known = session.num_tokens if turn.is_whole else 0
         self._require_room(session, len(message.input_ids) - num_known)
         return session, whole
 
-    def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn is in flight, as `compose_turn` made it."""
-        session.begin(message.rid, named_turn(message), prompt)
-        self._recount(session)
-        self._used_since_tick.add(session.session_id)
-
-    def end_turn(self, session: Session, rid: str, tokens: Int32Array | None) -> None:
-        """A turn ended, with its tokens if it succeeded. Closes a session that waited for that."""
-        session.end(rid, tokens)
-        self._recount(session)
+    def note_use(self, session: Session) -> None:
+        """A turn of `session` began or ended. Closes it if it has waited for that end."""
+        self.recount(session)
         self._used_since_tick.add(session.session_id)
         if session.session_id in self._closing and not session.num_running:
             self._forget(session.session_id)
 
-    def amend_turn(self, session: Session, message: StopRequest | AbortRequest) -> int | None:
-        """`amend` of the session; for a regular one, None."""
-        fitting = session.amend(message)
-        self._recount(session)
-        return fitting
-
-    def roll_back(self, session: StreamingSession, num_turns: int) -> None:
-        """Raises `InvalidRequestError` if it has fewer turns."""
-        session.roll_back(num_turns)
-        self._recount(session)
+    def recount(self, session: Session) -> None:
+        """The history of a session may have changed."""
+        self.num_kept += session.num_kept - self._num_kept_of.get(session.session_id, 0)
+        self._num_kept_of[session.session_id] = session.num_kept
 
     def close(self, session_id: str) -> Session:
         """Close a session, or if it has requests in flight, accept no more."""
@@ -198,8 +185,7 @@ class SessionStore:
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
-        self._recount(session)
-        self._used_since_tick.add(session.session_id)
+        self.note_use(session)
         if session.timeout_s is not None:
             self._timed[session.session_id] = next(self._serials)
             self._new_timed[session.session_id] = None
@@ -217,11 +203,6 @@ class SessionStore:
         if len(self._checks) > _MIN_SWEPT + 2 * len(self._timed):
             self._checks = [check for check in self._checks if self._is_open(check)]
             heapq.heapify(self._checks)
-
-    def _recount(self, session: Session) -> None:
-        """The history of a session may have changed."""
-        self.num_kept += session.num_kept - self._num_kept_of.get(session.session_id, 0)
-        self._num_kept_of[session.session_id] = session.num_kept
 
     def _is_open(self, check: _Check) -> bool:
         """Its session is open: not closed, with perhaps another opened under its name."""

@@ -6,9 +6,15 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    OpenSession,
+    SessionTurn,
+    StopRequest,
+)
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name
+from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
 
 
 class EndedTurn(NamedTuple):
@@ -68,24 +74,25 @@ class StreamingSession:
         """Requests in flight: one, or none."""
         return int(self.running is not None)
 
-    def compose(self, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+    def compose(self, message: GenerateRequest) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if self.running is not None:
             raise InvalidRequestError(
                 f"session {self.session_id!r} has request {self._name!r} in flight",
                 "session_params",
             )
+        turn = turn_of(message)
         _require_plain_append(self, turn)
-        return append_turn(NO_TOKENS if turn.is_whole else self.tokens, input_ids, turn)
+        return append_turn(NO_TOKENS if turn.is_whole else self.tokens, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
         """None: a streaming session takes no turn while one runs."""
         return []
 
-    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+    def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made."""
-        self.running, self._name, self._pending = rid, turn_name(turn), prompt
-        self._is_whole = turn.is_whole
+        self.running, self._name, self._pending = message.rid, turn_name(message), prompt
+        self._is_whole = turn_of(message).is_whole
 
     def kept_len(self) -> int:
         """Tokens that the running turn's prompt and the history before it have in common."""

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    OpenSession,
+    SessionTurn,
+    StopRequest,
+)
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name
+from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
 
 # The limit of one session on the host; a client that needs more replaces turns, or opens another.
 MAX_TURNS = 16_384
@@ -93,8 +99,9 @@ class RegularSession:
         """Turns of the tree that have finished."""
         return len(self._nodes) - self.num_running
 
-    def compose(self, turn: SessionTurn, input_ids: list[int]) -> Int32Array:
+    def compose(self, message: GenerateRequest) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
+        turn, name = turn_of(message), turn_name(message)
         if turn.is_whole:
             raise InvalidRequestError(
                 f"session {self.session_id!r} is a regular one: only a streaming session finds "
@@ -103,12 +110,11 @@ class RegularSession:
             )
         parent = None if turn.rid is None else self._finished(turn.rid, may_run=turn.replace)
         dropped = self._below(parent) if turn.replace else {}
-        name = turn_name(turn)
         if name in self._nodes and name not in dropped:
             raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
-        self._require_room(len(input_ids), dropped)
+        self._require_room(len(message.input_ids), dropped)
         history = NO_TOKENS if parent is None else parent.tokens(_kept_len(parent, turn))
-        return append_turn(history, input_ids, turn)
+        return append_turn(history, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
         """Request ids of the turns in flight that end if `turn` begins: all that it drops, and the
@@ -124,13 +130,14 @@ class RegularSession:
         node = self._in_flight[rid]
         node.so_far = tokens[node.prompt_len :].copy()
 
-    def begin(self, rid: str, turn: SessionTurn, prompt: Int32Array) -> None:
+    def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
         """A turn starts, with the prompt that `compose` made; those it replaces have ended."""
+        rid, turn = message.rid, turn_of(message)
         parent = None if turn.rid is None else self._nodes[turn.rid]
         if turn.replace:
             self._drop(parent)
         kept_len = 0 if parent is None else _kept_len(parent, turn)
-        node = _Node(rid, turn_name(turn), parent, kept_len, prompt[kept_len:].copy())
+        node = _Node(rid, turn_name(message), parent, kept_len, prompt[kept_len:].copy())
         self._nodes[node.name] = self._in_flight[rid] = node
         self.num_running += 1
         self.num_kept += node.num_kept

@@ -1,6 +1,5 @@
 """A turn's tokens put behind a history, and the name of the turn."""
 
-import msgspec
 import numpy as np
 
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
@@ -10,22 +9,19 @@ NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
-def append_turn(history: Int32Array, input_ids: list[int], turn: SessionTurn) -> Int32Array:
+def turn_of(message: GenerateRequest) -> SessionTurn:
+    assert message.session is not None
+    return message.session
+
+
+def turn_name(message: GenerateRequest) -> str:
+    """The name by which the client calls a request's turn in its session."""
+    return turn_of(message).name or message.rid
+
+
+def append_turn(history: Int32Array, message: GenerateRequest) -> Int32Array:
     """`history` and the turn's tokens, int32; without a leading BOS where it would be a second."""
-    new = np.array(input_ids, np.int32)
-    if len(history) and len(new) and turn.bos_token_id is not None and new[0] == turn.bos_token_id:
+    bos, new = turn_of(message).bos_token_id, np.array(message.input_ids, np.int32)
+    if len(history) and len(new) and bos is not None and new[0] == bos:
         new = new[1:]
     return np.concatenate([history, new])
-
-
-def named_turn(message: GenerateRequest) -> SessionTurn:
-    """The turn that a request is, with the name that it has in its session."""
-    assert message.session is not None
-    name = message.session.name or message.rid
-    return msgspec.structs.replace(message.session, name=name)
-
-
-def turn_name(turn: SessionTurn) -> str:
-    """The name of a `named_turn`."""
-    assert turn.name is not None
-    return turn.name

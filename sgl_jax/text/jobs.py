@@ -12,7 +12,6 @@ READY = b"+"
 LENGTH = struct.Struct("<I")
 # After a job of this many bytes a worker ends, which gives the memory back.
 LAST_JOB_BYTES = 256 * 1024
-ID_BYTES = 4  # ids travel as int32 in the machine's byte order: both ends are on one machine
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
@@ -39,7 +38,7 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
-    """For each text the bytes of its token ids, `ID_BYTES` each."""
+    """Ids of each text: int32 in the byte order of the machine, on which both ends run."""
 
     ids: list[bytes]
 

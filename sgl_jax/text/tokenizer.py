@@ -5,9 +5,10 @@ text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
 """
 
 import contextlib
+import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.text.call_arguments import are_printed, has_calls, with_objects
 
 # A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -39,7 +39,12 @@ class Tokenizer:
         self._backend = hf_tokenizer.backend_tokenizer
         # `skip_special_tokens` leaves these out of the text.
         self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
-        self._byte_of_char = _byte_level_alphabet() if self._has_byte_level_decoder() else None
+        # For byte-level BPE, the characters in which it writes bytes.
+        self._byte_of_char: dict[str, int] | None = None
+        if self._has_byte_level_decoder():
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            self._byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()}
         self.token_bytes = cache(self._token_bytes)
         self.special_ids_of = cache(self._special_ids_of)
 
@@ -102,17 +107,11 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
-
-    @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's end-of-sequence token, if it names one."""
         return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The tokenizer's beginning-of-sequence token, if it names one."""
         return None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
 
     @property
@@ -191,7 +190,7 @@ class Tokenizer:
         Raises:
             InvalidRequestError: no chat template, or it refuses these messages.
         """
-        if not self._hf.chat_template:
+        if not self.chat_template:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions, "
                 "or start the server with --chat-template",
@@ -203,11 +202,16 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         given = template_args or {}
-        if has_calls(messages):
-            objects = with_objects(messages)
+        if any(_functions(messages)):
+            # Most templates take the arguments as an object; DeepSeek's, among others, add them to
+            # a text, and would write an object as Python does: these get the JSON text.
+            with_objects = copy.deepcopy([*messages])
+            for function in _functions(with_objects):
+                function["arguments"] = json.loads(function["arguments"])
+            objects = [function["arguments"] for function in _functions(with_objects)]
             with contextlib.suppress(InvalidRequestError):
-                prompt = self._render(objects, options, given)
-                if not are_printed(objects, prompt):
+                prompt = self._render(with_objects, options, given)
+                if not any(each and repr(each) in prompt for each in objects):
                     return prompt
         return self._render(messages, options, given)
 
@@ -236,7 +240,9 @@ class Tokenizer:
         return prompt
 
     def _has_byte_level_decoder(self) -> bool:
-        decoder = json.loads(self._backend.to_str())["decoder"] or {}
+        if self._backend.decoder is None:
+            return False
+        decoder = json.loads(self._backend.decoder.__getstate__())
         steps = decoder.get("decoders", [decoder])
         return [step.get("type") for step in steps] == ["ByteLevel"]
 
@@ -254,6 +260,13 @@ class Tokenizer:
             return bytes(self._byte_of_char[char] for char in token)
         except KeyError:  # an added token is plain text, not written in the byte alphabet
             return bytes(token.encode())
+
+
+def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Name and arguments of each call in `messages`."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]
 
 
 def _files_at_fault(folder: Path) -> list[str]:
@@ -274,16 +287,3 @@ def _files_at_fault(folder: Path) -> list[str]:
     except Exception:
         return [_MAIN_FILE]
     return settings
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable characters in which byte-level BPE writes bytes (GPT-2's convention).
-
-    Bytes that are printable in Latin-1 stand for themselves; the others take the characters
-    from U+0100 on, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return alphabet

@@ -41,14 +41,15 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
     if not tokenizer.can_encode:
         return
     _check_round_trip(tokenizer, path)
-    if not tokenizer.has_chat_template:
+    if not tokenizer.chat_template:
         return
+    template = _template_of(path, chat_template)
     try:
         rendered = tokenizer.apply_chat_template(_CONVERSATION)
     except InvalidRequestError as error:
-        raise ValueError(f"{_template_of(path, chat_template)} does not work: {error}") from error
+        raise ValueError(f"{template} does not work: {error}") from error
     if not rendered:
-        raise ValueError(f"{_template_of(path, chat_template)} writes an empty prompt")
+        raise ValueError(f"{template} writes an empty prompt")
 
 
 def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
@@ -60,10 +61,10 @@ def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
     used = {"its eos token": tokenizer.eos_token_id, "its bos token": tokenizer.bos_token_id}
     if tokenizer.can_encode:
         used["a plain text"] = max(tokenizer.encode(_SAMPLE))
-    for what, token in used.items():
+    for name, token in used.items():
         if token is not None and token >= vocab_size:
             raise ValueError(
-                f"the tokenizer in {path!r} is not this model's: {what} has id {token}, outside "
+                f"the tokenizer in {path!r} is not this model's: {name} has id {token}, outside "
                 f"the vocabulary [0, {vocab_size}) of config.json"
             )
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,12 +24,10 @@ import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.text.jobs import (
-    ID_BYTES,
     LAST_JOB_BYTES,
     LENGTH,
     READY,
     EncodeChat,
-    EncodeTexts,
     Job,
     JobAnswer,
     Refused,
@@ -95,11 +93,13 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
 
 def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
     try:
-        if isinstance(job, EncodeTexts):
+        encoded: Iterable[list[int]]
+        if isinstance(job, EncodeChat):
+            encoded = [_encode_chat(job, tokenizer)]
+        else:
             special = job.add_special_tokens
-            each = (tokenizer.encode(text, add_special_tokens=special) for text in job.texts)
-            return TokenIds([_packed(ids) for ids in each])
-        return TokenIds([_packed(_encode_chat(job, tokenizer))])
+            encoded = (tokenizer.encode(text, add_special_tokens=special) for text in job.texts)
+        return TokenIds([array("i", ids).tobytes() for ids in encoded])
     except InvalidRequestError as error:
         return Refused(str(error), error.param, error.code)
 
@@ -119,12 +119,6 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
             "messages",
         )
     return tokenizer.encode(prompt, add_special_tokens=False)
-
-
-def _packed(ids: list[int]) -> bytes:
-    packed = array("i", ids)
-    assert packed.itemsize == ID_BYTES
-    return packed.tobytes()
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:

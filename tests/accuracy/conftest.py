@@ -34,7 +34,8 @@ def reference_of(shared_folder: Path) -> Callable[[ServedModel], Outcome]:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one worker makes it, the others wait
             if not kept.exists():
                 folder.mkdir()
-                with live_server(folder, *REFERENCE.flags, model=model.path) as server:
+                flags = (*REFERENCE.flags, "--warmup", "none")
+                with live_server(folder, *flags, model=model.path) as server:
                     outcome = run(server.url)
                     assert server.get("/get_server_info")["counters"]["requests_retracted"] == 0
                 kept.write_text(json.dumps(outcome))

@@ -73,11 +73,11 @@ def test_requests_longer_than_the_server_takes_are_refused(
 
 def test_facts_are_what_either_route_tells() -> None:
     with server(get_model_info={"vocab_size": 768, "max_request_tokens": 512}) as url:
-        assert ServerFacts.ask(url) == DEMO
+        assert ServerFacts.read(url) == DEMO
     with server(get_server_info={"vocab_size": 9, "context_length": 70}) as url:
-        assert ServerFacts.ask(url) == ServerFacts(9, 70)
+        assert ServerFacts.read(url) == ServerFacts(9, 70)
     with server() as url:
-        assert ServerFacts.ask(url) == ServerFacts(None, None)
+        assert ServerFacts.read(url) == ServerFacts(None, None)
 
 
 def test_a_load_that_cannot_be_sent_ends_with_a_sentence(capsys: pytest.CaptureFixture) -> None:

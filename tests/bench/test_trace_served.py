@@ -18,7 +18,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.planner.step_time import DeviceBytes
+from sgl_jax.planner.kernel_time import DeviceBytes
 from sgl_jax.planner.topology import Topology, has_tpu_compiler
 from tests.bench.traced import EXCERPT, request
 

@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 
-from sgl_jax.core.server_args import ServerArgs, add_arguments, parse_server_args
+from sgl_jax.core.command_line import add_arguments, parse_server_args
+from sgl_jax.core.server_args import ServerArgs
 
 
 def test_every_field_is_a_flag_with_a_help_text() -> None:

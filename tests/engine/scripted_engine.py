@@ -19,7 +19,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
     ContinueGeneration,
-    EngineChanged,
+    EngineInfo,
     EngineMessage,
     FinishReason,
     FlushCache,
@@ -131,7 +131,7 @@ class ScriptedEngine:
                     return
                 answer = self.answer(message)
                 if isinstance(message, CHANGES):
-                    channel.send(EngineChanged(info=self.info))
+                    channel.send(EngineInfo(info=self.info))
                 if answer is not None:
                     channel.send(answer)
             if self.running and not self.is_paused:

@@ -120,7 +120,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "no-overlap": {"disable_overlap_schedule": True},
     "drafts": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3},
-    "retracts": {"speculative_algorithm": "NGRAM", "test_retract": True},
+    # As many drafts as above: of the same shapes, its programs are in the compilation cache.
+    "retracts": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 3,
+        "test_retract": True,
+    },
 }
 
 

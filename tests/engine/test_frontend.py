@@ -18,10 +18,9 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.request_checks import EngineFacts
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine
 from tests.tokenizers import byte_level, load
@@ -39,15 +38,8 @@ class Rig:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = DirectClient(ScriptedEngine())
-        facts = EngineFacts.from_info(self.client.engine.info)
-        grammars = GrammarCompiler("no tokenizer", facts.vocab_size, (EOS,))
-        self.front = Frontend(
-            tokenizer,
-            facts,
-            self.client.send,
-            grammars=grammars,
-            max_queued_requests=MAX_QUEUED,
-        )
+        args = ServerArgs(model_path="no tokenizer", max_queued_requests=MAX_QUEUED)
+        self.front = Frontend(args, tokenizer, self.client.engine.info, self.client.send)
         self.wakes = 0
 
     def wake(self) -> None:
@@ -56,7 +48,7 @@ class Rig:
     def start(self, prompt: str, *, streaming: bool = True, **sampling: object) -> RequestStream:
         params = msgspec.convert(sampling, SamplingParams)
         request = self.front.checks.prepare(self.front.checks.encode(prompt), params)
-        return self.front.start(request, self.wake, streaming=streaming)
+        return self.front.submit(request, self.wake, streaming=streaming)
 
     def step(self, steps: int = 1) -> None:
         self.client.pump(self.front.handle, steps)
@@ -171,9 +163,9 @@ def test_special_tokens_are_text_only_on_request(rig: Rig) -> None:
 
 def test_late_outputs_cannot_reach_a_new_request_of_the_same_name(rig: Rig) -> None:
     prompt = rig.front.checks.encode("a")
-    old = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    old = rig.front.submit(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     rig.front.abandon(old)
-    new = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    new = rig.front.submit(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     rig.front.handle(OutputBatch([], [old.request.rid], b"\5\0\0\0"))
     assert new.take() is None
 
@@ -204,7 +196,7 @@ def test_the_engine_hears_of_a_turn_whose_end_was_not_delivered(
     session = SessionTurn(id="s") if has_session else None
     rig.client.engine.sessions.add("s")
     request = rig.front.checks.prepare([5], SamplingParams(max_new_tokens=1), session=session)
-    stream = rig.front.start(request, rig.wake)
+    stream = rig.front.submit(request, rig.wake)
     rig.step()
     if is_taken:
         take(stream)
@@ -222,7 +214,7 @@ def test_the_engine_hears_of_a_turn_whose_end_was_not_delivered(
 def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
     rig.client.engine.sessions.add("s")
     request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="s"))
-    stream = rig.front.start(request, rig.wake)
+    stream = rig.front.submit(request, rig.wake)
     rig.step()
     rig.front.abandon(stream)
     (abort,) = rig.sent(AbortRequest)
@@ -232,7 +224,7 @@ def test_of_a_turn_left_in_flight_it_hears_whose_it_was(rig: Rig) -> None:
 
 def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
     request = rig.front.checks.prepare([5], SamplingParams(), session=SessionTurn(id="missing"))
-    stream = rig.front.start(request, rig.wake)
+    stream = rig.front.submit(request, rig.wake)
     rig.step()
     assert stream.finish is not None
     rig.front.abandon(stream)
@@ -250,7 +242,9 @@ def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
 
 def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:
     prompt = rig.front.checks.encode("a")
-    stream = rig.front.start(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
+    stream = rig.front.submit(
+        rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake
+    )
     other = rig.start("other")
     rig.step()
     assert rig.front.abort("me") == 1
@@ -325,7 +319,7 @@ def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
         top_logprobs_num=2,
         logprob_start_len=0,
     )
-    stream = rig.front.start(request, rig.wake)
+    stream = rig.front.submit(request, rig.wake)
     rig.step(4)
     chunk = take(stream)
     assert [entry.token_id for entry in chunk.logprobs] == chunk.token_ids
@@ -411,7 +405,7 @@ def test_a_turn_that_ended_beyond_its_stop_string_is_cut_in_its_session(rig: Rig
     request = rig.front.checks.prepare(
         rig.front.checks.encode("one two three "), sampling, rid="me", session=turn
     )
-    stream = rig.front.start(request, rig.wake)
+    stream = rig.front.submit(request, rig.wake)
     ids = list(request.input_ids)
     ended = RequestOutput(stream.request.rid, ids, 0, 0, FinishReason("length"), prompt_tokens=99)
     rig.front.handle(OutputBatch([ended]))

@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
-    EngineChanged,
+    EngineInfo,
     FlushCache,
     FrontMessage,
     PauseGeneration,
@@ -75,7 +75,7 @@ def test_tokens_are_the_same_as_without_a_pause(
     assert not told["continue"].data["is_paused"]
     assert (told["pause"].data["num_running"] > 0) == (mode == "in_place")
     assert told["flush"].ok == (mode == "retract")
-    changes = [m.info["is_paused"] for m in channel.sent if isinstance(m, EngineChanged)]
+    changes = [m.info["is_paused"] for m in channel.sent if isinstance(m, EngineInfo)]
     assert changes == [True, False]
 
 

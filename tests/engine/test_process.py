@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_jax.core.messages import EngineFailed, EngineMessage, EngineReady, Heartbeat, Shutdown
+from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ZmqEngineClient
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
@@ -59,7 +59,7 @@ async def first_message(client: ZmqEngineClient) -> EngineMessage:
 def test_it_says_it_is_ready_and_ends_when_told() -> None:
     with running() as (process, client, reports):
         ready = asyncio.run(first_message(client))
-        assert isinstance(ready, EngineReady)
+        assert isinstance(ready, EngineInfo)
         assert ready.info["vocab_size"] == 512
         client.send(Shutdown())
         process.stop(timeout_s=20)
@@ -69,7 +69,7 @@ def test_it_says_it_is_ready_and_ends_when_told() -> None:
 
 def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with running(command=ENGINE_COMMAND, model_path=str(GOLDEN)) as (process, client, _):
-        assert isinstance(asyncio.run(first_message(client)), EngineReady)
+        assert isinstance(asyncio.run(first_message(client)), EngineInfo)
         client.send(Shutdown())
         process.stop(timeout_s=20)
     lines = capfd.readouterr().err.splitlines()
@@ -80,7 +80,7 @@ def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFi
 
 def test_it_ends_at_once_though_a_program_is_being_compiled() -> None:
     with running(command=STALLED, model_path=str(GOLDEN), warmup="plain") as (process, client, _):
-        assert isinstance(asyncio.run(first_message(client)), EngineReady)
+        assert isinstance(asyncio.run(first_message(client)), EngineInfo)
         client.send(Shutdown())
         process.stop(timeout_s=20)
         assert process._process.returncode == 0

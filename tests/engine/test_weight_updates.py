@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sgl_jax.core.messages import (
-    EngineChanged,
+    EngineInfo,
     FrontMessage,
     GenerateRequest,
     OpenSession,
@@ -152,7 +152,7 @@ def test_it_answers_as_one_started_on_these_weights(
     assert outputs(channel, "a") == of_old
     assert outputs(channel, "b") == of_new
     assert reply(channel).data["success"]
-    (changed,) = (m.info for m in channel.sent if isinstance(m, EngineChanged))
+    (changed,) = (m.info for m in channel.sent if isinstance(m, EngineInfo))
     assert changed["model_path"] == str(folders[1])
     assert core.executor.compile_counts()["compiles_after_ready"] == 0
 

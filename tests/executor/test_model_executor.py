@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.executor.model_executor import ModelExecutor
-from sgl_jax.kernels.attention.api import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model

@@ -8,12 +8,12 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
 from sgl_jax.executor.row_tables import (
     PIECE_WORDS,
-    RowTables,
+    DeviceRows,
     cut_admissions,
     empty_piece,
     write_piece,
 )
-from sgl_jax.layers.sampling import PACKED_WIDTH, pack_row_params, unpack_row_params
+from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params, unpack_row_params
 
 _write = jax.jit(write_piece)
 
@@ -25,7 +25,7 @@ def admission(row, length, start=0, **sampling):
 
 
 def admitted(pieces, rank, num_rows=30, context=3000):
-    tables = RowTables(
+    tables = DeviceRows(
         jnp.full((num_rows, context), -1, jnp.int32),
         jnp.zeros((num_rows,), jnp.int32),
         jnp.zeros((num_rows, PACKED_WIDTH), jnp.int32),

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels import qkv_heads as module
 from tests.kernels.simulation import EAGER, LAZY, MODES, TOLERANCE, simulate
@@ -62,7 +63,8 @@ def run(case, interpret):
             for weight in weights
         ]
         sizes = {"group": case.group, "head_dim": case.head_dim}
-        return module.rotated_heads(qkv, cos, sin, *norms, **sizes, interpret=interpret)
+        with force_tpu_interpret_mode(interpret):
+            return module.rotated_heads(qkv, cos, sin, *norms, **sizes)
 
     return simulate(kernel, *build(case))
 

@@ -1,6 +1,7 @@
 """The building blocks of models against float64 numpy, alone and split over two chips."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from sgl_jax.layers.moe import SharedExpert, clamped_swiglu
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
-from sgl_jax.layers.sampling import SplitLogits
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor, paired_order
 from tests.layers.modules import (
     declared_shapes,
@@ -148,7 +149,7 @@ def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
 def test_experts_with_biases_and_clamped_gates(simulate, tp):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 2
     multiply = grouped_matmul_implementation("cpu", simulate=simulate)
-    gated = clamped_swiglu(0.5, 1.7)
+    gated = partial(clamped_swiglu, limit=0.5, alpha=1.7)
     module = mixture_of_experts(multiply, norm_topk_prob=True, has_biases=True, gated=gated)
     actual, params = run(module, "__call__", x, tp=tp)
     expected = np.zeros_like(x, np.float64)

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.layers.head_sources import ByHead, HeadRows
-from sgl_jax.layers.sources import FusedHeads, Heads, Reordered, Tensor
+from sgl_jax.layers.sources import ByHead, FusedHeads, HeadRows, Heads, Reordered, Tensor
 
 HIDDEN = 5
 SIZES = {"q": 16, "k": 8, "v": 8}

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.attention.api import AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import attention as attention_module
 from sgl_jax.layers.attention import Attention

@@ -7,15 +7,14 @@ import pytest
 
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
-from sgl_jax.layers.sampling import (
+from sgl_jax.layers.sampling.logprobs import token_logprobs
+from sgl_jax.layers.sampling.row_params import (
     PACKED_WIDTH,
     SampledRows,
     pack_row_params,
-    sample_tokens,
-    token_logprobs,
     unpack_row_params,
 )
-from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.layers.sampling.sample import BLOCK_ROWS, sample_tokens
 
 CONTEXT = 600
 VOCAB = 64

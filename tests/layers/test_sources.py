@@ -6,12 +6,10 @@ import pytest
 from sgl_jax.layers.mxfp4 import Mxfp4, unpacked
 from sgl_jax.layers.sources import (
     EitherWay,
-    EverySecond,
     Padded,
     Slice,
     Stacked,
     Tensor,
-    as_stored,
     row_size,
 )
 
@@ -87,7 +85,7 @@ def test_any_part_may_be_read(tensors, index):
 def test_every_second_row_alone_is_unpacked(tensors):
     both = Mxfp4("w", (EXPERTS, ROWS, COLUMNS))
     for first in (0, 1):
-        source = EverySecond(both, 1, first)
+        source = Slice(both, 1, first, ROWS // 2, step=2)
         assert source.shape == source.plain_shape == (EXPERTS, ROWS // 2, COLUMNS)
         assert source.tensors("layer.") == both.tensors("layer.")
         index = (slice(0, 2), slice(1, 4), slice(0, COLUMNS))
@@ -98,7 +96,7 @@ def test_every_second_row_alone_is_unpacked(tensors):
 @pytest.mark.parametrize("first", [0, 1])
 def test_every_second_row_of_floats(first):
     stored = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
-    source = EverySecond(Tensor("w", (2, 8, 6), transposed=True), 1, first)
+    source = Slice(Tensor("w", (2, 8, 6), transposed=True), 1, first, 4, step=2)
     found = part(source, Arrays({"layer.w": stored}), (slice(1, 2), slice(1, 3), slice(0, 6)))
     np.testing.assert_array_equal(found, stored[1:, :, 2 + first : 6 + first : 2].swapaxes(1, 2))
 
@@ -131,14 +129,14 @@ def test_a_parameter_is_read_as_the_checkpoint_stores_it():
     experts = Stacked(("0.", "1."), Tensor("w", (2, 3)))
     source = Stacked(("a.", "b."), Padded(EitherWay(experts, Tensor("all", (2, 2, 3))), 4, axis=2))
     apart = {f"{layer}.{expert}.w" for layer in "ab" for expert in "01"}
-    assert as_stored(source, {"a.all", "b.all"}).tensors() == {
+    assert source.as_stored({"a.all", "b.all"}).tensors() == {
         "a.all": (2, 2, 3),
         "b.all": (2, 2, 3),
     }
     # What is missing is asked for by its usual names.
     for names in (apart, set(), {"b.all"}):
-        assert set(as_stored(source, names).tensors()) == apart
-    assert source.shape == as_stored(source, {"a.all"}).shape == (2, 2, 2, 4)
+        assert set(source.as_stored(names).tensors()) == apart
+    assert source.shape == source.as_stored({"a.all"}).shape == (2, 2, 2, 4)
 
 
 def test_rows_are_made_longer_where_that_takes_little():

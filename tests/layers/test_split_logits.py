@@ -11,13 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
-from sgl_jax.layers.sampling import (
-    SampledRows,
-    SplitLogits,
-    draw_tokens,
-    pack_row_params,
-    score_tokens,
-)
+from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
+from sgl_jax.layers.sampling.row_params import SampledRows, pack_row_params
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 VOCAB = 22  # not divided by 4
 ROWS = 6

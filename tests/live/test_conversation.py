@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 
 import openai
 import pydantic
 import pytest
 
-from tests.live.live_server import LiveServer, live_server
+from tests.live.live_server import LiveServer
 
 CONVERSATION = [
     {"role": "user", "content": "The code of Anna is 471."},
@@ -17,15 +16,9 @@ CONVERSATION = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("live"), "--check-memory", "busy") as server:
-        yield server
-
-
 @pytest.fixture
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+def client(demo_server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=demo_server.url + "/v1", api_key="none", max_retries=0)
 
 
 def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:
@@ -54,9 +47,9 @@ def test_a_stream_says_the_same_and_ends_with_its_usage(client: openai.OpenAI) -
 
 
 def test_the_second_time_the_prompt_comes_from_the_cache(
-    server: LiveServer, client: openai.OpenAI
+    demo_server: LiveServer, client: openai.OpenAI
 ) -> None:
-    page_size = server.get("/get_server_info")["ranks"][0]["page_size"]
+    page_size = demo_server.get("/get_server_info")["ranks"][0]["page_size"]
     for _ in range(2):
         answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
     cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -64,9 +57,9 @@ def test_the_second_time_the_prompt_comes_from_the_cache(
 
 
 def test_a_salt_finds_what_was_sent_with_the_same_salt_and_nothing_else(
-    server: LiveServer, client: openai.OpenAI
+    demo_server: LiveServer, client: openai.OpenAI
 ) -> None:
-    page_size = server.get("/get_server_info")["ranks"][0]["page_size"]
+    page_size = demo_server.get("/get_server_info")["ranks"][0]["page_size"]
 
     def cached_of(salt: str | None) -> int:
         answer = client.chat.completions.create(
@@ -110,6 +103,7 @@ def test_an_answer_is_json_by_its_schema(client: openai.OpenAI) -> None:
     assert all(re.fullmatch("[0-9]{4}", choice.text) for choice in whole.choices)
 
 
-def test_after_all_this_nothing_was_compiled_and_nothing_leaked(server: LiveServer) -> None:
-    server.assert_nothing_leaked()
-    assert server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0
+def test_after_all_this_nothing_was_compiled_and_nothing_leaked(demo_server: LiveServer) -> None:
+    demo_server.close_sessions()  # of other files, which share the server
+    demo_server.assert_nothing_leaked()
+    assert demo_server.get("/get_server_info")["counters"]["compiles_after_ready"] == 0

@@ -4,22 +4,15 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.documented import PAGES, README, ROOT, blocks, command_lines
-from tests.live.live_server import DEMO, LiveServer, live_server
+from tests.live.live_server import DEMO, LiveServer
 
 ADDRESS = "http://127.0.0.1:30000"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("live"), "--check-memory", "busy") as server:
-        yield server
 
 
 def examples(page: Path) -> list[tuple[str, str]]:
@@ -33,11 +26,11 @@ def examples(page: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_of_a_page_print_what_it_shows(
-    page: Path, server: LiveServer, capsys: pytest.CaptureFixture[str]
+    page: Path, demo_server: LiveServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    httpx.post(server.url + "/flush_cache").raise_for_status()
+    httpx.post(demo_server.url + "/flush_cache").raise_for_status()
     for code, output in examples(page):
-        exec(code.replace(ADDRESS, server.url), {})
+        exec(code.replace(ADDRESS, demo_server.url), {})
         assert capsys.readouterr().out == output
 
 
@@ -47,9 +40,9 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_curl_command_of_a_page_succeeds(
-    page: Path, server: LiveServer, tmp_path: Path
+    page: Path, demo_server: LiveServer, tmp_path: Path
 ) -> None:
-    names = {ADDRESS: server.url, '"M2"': f'"{DEMO}"', '"trace"': f'"{tmp_path}"'}
+    names = {ADDRESS: demo_server.url, '"M2"': f'"{DEMO}"', '"trace"': f'"{tmp_path}"'}
     for line in command_lines(page):
         if not line.startswith("curl "):
             continue
@@ -64,7 +57,7 @@ def test_each_curl_command_of_a_page_succeeds(
         assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
-def test_the_offline_example_runs(server: LiveServer) -> None:
+def test_the_offline_example_runs(demo_server: LiveServer) -> None:
     (code,) = (text for kind, text in blocks(README) if kind == "python" and "Engine(" in text)
     # With one device, as the server has: its compiled programs are in the cache.
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
@@ -74,6 +67,6 @@ def test_the_offline_example_runs(server: LiveServer) -> None:
     assert len(shown.strip()) > 0
 
 
-def test_after_all_this_nothing_leaked(server: LiveServer) -> None:
-    server.close_sessions()
-    server.assert_nothing_leaked()
+def test_after_all_this_nothing_leaked(demo_server: LiveServer) -> None:
+    demo_server.close_sessions()
+    demo_server.assert_nothing_leaked()

@@ -20,7 +20,7 @@ BODY = {
     "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
 }
 FLAGS = (
-    *("--context-length", "256", "--max-running-requests", "4", "--warmup", "none"),
+    *("--context-length", "256", "--max-running-requests", "4"),
     *("--check-memory", "busy", "--decode-log-interval", "0"),
 )
 # Each time the file appears, rank 0 loses a page in the next step.

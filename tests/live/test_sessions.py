@@ -12,13 +12,16 @@ import httpx
 import openai
 import pytest
 
-from tests.live.live_server import LiveServer, live_server
+from tests.live.live_server import WARM, LiveServer, live_server
 from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {**GREEDY, "max_new_tokens": 900}
 TIMEOUT_S = 120.0
-FLAGS = ("--context-length", "1024", "--max-running-requests", "8", "--check-memory", "busy")
+FLAGS = (
+    *("--context-length", "1024", "--max-running-requests", "8", "--check-memory", "busy"),
+    *WARM,
+)
 # Two ranks with a quarter of the rows and of the pages that all their sessions want, drafts, and
 # retracts though nothing is short. Small, so that there is little to compile.
 HARD = (
@@ -33,15 +36,16 @@ class Client:
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
+        self._http = httpx.Client(base_url=server.url, timeout=TIMEOUT_S)
 
     def post(self, path: str, **body: Any) -> Any:
-        answer = httpx.post(self.server.url + path, json=body, timeout=TIMEOUT_S)
+        answer = self._http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def refusal(self, path: str, **body: Any) -> str:
         """The message of the 400 that this must be."""
-        answer = httpx.post(self.server.url + path, json=body, timeout=TIMEOUT_S)
+        answer = self._http.post(path, json=body)
         assert answer.status_code == 400, answer.text
         message: str = answer.json()["error"]["message"]
         return message

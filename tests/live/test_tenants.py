@@ -24,7 +24,7 @@ FLAGS = (
     # Two requests of the longest fit: the others are retracted, or wait.
     *("--max-total-tokens", "256", "--schedule-conservativeness", "0.2"),
     *("--chunked-prefill-size", "64", "--fair-share", "tokens", "--enable-priority-scheduling"),
-    *("--check-memory", "busy", "--decode-log-interval", "0", "--warmup", "none"),
+    *("--check-memory", "busy", "--decode-log-interval", "0"),
 )
 
 

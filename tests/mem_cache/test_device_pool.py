@@ -11,8 +11,9 @@ from sgl_jax.mem_cache.device_pool import (
     KVPoolLayout,
     StatePoolLayout,
     kv_absmax,
-    make_kv_pool,
-    make_state_pools,
+    kv_pool_shape,
+    make_zeros,
+    state_pool_shapes,
 )
 
 LAYOUT = KVPoolLayout(
@@ -26,7 +27,7 @@ def test_a_page_counts_keys_and_values_of_all_layers_and_heads():
 
 def test_each_device_holds_its_ranks_pages_and_its_share_of_the_heads():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
-    pool = make_kv_pool(LAYOUT, num_pages=5, mesh=mesh)
+    pool = make_zeros(kv_pool_shape(LAYOUT, num_pages=5, mesh=mesh))
     assert pool.shape == (3, 10, 8, 8, 16)
     assert pool.nbytes == 10 * LAYOUT.page_bytes
     assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 4, 8, 16)}
@@ -37,7 +38,7 @@ def test_keys_and_values_of_64_share_a_row_of_128():
     """A TPU would pad rows of 64 to 128, and hold half as many tokens."""
     layout = LAYOUT._replace(head_dim=64)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "tensor"))
-    pool = make_kv_pool(layout, num_pages=5, mesh=mesh)
+    pool = make_zeros(kv_pool_shape(layout, num_pages=5, mesh=mesh))
     assert pool.shape == (3, 5, 4, 8, 128)
     assert pool.nbytes == 5 * layout.page_bytes
     assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 2, 8, 128)}
@@ -47,7 +48,7 @@ def test_keys_and_values_of_64_share_a_row_of_128():
 def test_the_greatest_k_and_v_of_each_head_are_found_wherever_chips_keep_them(head_dim):
     layout = LAYOUT._replace(head_dim=head_dim, dtype=jnp.dtype("float32"))
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
-    pool = np.zeros(make_kv_pool(layout, num_pages=5, mesh=mesh).shape, np.float32)
+    pool = np.zeros(kv_pool_shape(layout, num_pages=5, mesh=mesh).shape, np.float32)
     pool[:, [0, 5]] = np.nan  # the null pages, of which nothing is read
     expected = np.arange(1, 2 * 3 * 4 + 1, dtype=np.float32).reshape(2, 3, 4)
     for kind, layer, head in np.ndindex(expected.shape):
@@ -82,7 +83,7 @@ def test_inputs_of_a_convolution_lie_in_rows_of_128_if_those_of_a_chip_fill_them
 
 def test_each_device_holds_its_ranks_slots_and_its_share_of_the_heads():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
-    pools = make_state_pools(STATES, num_slots=5, mesh=mesh)
+    pools = make_zeros(state_pool_shapes(STATES, num_slots=5, mesh=mesh))
     assert sum(pool.nbytes for pool in pools) == 10 * STATES.slot_bytes
     assert (pools.conv.shape, pools.recurrent.shape) == ((3, 10, 6, 160), (3, 10, 8, 16, 24))
     shapes = [{shard.data.shape for shard in pool.addressable_shards} for pool in pools]
@@ -93,7 +94,7 @@ def test_each_device_holds_its_ranks_slots_and_its_share_of_the_heads():
 
 def test_a_state_is_copied_in_all_layers_and_leaves_other_slots_alone():
     mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("data", "tensor"))
-    pools = make_state_pools(STATES, num_slots=5, mesh=mesh)
+    pools = make_zeros(state_pool_shapes(STATES, num_slots=5, mesh=mesh))
     pools = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), pools)
     copied = jax.jit(type(pools).copied)(pools, jnp.int32(3), jnp.int32(1))
     for before, after in zip(pools, copied, strict=True):

@@ -4,8 +4,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.metrics.time_histogram import TimeHistogram
+from sgl_jax.metrics.request_metrics import RequestMetrics, TimeHistogram
 
 
 def samples(metrics: RequestMetrics) -> dict[str, float]:

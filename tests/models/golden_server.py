@@ -14,15 +14,16 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.kernels.attention.api import AttentionBatch
-from sgl_jax.kernels.gated_delta.api import StateBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.mem_cache.device_pool import (
     STATE_POOL_SPECS,
     LayerStates,
     StatePoolLayout,
-    make_state_pools,
+    make_zeros,
+    state_pool_shapes,
 )
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
@@ -108,7 +109,7 @@ class Server:
         dtype = jnp.dtype("float32")
         num_layers = sum(spec.recurrence is not None for spec in config.layers)
         layout = StatePoolLayout(num_layers, config.recurrence, dtype, dtype)
-        pools = make_state_pools(layout, NUM_SLOTS, self.mesh)
+        pools = make_zeros(state_pool_shapes(layout, NUM_SLOTS, self.mesh))
         is_null = (jnp.arange(self.dp * NUM_SLOTS) % NUM_SLOTS == 0)[:, None, None]
         return LayerStates(
             jnp.where(is_null, pools.conv, jnp.nan),

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from sgl_jax.kernels.attention.api import ScoreOptions
+from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.models.config import (
     CacheGroup,
     LayerSpec,

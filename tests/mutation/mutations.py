@@ -18,11 +18,14 @@ class Mutation(NamedTuple):
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
+_RECORDS = "sgl_jax/mem_cache/rank_records.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
+_SHAPE = "sgl_jax/mem_cache/tree/tree_shape.py"
 _FULL = "sgl_jax/mem_cache/tree/full_component.py"
+_COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
 _SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
@@ -215,7 +218,7 @@ MUTATIONS = (
     Mutation(
         "a shadow counts a hit of no page",
         _SHADOWS,
-        "            counters[_HITS + shadow] += 1\n",
+        "            state.hits[shadow] += 1\n",
         "",
     ),
     Mutation(
@@ -233,19 +236,19 @@ MUTATIONS = (
     ),
     Mutation(
         "merge what was used more with what was used less",
-        _TREE,
+        _SHAPE,
         "            and upper.num_uses == lower.num_uses\n",
         "",
     ),
     Mutation(
         "merge what was used lately with what was not",
-        _TREE,
+        _SHAPE,
         "            and upper.last_access <= lower.last_access\n",
         "",
     ),
     Mutation(
         "merge a long edge with every chunk that follows",
-        _TREE,
+        _SHAPE,
         "            and len(upper.key) < 2 * len(lower.key)\n",
         "",
     ),
@@ -283,13 +286,14 @@ MUTATIONS = (
     Mutation(
         "forget the old lock when a longer prefix is published",
         _CACHE,
-        "            self.tree.move_lock(offer.node, node, offer.first_pages)\n",
+        "            self.tree.move_lock(start, node, offer.first_pages)\n",
+        "            pass\n        if start is not None:\n"
         "            self.tree.lock(node, offer.first_pages)\n",
     ),
     Mutation(
         "lock what lies above a published prefix once more",
         _FULL,
-        "        self._lock_up_to(new, old)\n",
+        "        self._count_locks(new, old, 1)\n",
         "        self.lock(new)\n",
     ),
     Mutation(
@@ -300,7 +304,7 @@ MUTATIONS = (
     ),
     Mutation(
         "look for what a lease continues at the root",
-        _TREE,
+        _SHAPE,
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
@@ -350,15 +354,15 @@ MUTATIONS = (
     # -- namespaces
     Mutation(
         "namespaces: look edges up by tokens alone",
-        _TREE,
+        _SHAPE,
         "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
     Mutation(
         "namespaces: insert into the default one",
         _TREE,
-        "path = self._walk(tokens, offer.namespace, start)",
-        'path = self._walk(tokens, "", start)',
+        "node, length = self._walk(tokens, offer.namespace, start)",
+        'node, length = self._walk(tokens, "", start)',
     ),
     Mutation(
         "namespaces: a new node is of the default one",
@@ -368,7 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: a split lists its upper node by tokens alone",
-        _TREE,
+        _SHAPE,
         "upper = self._new_node(key, parent, lower.child_key, namespace)",
         "upper = self._new_node(key, parent, key[: self.page_size].tobytes(), namespace)",
     ),
@@ -489,7 +493,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict without a need",
-        _MEMORY,
+        _RECORDS,
         "self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)",
         "self.cache.evict(num_pages)",
     ),
@@ -545,14 +549,8 @@ MUTATIONS = (
     Mutation(
         "lock the end of a path alone",
         _FULL,
-        """                    self._policy.discard(step)
-            step = step.parent
-
-    def unlock""",
-        """                    self._policy.discard(step)
-            step = None
-
-    def unlock""",
+        "                    self.refresh(step)\n            step = step.parent\n",
+        "                    self.refresh(step)\n            step = None\n",
     ),
     Mutation(
         "split an edge without its locks",
@@ -586,9 +584,9 @@ MUTATIONS = (
     ),
     Mutation(
         "match a part of a page",
-        _TREE,
-        "            matched = matched // self.page_size * self.page_size\n",
-        "",
+        _SHAPE,
+        "common_prefix_len(child.key, rest) // self.page_size * self.page_size",
+        "common_prefix_len(child.key, rest)",
     ),
     Mutation(
         "reset the cache under a live lease",
@@ -851,7 +849,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict ahead though nothing must be evicted",
-        _MEMORY,
+        _RECORDS,
         "            if deficit > 0:\n                self.cache",
         "            if True:\n                self.cache",
     ),
@@ -931,9 +929,9 @@ MUTATIONS = (
     ),
     Mutation(
         "count what a session was rolled back from as kept",
-        _BOOK,
-        "        session.roll_back(num_turns)\n        self._recount(session)\n",
-        "        session.roll_back(num_turns)\n",
+        _DESK,
+        "        session.roll_back(message.num_turns)\n        self.store.recount(session)\n",
+        "        session.roll_back(message.num_turns)\n",
     ),
     Mutation(
         "let sessions keep as many tokens as they like",
@@ -1544,7 +1542,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is split at its end",
-        _TREE,
+        _SHAPE,
         "        self.cursors.node_split(upper, lower)\n",
         "",
     ),
@@ -1556,7 +1554,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
-        _TREE,
+        _SHAPE,
         "        self.cursors.nodes_merged(upper, lower)\n",
         "",
     ),
@@ -1592,7 +1590,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave a cursor though a new child continues it",
-        _TREE,
+        _SHAPE,
         "        self.cursors.child_added(parent, child)\n",
         "",
     ),
@@ -1695,7 +1693,7 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: keep the window that a lease has locked before",
-        _WINDOW,
+        _COMPONENT,
         "        self.lock(new, first_pages)\n        self.unlock(old, first_pages)\n",
         "        self.lock(new, first_pages)\n",
     ),
@@ -1726,8 +1724,8 @@ MUTATIONS = (
     Mutation(
         "windows: count what is healed under a lock as evictable",
         _WINDOW,
-        "num_locked = int(np.count_nonzero(locks[is_new]))",
-        "num_locked = 0",
+        "            self._count_locked(int(np.count_nonzero(locks[is_new])))\n",
+        "",
     ),
     Mutation(
         "windows: free what an offer brought and nothing can read",
@@ -1932,7 +1930,7 @@ MUTATIONS = (
         "states: a match that found nothing holds the root",
         _TREE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if not self._walk(tokens, namespace, start):\n"
+        "        if length == 0:\n            if not self._walk(tokens, namespace, start)[1]:\n"
         "                self.lock(self.root)\n"
         "            return None\n",
     ),
@@ -1940,7 +1938,7 @@ MUTATIONS = (
         "states: a match that is cut until it reaches the root holds the root",
         _TREE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if self._walk(tokens, namespace, start):\n"
+        "        if length == 0:\n            if self._walk(tokens, namespace, start)[1]:\n"
         "                self.lock(self.root)\n            return None\n",
     ),
     Mutation(
@@ -2124,7 +2122,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: make room for states as for pages",
-        _MEMORY,
+        _RECORDS,
         "            sum(not sizes.groups[number].is_recurrent for number in numbers)\n",
         "            len(numbers)\n",
     ),
@@ -2191,7 +2189,7 @@ MUTATIONS = (
     Mutation(
         "states: say that snapshots are pages",
         _MEMORY,
-        'kind="states" if pool == self.state_pool else "pages"',
+        'kind="states" if has_states else "pages"',
         'kind="pages"',
     ),
     Mutation(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, parse_plan_request
 from sgl_jax.planner.engine_programs import engine_programs
@@ -39,7 +39,7 @@ def plan_of(*words, concurrency=256, collectives_s=0.0):
     )
     rows = request.args.max_running_requests or concurrency
     step = StepEstimate(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
-    return Estimate(request, plan_memory(request), step, step, concurrency, 4096, 1.0, 1.0, 1.0)
+    return Estimate(request, plan_memory(request), step, step, concurrency, 1.0)
 
 
 @pytest.mark.parametrize(

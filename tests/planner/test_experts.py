@@ -5,12 +5,21 @@ import dataclasses
 import pytest
 
 from sgl_jax.planner.arguments import read_config
-from sgl_jax.planner.step_time import VISIT_BUNDLES, experts_time, experts_touched
+from sgl_jax.planner.kernel_time import (
+    VISIT_BUNDLES,
+    DeviceBytes,
+    experts_time,
+    experts_touched,
+)
 from sgl_jax.planner.topology import CHIPS
 
 CHIP = CHIPS["v6e"]
 MOE = read_config("qwen3-30b-a3b")  # 48 layers, hidden 2048, 128 experts of 768, 8 a token
 ONE_GB = 10**9
+
+
+def device(expert_bytes=0):
+    return DeviceBytes(0, expert_bytes, 2, 0, 2, tp_size=4)
 
 
 def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
@@ -20,7 +29,7 @@ def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
 
 
 def test_the_bytes_moved_are_the_experts_and_each_products_lines():
-    time = experts_time(4096, MOE, ONE_GB, 2, 4, CHIP)
+    time = experts_time(4096, MOE, device(ONE_GB), CHIP)
     lines = 48 * 3 * 4096 * 8 * (2048 + 192) * 2
     assert time.hbm_s == pytest.approx((ONE_GB + lines) / 1640e9)
 
@@ -31,23 +40,23 @@ def test_a_visit_computes_a_whole_tile_for_each_group_that_has_a_line_in_it():
     def visit(lines):
         return fixed + per_mib * 0.75 + per_gflop * 2 * lines * 2048 * 192 / 1e9
 
-    one = experts_time(1, MOE, 0, 2, 4, CHIP)  # a tile of the 8 lines there are
+    one = experts_time(1, MOE, device(), CHIP)  # a tile of the 8 lines there are
     assert one.instructions_s == pytest.approx(48 * 3 * 8 * visit(8) / 1.75e9)
-    many = experts_time(2048, MOE, 0, 2, 4, CHIP)
+    many = experts_time(2048, MOE, device(), CHIP)
     assert many.instructions_s == pytest.approx(48 * 3 * (128 + 128 - 1) * visit(128) / 1.75e9)
 
 
 def test_the_longer_of_the_two_is_what_it_takes():
-    time = experts_time(64, MOE, 8 * ONE_GB, 2, 4, CHIP)
+    time = experts_time(64, MOE, device(8 * ONE_GB), CHIP)
     assert time.total_s == max(time.hbm_s, time.instructions_s) > 0
 
 
 def test_only_layers_that_have_experts_wait_for_them():
     dense = dataclasses.replace(MOE.layers[0], moe=None)
     mixed = dataclasses.replace(MOE, layers=(dense, *MOE.layers[:3]) * 12)
-    whole, part = (experts_time(64, config, ONE_GB, 2, 4, CHIP) for config in (MOE, mixed))
+    whole, part = (experts_time(64, config, device(ONE_GB), CHIP) for config in (MOE, mixed))
     assert part.instructions_s == pytest.approx(whole.instructions_s * 3 / 4)
 
 
 def test_a_model_without_experts_waits_for_none():
-    assert experts_time(64, read_config("llama-3.1-8b"), 0, 2, 4, CHIP) == (0, 0)
+    assert experts_time(64, read_config("llama-3.1-8b"), device(), CHIP).total_s == 0

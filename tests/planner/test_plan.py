@@ -8,6 +8,7 @@ import pytest
 from sgl_jax.planner import __main__ as command
 from sgl_jax.planner import sweep as sweep_module
 from sgl_jax.planner import topology as topology_module
+from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import parse_plan_request
 from sgl_jax.planner.estimate import StepDoesNotFitError
 from sgl_jax.planner.memory import plan_memory, smallest_fit
@@ -110,7 +111,7 @@ def test_what_windows_save_is_told_where_there_are_windows(plan):
 
 
 def test_a_plan_comes_with_advice(plan):
-    assert any("a larger --max-running-requests" in line for line in plan.advice)
+    assert any("a larger --max-running-requests" in line for line in advise(plan))
 
 
 def test_a_sweep_says_what_fits_what_does_not_and_what_cannot_be(outcomes, plan):

@@ -6,19 +6,17 @@ import pytest
 
 from sgl_jax.kernels.qkv_heads import PLAIN_NAME
 from sgl_jax.planner.arguments import read_config
-from sgl_jax.planner.program_cost import Collective, ProgramCost
-from sgl_jax.planner.step_time import (
+from sgl_jax.planner.kernel_time import (
     BUNDLES,
     BUNDLES_8_BITS,
     HEADS_CYCLES,
-    ICI_HOP_S,
     DeviceBytes,
     StepWork,
-    collective_time,
-    estimate_step,
     experts_time,
     heads_time,
 )
+from sgl_jax.planner.program_cost import Collective, ProgramCost
+from sgl_jax.planner.step_time import ICI_HOP_S, collective_time, estimate_step
 from sgl_jax.planner.topology import CHIPS
 
 CHIP = CHIPS["v6e"]
@@ -119,7 +117,7 @@ def test_a_step_waits_for_its_experts_beside_all_else():
     work = StepWork(tokens=256, kv_tokens_read=0, query_key_pairs=0, is_prefill=False)
     held = device(layers=ONE_GB, experts=57 * ONE_GB)
     time = estimate_step(cost(), work.tokens, work, MOE, held, CHIP)
-    assert time.experts_s == experts_time(256, MOE, 57 * ONE_GB, 2, 1, CHIP).total_s
+    assert time.experts_s == experts_time(256, MOE, held, CHIP).total_s
     assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"

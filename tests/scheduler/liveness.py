@@ -242,10 +242,9 @@ def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     memory, inner = rank.memory, rank.memory.cache
     needed = memory.sizes.request_pages(len(request.tokens) + 1)
     if isinstance(inner, RadixCache) and memory.groups[0].sliding_window is None:
-        path, _ = inner.tree.peek(request.matchable(), request.namespace)
-        for node, num_matched in path:
-            known = node.values[0][: num_matched // memory.page_size].tolist()
-            needed -= sum(page in room.in_use for page in known)
+        node, length = inner.tree.peek(request.matchable(), request.namespace)
+        known = inner.pages_to(node)[0, : length // memory.page_size].tolist()
+        needed -= sum(page in room.in_use for page in known)
     return needed - room.num_free
 
 

@@ -12,6 +12,11 @@ def test_random_runs_break_no_invariant(with_sessions: bool) -> None:
     assert main(10_001, 10_006, with_sessions=with_sessions) > 2000
 
 
+def test_a_run_whose_youngest_request_had_the_shorter_limit() -> None:
+    """Sums of the reserve kept moments past the limit of the youngest."""
+    main(90_041, 90_041, with_sessions=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("half", [0, 1])

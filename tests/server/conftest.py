@@ -13,16 +13,13 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineChanged, EngineFailed, EngineMessage, Heartbeat
+from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ZmqChannel, ZmqEngineClient
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.engine.request_checks import EngineFacts
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.metrics.request_metrics import RequestMetrics
-from sgl_jax.server.app import build_app, let_pages_in
+from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.references import References
@@ -81,39 +78,33 @@ async def serving(
     step_s: float = 0.0,
     limits: dict[str, Any] | None = None,
     max_request_tokens: int = ScriptedEngine.max_request_tokens,
+    engine: Any = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """An application whose engine runs in a thread behind real sockets.
 
-    `limits` take the place of the defaults, `settings` are those of `ServerArgs`.
+    `limits` take the place of the defaults, `engine` that of a scripted one; `settings` are those
+    of `ServerArgs`.
     """
-    engine = ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
+    engine = engine or ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
     client = ZmqEngineClient()
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
-    metrics = RequestMetrics()
-    facts = EngineFacts.from_info(engine.info)
-    front = Frontend(
-        tokenizer,
-        facts,
-        client.send,
-        grammars=GrammarCompiler(str(model_folder), facts.vocab_size, (tokenizer.eos_token_id,)),
-        max_queued_requests=MAX_QUEUED,
-        metrics=metrics,
-    )
-    health = EngineHealth(HEARTBEAT_TIMEOUT_S)
+    settings.setdefault("max_queued_requests", MAX_QUEUED)
     args = ServerArgs(model_path=str(model_folder), **settings)
+    front = Frontend(args, tokenizer, engine.info, client.send)
+    health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
     texts = TextPool(text_workers(model_folder), bounds)
-    engine_metrics = EngineMetrics(metrics)
+    engine_metrics = EngineMetrics(front.metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
-    app = let_pages_in(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
+    app = with_cors(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:
         if isinstance(message, EngineFailed):
             front.fail(message.message)
-        elif isinstance(message, EngineChanged):
+        elif isinstance(message, EngineInfo):
             refs.engine_info.update(message.info)
         elif isinstance(message, Heartbeat):
             health.hear(message)

@@ -6,7 +6,7 @@ Takes the flags of `sgl_jax.launch_server`; `--random-seed` is the engine's step
 import logging
 import sys
 
-from sgl_jax.core.server_args import parse_server_args
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.server.lifecycle import serve
 
 if __name__ == "__main__":

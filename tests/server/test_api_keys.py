@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
-from sgl_jax.core.server_args import ServerArgs, parse_server_args
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.admin import calls as call_routes
 from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes
-from sgl_jax.server.guards.json_body import BodyLimitMiddleware
+from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import (
     ADMIN_PATHS,
     MAX_NAME_CHARS,

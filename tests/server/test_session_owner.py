@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import CloseSession, GenerateRequest
 from sgl_jax.core.request_limits import check_session_id
-from sgl_jax.server.guards.keys import Caller, SessionOwner, note_caller
+from sgl_jax.server.guards.keys import Caller, SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 
@@ -31,7 +31,7 @@ async def call(rig: Rig, caller: Caller, path: str, **fields: Any) -> httpx.Resp
     """As a request whose API key has been checked."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        note_caller(scope, caller)
+        scope["state"] = {"caller": caller}
         await rig.app(scope, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:

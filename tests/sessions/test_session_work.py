@@ -7,9 +7,8 @@ import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.mem_cache.tree import radix_tree
+from sgl_jax.mem_cache.tree import tree_shape
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree.tree_component import PathStep
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
@@ -24,14 +23,14 @@ class Work:
         self.num_compared = 0
         for name in ("parent", "children"):
             monkeypatch.setattr(TreeNode, name, self._counting(name))
-        compare = radix_tree.common_prefix_len
+        compare = tree_shape.common_prefix_len
 
         def counting_compare(a: object, b: object) -> int:
             length: int = compare(a, b)  # type: ignore[arg-type]
             self.num_compared += length
             return length
 
-        monkeypatch.setattr(radix_tree, "common_prefix_len", counting_compare)
+        monkeypatch.setattr(tree_shape, "common_prefix_len", counting_compare)
 
     def _counting(self, name: str) -> property:
         member = TreeNode.__dict__[name]
@@ -142,7 +141,7 @@ def test_a_turn_that_finds_its_lease_is_looked_up_in_the_tree_only_below_what_th
 
     def walk_below(
         tree: RadixTree, tokens: np.ndarray, namespace: str, below: TreeNode | None = None
-    ) -> list[PathStep]:
+    ) -> tuple[TreeNode, int]:
         nonlocal num_walks
         num_walks += 1
         assert below not in (None, tree.root), "the tree was walked from its root"

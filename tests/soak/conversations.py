@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.accuracy.near_ties import differences, generate, greedy
+from tests.live.live_server import WARM
 from tests.soak.refusals import RefusedError, check_refusal, patient_client, strict_client
 
 FLAGS = (
@@ -21,6 +22,7 @@ FLAGS = (
     *("--max-total-tokens", "16384", "--decode-log-interval", "0"),
     *("--test-retract", "--test-retract-interval", "5"),
     *("--check-memory", "busy", "--memory-error-action", "crash"),
+    *WARM,
 )
 NUM_TURNS = 12
 _NUM_SCRIPTS = 24

@@ -18,7 +18,7 @@ import httpx
 import openai
 import psutil
 
-from tests.live.live_server import LiveServer
+from tests.live.live_server import WARM, LiveServer
 from tests.soak.faults import Faults
 from tests.soak.refusals import described
 from tests.soak.resident_memory import ResidentMemory, is_growing
@@ -30,6 +30,7 @@ FLAGS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
     *("--test-retract", "--test-retract-interval", "5"),
     *("--check-memory", "busy", "--memory-error-action", "crash"),
+    *WARM,
 )
 NUM_CLIENTS = 12
 # After so many there is nothing more to learn.

@@ -4,10 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.core.recurrence import conv_state_shape
-from sgl_jax.kernels.gated_delta.api import (
-    StateBatch,
-    gated_delta_implementation,
-)
+from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
+from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
@@ -33,7 +31,8 @@ def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32):
         batch = StateBatch.build(*rows, tokens, max_drafts)
         u, conv_states = CALLS.causal_conv(u, weight, conv_states, layer, batch)
         q, k, v = jnp.split(u.reshape(tokens, -1, DIM), (keys, 2 * keys), axis=1)
-        out, states = CALLS.gated_delta(q, k, v, log_decay, beta, states, layer, batch)
+        inputs = DeltaInputs(q, k, v, log_decay, beta)
+        out, states = CALLS.gated_delta(inputs, states, layer, batch)
         return out, states, conv_states
 
     gates, row = struct(jnp.float32, tokens, values), struct(jnp.int32, ROWS)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.kernels.attention.api import MAX_ROW_PAGES, ScoreOptions
-from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.api import MAX_ROW_PAGES
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu import ragged_paged_attention
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 from tests.tpu.compiling import (

@@ -17,9 +17,10 @@ from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
+from sgl_jax.planner.kernel_time import heads_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
-from sgl_jax.planner.step_time import collective_time, heads_time
+from sgl_jax.planner.step_time import collective_time
 from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import lower_on, struct
 from tests.tpu.copies import copies, pools_of, shapes_kept

@@ -17,8 +17,9 @@ from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
 from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
+from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import ServerArgs, add_arguments
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import step_limits
 from sgl_jax.executor.engine_config import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError

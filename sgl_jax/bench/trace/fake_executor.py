@@ -18,7 +18,6 @@ class FakeExecutor(Executor):
         self.sizes = sizes
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Compute the step's result at once."""
         return tuple(self._run(rank_plan) for rank_plan in plan.ranks)
 
     def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
@@ -31,7 +30,6 @@ class FakeExecutor(Executor):
             tokens[is_wrong] = allowed[is_wrong].argmax(axis=1)
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """The result computed at launch."""
         results: tuple[RankResult, ...] = handle
         return results
 

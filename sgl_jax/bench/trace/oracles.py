@@ -57,7 +57,6 @@ class LruBlocks:
         return block_id in self._blocks
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
-        """See `BlockCache`."""
         for block_id in reversed(block_ids):
             self._blocks[block_id] = None
             self._blocks.move_to_end(block_id)
@@ -83,7 +82,6 @@ class GhostListBlocks:
         return block_id in self._once or block_id in self._again
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
-        """See `BlockCache`."""
         for block_id in reversed(block_ids):
             self._use(block_id)
         while len(self._once) + len(self._again) > self._capacity:
@@ -125,7 +123,6 @@ class FarthestUseBlocks:
         return block_id in self._next_use
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
-        """See `BlockCache`."""
         next_uses = self._next_uses[index]
         self._next_use.update(zip(block_ids, next_uses, strict=True))
         while len(self._next_use) > self._capacity:

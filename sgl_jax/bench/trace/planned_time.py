@@ -6,7 +6,6 @@ interpolated. Attention is estimated for each step from the KV tokens its rows r
 """
 
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,11 +17,12 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
-from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, engine_programs
+from sgl_jax.planner.engine_programs import engine_programs
 from sgl_jax.planner.estimate import device_bytes
+from sgl_jax.planner.kernel_time import DeviceBytes, StepWork, attention_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
-from sgl_jax.planner.step_time import DeviceBytes, StepWork, attention_time, estimate_step
+from sgl_jax.planner.step_time import estimate_step
 from sgl_jax.planner.topology import Chip, Topology, topology_mesh
 
 
@@ -71,15 +71,6 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     engine = engine_programs(args, request.config, mesh, pool_pages)
     device = device_bytes(engine, memory, request)
     shapes = tuple(bucket.tokens for bucket in engine.config.buckets.all)
-    seconds = _shape_seconds(engine, shapes, request, device)
-    sizes = engine.config.sizes(pool_pages)
-    return sizes, PlannedStepTime(shapes, seconds, request.config, device, topology.chip)
-
-
-def _shape_seconds(
-    engine: EngineProgramsOnPaper, shapes: Sequence[int], request: PlanRequest, device: DeviceBytes
-) -> tuple[float, ...]:
-    """Seconds of a step of each shape, without attention."""
     compiled = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]})
     seconds = []
     for tokens in compiled:
@@ -87,9 +78,8 @@ def _shape_seconds(
         bucket = engine.config.buckets.smallest(tokens)
         cost = program_cost(engine.programs.compile_step(bucket))
         work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
-        chip = request.topology.chip
-        seconds.append(
-            estimate_step(cost, bucket.tokens, work, request.config, device, chip).total_s
-        )
-    interpolated: list[float] = np.interp(shapes, compiled, seconds).tolist()
-    return tuple(interpolated)
+        step = estimate_step(cost, bucket.tokens, work, request.config, device, topology.chip)
+        seconds.append(step.total_s)
+    interpolated = tuple(np.interp(shapes, compiled, seconds).tolist())
+    planned = PlannedStepTime(shapes, interpolated, request.config, device, topology.chip)
+    return engine.config.sizes(pool_pages), planned

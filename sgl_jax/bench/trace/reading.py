@@ -63,7 +63,13 @@ def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[Tr
         if not line.strip():
             continue
         try:
-            request = _parse_line(line)
+            request = msgspec.json.decode(line, type=TracedRequest)
+            num_blocks = -(-request.input_len // BLOCK_TOKENS)
+            if len(request.block_ids) != num_blocks:
+                raise TraceError(
+                    f"input_length {request.input_len} makes {num_blocks} blocks of {BLOCK_TOKENS} "
+                    f"tokens, hash_ids has {len(request.block_ids)}"
+                )
             if requests and request.arrival_ms < requests[-1].arrival_ms:
                 raise TraceError(
                     f"timestamp {request.arrival_ms} is before {requests[-1].arrival_ms}, the "
@@ -74,17 +80,6 @@ def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[Tr
             raise TraceError(f"{name}, line {number}: {error}") from error
         requests.append(request)
     return requests
-
-
-def _parse_line(line: str) -> TracedRequest:
-    request = msgspec.json.decode(line, type=TracedRequest)
-    num_blocks = -(-request.input_len // BLOCK_TOKENS)
-    if len(request.block_ids) != num_blocks:
-        raise TraceError(
-            f"input_length {request.input_len} makes {num_blocks} blocks of {BLOCK_TOKENS} tokens, "
-            f"hash_ids has {len(request.block_ids)}"
-        )
-    return request
 
 
 def _check_prefixes(block_ids: Sequence[int], preceding: dict[int, int]) -> None:

@@ -78,7 +78,6 @@ class DistinctAnswers(FakeExecutor):
         self._seeds = np.zeros((sizes.dp_size, sizes.num_rows), np.int64)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Compute the step's result at once."""
         handle = super().launch(plan)
         results = self.result(handle)
         for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
@@ -89,14 +88,8 @@ class DistinctAnswers(FakeExecutor):
         return handle
 
 
-class _Launched(NamedTuple):
-    plan: StepPlan
-    handle: StepHandle
-    end_s: float
-
-
 class _Replay:
-    """The engine's loop on a logical clock. Call `run` only once."""
+    """The engine's loop on a logical clock."""
 
     def __init__(
         self,
@@ -110,7 +103,8 @@ class _Replay:
         self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
         self._step_seconds = step_seconds
-        self._in_flight: deque[_Launched] = deque()
+        # The plan of each launched step, its handle, and the time of its end.
+        self._in_flight: deque[tuple[StepPlan, StepHandle, float]] = deque()
         first_ms = trace[0].arrival_ms
         logs = [RequestLog((r.arrival_ms - first_ms) * 1e-3 / speedup) for r in trace]
         self._run = ServedRun(logs)
@@ -135,7 +129,6 @@ class _Replay:
     # -- arrivals ---------------------------------------------------------------------------
 
     def _submit_due(self) -> None:
-        """Submit the requests that have arrived."""
         logs = self._run.requests
         while self._num_arrived < len(logs) and (logs[self._num_arrived].arrival_s <= self._now_s):
             index = self._num_arrived
@@ -180,8 +173,7 @@ class _Replay:
         seconds = self._step_seconds(plan)
         self._device_free_s = begin_s + seconds
         self._run.busy_s += seconds
-        launched = _Launched(plan, self._executor.launch(plan), self._device_free_s)
-        self._in_flight.append(launched)
+        self._in_flight.append((plan, self._executor.launch(plan), self._device_free_s))
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
                 log = self._run.requests[int(rank.running.rids[admission.row])]
@@ -189,10 +181,9 @@ class _Replay:
                     log.start_s = begin_s
 
     def _read_oldest(self) -> None:
-        done = self._in_flight.popleft()
-        self._now_s = max(self._now_s, done.end_s)
-        results = self._executor.result(done.handle)
-        self._timed(self._scheduler.apply_result, done.plan, results)
+        plan, handle, end_s = self._in_flight.popleft()
+        self._now_s = max(self._now_s, end_s)
+        self._timed(self._scheduler.apply_result, plan, self._executor.result(handle))
 
     def _wait_for_arrival(self) -> None:
         """Advance the clock to the next arrival."""

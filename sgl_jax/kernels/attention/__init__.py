@@ -1,5 +1,6 @@
 """Attention over a paged KV cache for a batch of rows of different lengths.
 
 Models call `api`, which chooses the implementation: `tpu`, three Pallas kernels, or `xla`,
-which runs anywhere. `reference` is the float64 judge of both.
+which runs anywhere. `tests/kernels/attention/reference.py` is
+the float64 judge of both.
 """

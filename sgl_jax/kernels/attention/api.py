@@ -1,29 +1,18 @@
 """The attention call that models make, and the one place that chooses its implementation.
 
-Every implementation has the signature of `RaggedPagedAttention` and is judged by `reference`.
+Every implementation has the signature of `RaggedPagedAttention` and is judged by
+`tests/kernels/attention/reference.py`.
 """
 
-from functools import partial
 from typing import Protocol
 
 import jax
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.attention import xla
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
-from sgl_jax.kernels.attention.xla import (
-    ragged_paged_attention as xla_ragged_paged_attention,
-)
 from sgl_jax.kernels.tpu_chip import tile_slots
-
-__all__ = [
-    "ATTENTION_BACKENDS",
-    "AttentionBatch",
-    "RaggedPagedAttention",
-    "ScoreOptions",
-    "attention_implementation",
-    "check_pages",
-]
 
 ATTENTION_BACKENDS = ("pallas", "xla")
 # Limits of the Pallas kernels: whole pages lie in vector memory, and four rows' page ids in scalar
@@ -80,17 +69,13 @@ def attention_implementation(backend: str, *, simulate: bool = False) -> RaggedP
         known = ", ".join(ATTENTION_BACKENDS)
         raise ValueError(f"the attention backend must be one of {known}, got {backend!r}")
     if backend == "xla":
-        return xla_ragged_paged_attention
+        return xla.ragged_paged_attention
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
-    from jax.experimental.pallas import tpu as pltpu
+    from sgl_jax.kernels.attention import tpu
+    from sgl_jax.kernels.pallas_tpu import simulated
 
-    from sgl_jax.kernels.attention.tpu import (
-        ragged_paged_attention as tpu_ragged_paged_attention,
-    )
-
-    if simulate:
-        return partial(tpu_ragged_paged_attention, interpret=pltpu.InterpretParams())
-    return tpu_ragged_paged_attention
+    attend = tpu.ragged_paged_attention
+    return simulated(attend) if simulate else attend
 
 
 def check_pages(page_size: int, row_pages: int, kv_cache_dtype: DTypeLike) -> None:

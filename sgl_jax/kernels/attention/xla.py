@@ -46,15 +46,9 @@ class _Layer(NamedTuple):
     def page_size(self) -> int:
         return self.kv_cache.shape[3]
 
-    def keys(self, pages: jax.Array) -> jax.Array:
-        """float32 [..., kv_heads, n * page_size, head_dim] of pages, int32 [..., n]."""
-        return self._part(pages, 0)
-
-    def values(self, pages: jax.Array) -> jax.Array:
-        return self._part(pages, 1)
-
-    def _part(self, pages: jax.Array, part: int) -> jax.Array:
-        """K, part 0, or V, part 1."""
+    def read(self, pages: jax.Array, part: int) -> jax.Array:
+        """K, part 0, or V, part 1: float32 [..., kv_heads, n * page_size, head_dim] of pages,
+        int32 [..., n]."""
         size = self.head_dim if self.is_packed else self.kv_heads
         where = slice(part * size, (part + 1) * size)
         if self.is_packed:
@@ -168,8 +162,15 @@ def _prefill(
         num_long = -(-jnp.maximum(q_len - LEFT_TO_SHORT, 0) // PREFILL_QUERIES)
         rest = num_long * PREFILL_QUERIES
         num_short = -(-jnp.maximum(q_len - rest, 0) // SHORT_QUERIES)
-        out = long.attend_in_turn(q, out, row, jnp.int32(0), num_long)
-        return short.attend_in_turn(q, out, row, rest, num_short)
+
+        def long_block(i: jax.Array, out: jax.Array) -> jax.Array:
+            return long.attend(q, out, row, i * PREFILL_QUERIES)
+
+        def short_block(i: jax.Array, out: jax.Array) -> jax.Array:
+            return short.attend(q, out, row, rest + i * SHORT_QUERIES)
+
+        out = lax.fori_loop(0, num_long, long_block, out)
+        return lax.fori_loop(0, num_short, short_block, out)
 
     return lax.fori_loop(batch.num_decode, batch.num_rows, row_blocks, out)
 
@@ -182,17 +183,6 @@ class _QueryBlocks(NamedTuple):
     cached: _Layer
     batch: AttentionBatch
     options: ScoreOptions
-
-    def attend_in_turn(
-        self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        """Put the attention of `count` blocks of the row, from its query `first` on, into out."""
-        return lax.fori_loop(
-            0,
-            count,
-            lambda i, out: self.attend(q, out, row, first + i * self.num_queries),
-            out,
-        )
 
     def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
         """Put the attention of the row's queries `first`, `first` + 1, ... into out."""
@@ -292,13 +282,13 @@ def _attend(
     [..., keys]: which slots hold a token that some query sees; others may hold anything, NaN
     included.
     """
-    scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.keys(pages))
+    scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.read(pages, 0))
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(seen, scores, MASKED)
     m = scores.max(axis=-1)
     weights = jnp.exp(scores - m[..., None])
-    values = jnp.where(used[..., None, :, None], cached.values(pages), 0)
+    values = jnp.where(used[..., None, :, None], cached.read(pages, 1), 0)
     acc = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
     return _Partial(m, weights.sum(axis=-1), acc)
 

@@ -1,28 +1,15 @@
 """The calls that layers with a recurrence make, and the one place that chooses an implementation.
 
 Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
-`reference`, which computes token by token in float64.
+`tests/kernels/gated_delta/reference.py`, which computes token by token in float64.
 """
 
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
 
 from sgl_jax.kernels.gated_delta import xla
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, NO_SLOT, StateBatch, check_heads
-
-__all__ = [
-    "CHUNK_TOKENS",
-    "GATED_DELTA_BACKENDS",
-    "NO_SLOT",
-    "CausalConv",
-    "GatedDelta",
-    "GatedDeltaCalls",
-    "StateBatch",
-    "check_heads",
-    "gated_delta_implementation",
-]
+from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 
 GATED_DELTA_BACKENDS = ("pallas", "xla")
 
@@ -31,15 +18,7 @@ class GatedDelta(Protocol):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) over states in slots."""
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        log_decay: jax.Array,
-        beta: jax.Array,
-        states: jax.Array,
-        layer: jax.Array,
-        batch: StateBatch,
+        self, tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
     ) -> tuple[jax.Array, jax.Array]:
         """Run one layer's recurrence with the shapes of one chip of one data-parallel rank.
 
@@ -52,11 +31,7 @@ class GatedDelta(Protocol):
             out = S^T q
 
         Args:
-            q, k: [T, key_heads, key_dim], not scaled yet.
-            v: [T, value_heads, value_dim]; value_heads is a multiple of key_heads, and value heads
-                of one key head are neighbours.
-            log_decay: float32 [T, value_heads], at most 0.
-            beta: float32 [T, value_heads], in (0, 1).
+            tokens: of the step, q and k not scaled yet.
             states: [layers, slots, value_heads, key_dim, value_dim], float32 or bfloat16; computed
                 with in float32. Updated in place when the caller donates it or carries it through
                 a loop.
@@ -123,13 +98,9 @@ def gated_delta_implementation(backend: str, *, simulate: bool = False) -> Gated
     if backend == "xla":
         return GatedDeltaCalls(xla.gated_delta, xla.causal_conv)
     # Here and not above: without the Pallas kernels, a process does not wait for their import.
-    from jax.experimental.pallas import tpu as pltpu
+    from sgl_jax.kernels.gated_delta import tpu
+    from sgl_jax.kernels.pallas_tpu import simulated
 
-    from sgl_jax.kernels.gated_delta.tpu import causal_conv, gated_delta
-
-    if not simulate:
-        return GatedDeltaCalls(gated_delta, causal_conv)
-    interpret = pltpu.InterpretParams()
-    return GatedDeltaCalls(
-        partial(gated_delta, interpret=interpret), partial(causal_conv, interpret=interpret)
-    )
+    if simulate:
+        return GatedDeltaCalls(simulated(tpu.gated_delta), simulated(tpu.causal_conv))
+    return GatedDeltaCalls(tpu.gated_delta, tpu.causal_conv)

@@ -8,8 +8,8 @@ A state holds all tokens so far and cannot be cut back, so a step never writes o
 started from: for each row it reads one slot and writes others.
 """
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,24 +36,32 @@ def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
         )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        *("slots_in", "slots_out", "q_offsets", "num_decode", "num_rows", "token_rows", "valid"),
-        *("chunk_starts", "chunk_rows", "chunk_sources", "chunk_targets", "chunk_snapshots"),
-        "num_chunks",
-    ),
-    meta_fields=("max_decode_tokens", "max_draft_tokens"),
-)
-@dataclass(frozen=True)
-class StateBatch:
-    """The rows of one rank in one step, as layers with states see them; a pytree of arrays.
+class DeltaInputs(NamedTuple):
+    """The inputs of the gated delta rule at T tokens.
 
-    Tokens and rows lie as in `AttentionBatch`: decode rows first, each with one token and up to
-    `max_draft_tokens` drafts, then prefill rows, then padding. A decode row with q tokens writes
-    the states after each of them to the slots `slots_out[i] .. slots_out[i] + q - 1`: verification
-    of the drafts chooses one of them. A prefill row writes the state after its last token to
-    `slots_out[i]`, and its snapshots to their slots.
+    value_heads is a multiple of key_heads, and value heads of one key head are neighbours.
+    """
+
+    q: jax.Array  # [T, key_heads, key_dim]
+    k: jax.Array  # [T, key_heads, key_dim]
+    v: jax.Array  # [T, value_heads, value_dim]
+    log_decay: jax.Array  # float32 [T, value_heads], at most 0
+    beta: jax.Array  # float32 [T, value_heads], in (0, 1)
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.v.shape[-2] // self.k.shape[-2]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StateBatch(TokenRows):
+    """The rows of a step with their slots and chunks; a pytree of arrays.
+
+    A decode row with q tokens writes the states after each of them to the slots `slots_out[i] ..
+    slots_out[i] + q - 1`: verification of the drafts chooses one of them. A prefill row writes the
+    state after its last token to `slots_out[i]`, and its snapshots to their slots.
 
     Tokens of prefill rows are cut into chunks of at most `CHUNK_TOKENS`, in the order of the
     tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row. It starts
@@ -64,19 +72,12 @@ class StateBatch:
 
     slots_in: jax.Array  # int32 [B] slot of the state that each row starts from
     slots_out: jax.Array  # int32 [B] first of the row's own slots that it writes
-    q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
-    num_decode: jax.Array  # int32 []
-    num_rows: jax.Array  # int32 [] rows up to the last one that has tokens
-    token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
-    valid: jax.Array  # bool [T] False for padding
     chunk_starts: jax.Array  # int32 [N + 1]; the end of the last chunk from num_chunks on
     chunk_rows: jax.Array  # int32 [N]
     chunk_sources: jax.Array  # int32 [N] slot or NO_SLOT
     chunk_targets: jax.Array  # int32 [N] slot or NO_SLOT
     chunk_snapshots: jax.Array  # int32 [N] slot or NO_SLOT
     num_chunks: jax.Array  # int32 []
-    max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' tokens at most
-    max_draft_tokens: int = field(metadata={"static": True})  # of one decode row at most
 
     @classmethod
     def build(
@@ -97,16 +98,13 @@ class StateBatch:
             snapshots: int32 [S, 3] states that prefill rows are to keep: row, length in tokens,
                 slot. Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for
                 none. Entries of decode rows are ignored.
-            kv_starts, q_lens: int32 [B], as in `AttentionBatch`.
-            num_decode: int32 [].
-            num_tokens: T, static.
-            max_draft_tokens: static.
+            kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens: as in `TokenRows.of`.
         """
-        bucket_rows = q_lens.shape[0]
-        num_chunks_at_most = num_tokens // CHUNK_TOKENS + bucket_rows + snapshots.shape[0]
-        q_offsets, num_rows, token_rows, in_row, valid = TokenRows.of(q_lens, num_tokens)
-        is_prefill = valid & (token_rows >= num_decode)
-        lengths = kv_starts[token_rows] + in_row  # before each token
+        num_chunks_at_most = num_tokens // CHUNK_TOKENS + len(q_lens) + len(snapshots)
+        rows = TokenRows.of(kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens)
+        q_offsets, token_rows, lengths = rows.q_offsets, rows.token_rows, rows.positions
+        in_row = jnp.arange(num_tokens, dtype=jnp.int32) - q_offsets[token_rows]
+        is_prefill = rows.valid & (token_rows >= num_decode)
         kept_rows, kept_lens, kept_slots = snapshots.T
         is_kept = (kept_slots > 0) & (kept_rows >= num_decode)
         # [T, S]: whether a state is to be kept before the token.
@@ -127,17 +125,11 @@ class StateBatch:
         return cls(
             slots_in=slots_in,
             slots_out=slots_out,
-            q_offsets=q_offsets,
-            num_decode=num_decode,
-            num_rows=num_rows,
-            token_rows=token_rows,
-            valid=valid,
             chunk_starts=chunk_starts,
             chunk_rows=chunk_rows,
             chunk_sources=jnp.where(begins, slots_in[chunk_rows], NO_SLOT),
             chunk_targets=jnp.where(is_last, slots_out[chunk_rows], NO_SLOT),
             chunk_snapshots=jnp.where(is_chunk, snapshot, NO_SLOT),
             num_chunks=num_chunks,
-            max_decode_tokens=min(num_tokens, bucket_rows * (1 + max_draft_tokens)),
-            max_draft_tokens=max_draft_tokens,
+            **vars(rows),
         )

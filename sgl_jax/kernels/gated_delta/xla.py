@@ -5,41 +5,25 @@ Cost follows the tokens in use: loops over blocks of decode rows, and over chunk
 trip counts. States are carried through these loops, in place.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 
 DECODE_ROWS = 8  # computed at once
 
 
-class _Tokens(NamedTuple):
-    """Inputs of some tokens in float32, [..., n, heads, dim] or [..., n, heads]."""
+def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
+    """The tokens of these numbers, int32 [...], in float32 with q and k scaled; zeros, which do not
+    change a state, where `exists`, bool [...], is False."""
 
-    q: jax.Array  # scaled
-    k: jax.Array  # scaled
-    v: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
+    def take(x: jax.Array) -> jax.Array:
+        some = x.at[numbers].get(mode="clip").astype(jnp.float32)
+        return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
 
-    def at(self, tokens: jax.Array, exists: jax.Array) -> "_Tokens":
-        """The tokens of these numbers, int32 [...], scaled; zeros, which do not change a state,
-        where `exists`, bool [...], is False."""
-
-        def take(x: jax.Array) -> jax.Array:
-            some = x.at[tokens].get(mode="clip").astype(jnp.float32)
-            return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
-
-        q, k, *others = map(take, self)
-        return _Tokens(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
-
-    @property
-    def group(self) -> int:
-        """Value heads of a key head."""
-        return self.v.shape[-2] // self.k.shape[-2]
+    q, k, *others = map(take, tokens)
+    return DeltaInputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -47,17 +31,10 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def gated_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
+    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.GatedDelta`; padding tokens' outputs are zeros."""
-    tokens = _Tokens(q, k, v, log_decay, beta)
+    v = tokens.v
     # A chunk that is not full writes zeros behind its last token; later chunks' tokens lie there.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
     out, states = _decode(tokens, room, states, layer, batch)
@@ -66,7 +43,7 @@ def gated_delta(
 
 
 def _decode(
-    tokens: _Tokens, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Token by token, some rows at once."""
     num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
@@ -85,7 +62,7 @@ def _decode(
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             out, states, state = carry
             exists = i < lengths
-            some, state = _next_token(tokens.at(starts + i, exists), state)
+            some, state = _next_token(_scaled(tokens, starts + i, exists), state)
             written = jnp.where(exists, starts + i, out.shape[0])
             out = out.at[written].set(some.astype(out.dtype), mode="drop")
             states = _write(states, layer, jnp.where(exists, slots_out + i, -1), state)
@@ -98,7 +75,7 @@ def _decode(
     return lax.fori_loop(0, -(-batch.num_decode // num_rows), block, (out, states))
 
 
-def _next_token(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _next_token(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
     k, q = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.k, tokens.q))
     decay = jnp.exp(tokens.log_decay)[..., None]
@@ -117,7 +94,7 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 
 
 def _prefill(
-    tokens: _Tokens, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Chunk by chunk."""
 
@@ -130,7 +107,7 @@ def _prefill(
         source = batch.chunk_sources[c]
         stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
         state = jnp.where(source < 0, state, stored)
-        some, state = _next_chunk(tokens.at(numbers, numbers < end), state)
+        some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
             states = _write(states, layer, slot, state)
@@ -140,7 +117,7 @@ def _prefill(
     return lax.fori_loop(0, batch.num_chunks, chunk, (out, states, state))[:2]
 
 
-def _next_chunk(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, value_heads, dim] of a chunk's tokens, and the state after them.
 
     A token's change of the state depends on the changes of the tokens before it: a triangular

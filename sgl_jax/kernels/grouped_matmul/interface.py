@@ -3,14 +3,13 @@
 Every implementation has the signature of `GroupedMatmul`.
 """
 
-from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul, ragged_grouped_matmul
-
-__all__ = ["GroupedMatmul", "grouped_matmul_implementation"]
+BLOCK_LINES = 32  # of a CPU's loops, whose cost follows the lines and groups in use
 
 
 class GroupedMatmul(Protocol):
@@ -40,6 +39,57 @@ class GroupedMatmul(Protocol):
         ...
 
 
+def blocked_grouped_matmul(
+    lines: jax.Array,
+    matrices: jax.Array,
+    layer: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    """See `GroupedMatmul`.
+
+    A block overruns the end of its group. This is harmless: groups are processed in ascending
+    order, and later groups overwrite these lines.
+    """
+    num_lines = lines.shape[0]
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    padded = jnp.pad(lines, ((0, BLOCK_LINES), (0, 0)))
+    contracted = ((1,), (1 if transposed else 0,))
+
+    def group(index: jax.Array, out: jax.Array) -> jax.Array:
+        def block(number: jax.Array, out: jax.Array) -> jax.Array:
+            start = starts[index] + number * BLOCK_LINES
+            some = lax.dynamic_slice_in_dim(padded, start, BLOCK_LINES)
+            product = lax.dot_general(some, matrices[layer, index], (contracted, ((), ())))
+            return lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
+
+        return lax.fori_loop(0, -(-group_sizes[index] // BLOCK_LINES), block, out)
+
+    width = matrices.shape[2 if transposed else 3]
+    out = jnp.zeros((num_lines + BLOCK_LINES, width), lines.dtype)
+    return lax.fori_loop(0, matrices.shape[1], group, out)[:num_lines]
+
+
+def ragged_grouped_matmul(
+    lines: jax.Array,
+    matrices: jax.Array,
+    layer: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    """See `GroupedMatmul`."""
+    own = lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
+    contracted = ((1,), (2 if transposed else 1,))
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(0,),
+    )
+    return lax.ragged_dot_general(lines, own, group_sizes, dimensions)
+
+
 def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> GroupedMatmul:
     """The implementation for `platform` ("cpu", "gpu", "tpu").
 
@@ -50,11 +100,8 @@ def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> G
     """
     if platform == "tpu" or (platform == "cpu" and simulate):
         # Here and not above: without Pallas, its import is not waited for.
-        from jax.experimental.pallas import tpu as pltpu
-
         from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+        from sgl_jax.kernels.pallas_tpu import simulated
 
-        if platform == "tpu":
-            return tpu_grouped_matmul
-        return partial(tpu_grouped_matmul, interpret=pltpu.InterpretParams())
+        return tpu_grouped_matmul if platform == "tpu" else simulated(tpu_grouped_matmul)
     return blocked_grouped_matmul if platform == "cpu" else ragged_grouped_matmul

@@ -102,20 +102,8 @@ def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile:
     )
 
 
-def _kernel(
-    sizes: Any,
-    group: Any,
-    tile: Any,
-    first: Any,
-    stop: Any,
-    lines: Any,
-    matrix: Any,
-    out: Any,
-    *,
-    transposed: bool,
-) -> None:
+def _kernel(visits: _Visits, lines: Any, matrix: Any, out: Any, *, transposed: bool) -> None:
     """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width]."""
-    visits = _Visits(sizes, group, tile, first, stop)
     visit = pl.program_id(1)
 
     @pl.when(visit < visits.sizes[1])
@@ -139,13 +127,8 @@ def tpu_grouped_matmul(
     *,
     transposed: bool,
     tiles: Tiles | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
-    """See `interface.GroupedMatmul`.
-
-    `tiles` default to `choose_tiles`. `interpret` simulates the kernel on a CPU:
-    `pltpu.InterpretParams`.
-    """
+    """See `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
     num_lines, inputs = lines.shape
     num_groups = matrices.shape[1]
     outputs = matrices.shape[2 if transposed else 3]
@@ -154,9 +137,9 @@ def tpu_grouped_matmul(
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
     tile, width = tiles
 
-    def of_matrix(column: Any, visit: Any, sizes: Any, group: Any, *_: Any) -> Any:
+    def of_matrix(column: Any, visit: Any, visits: _Visits) -> Any:
         where = (column, 0) if transposed else (0, column)
-        return sizes[0], group[visit], *where
+        return visits.sizes[0], visits.group[visit], *where
 
     block = (1, 1, width, inputs) if transposed else (1, 1, inputs, width)
     kernel = pl.pallas_call(
@@ -164,21 +147,18 @@ def tpu_grouped_matmul(
         name="grouped_matmul",
         out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(_Visits._fields),
+            num_scalar_prefetch=1,
             grid=(pl.cdiv(outputs, width), max_visits(num_lines, num_groups, tile)),
             in_specs=[
-                pl.BlockSpec((tile, inputs), lambda _, v, sizes, group, tile, *__: (tile[v], 0)),
+                pl.BlockSpec((tile, inputs), lambda _, v, visits: (visits.tile[v], 0)),
                 pl.BlockSpec(block, of_matrix),
             ],
-            out_specs=pl.BlockSpec(
-                (tile, width), lambda column, v, sizes, group, tile, *_: (tile[v], column)
-            ),
+            out_specs=pl.BlockSpec((tile, width), lambda c, v, visits: (visits.tile[v], c)),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
         ),
-        interpret=interpret,
     )
     visits = _plan_visits(group_sizes, layer, num_lines, tile)
-    result: jax.Array = kernel(*visits, lines, matrices)
+    result: jax.Array = kernel(visits, lines, matrices)
     return result

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
-from sgl_jax.layers.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
-from sgl_jax.layers.sampling.row_params import unpack_row_params
-from sgl_jax.layers.sampling.sample import SampledRows, is_elaborate, sample_tokens
+from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
+from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
+from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 
@@ -18,7 +18,7 @@ def draw_tokens(
     where: SampledRows,
     returns_logprobs: jax.Array,
     masks: jax.Array | None = None,
-) -> tuple[jax.Array, TokenLogprobs]:
+) -> tuple[jax.Array, LogprobArrays]:
     """The next token of n rows, int32[n], and their log-probabilities, zeros if not requested.
 
     Both are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
@@ -35,7 +35,7 @@ def draw_tokens(
     num_rows = where.rows.shape[0]
     drawable = logits if masks is None else logits.allowed(masks)
 
-    def from_whole_rows() -> tuple[jax.Array, TokenLogprobs]:
+    def from_whole_rows() -> tuple[jax.Array, LogprobArrays]:
         own = SampledRows(*map(own_share, where))
         rows = logits.whole_rows()
         params = unpack_row_params(row_params[own.rows])
@@ -46,7 +46,7 @@ def draw_tokens(
             lambda: token_logprobs(rows, tokens, params.logprob_ids),
             lambda: no_logprobs(tokens.shape[0]),
         )
-        results: tuple[jax.Array, TokenLogprobs] = jax.tree.map(
+        results: tuple[jax.Array, LogprobArrays] = jax.tree.map(
             lambda share: join_shares(share, num_rows), (tokens, logprobs)
         )
         return results
@@ -54,7 +54,7 @@ def draw_tokens(
     params = unpack_row_params(row_params[where.rows])
     needs_rows = jnp.any(is_elaborate(params, where)) | returns_logprobs
     # All ranks take the same branch: logits are exchanged in it.
-    drawn: tuple[jax.Array, TokenLogprobs] = lax.cond(
+    drawn: tuple[jax.Array, LogprobArrays] = lax.cond(
         any_over_data(needs_rows),
         from_whole_rows,
         lambda: (drawable.greedy_tokens(), no_logprobs(num_rows)),
@@ -62,8 +62,8 @@ def draw_tokens(
     return drawn
 
 
-def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> TokenLogprobs:
+def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> LogprobArrays:
     """`token_logprobs`, equal on all tensor chips."""
     scored = token_logprobs(logits.whole_rows(), own_share(tokens), own_share(ids))
-    joined: TokenLogprobs = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
+    joined: LogprobArrays = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
     return joined

@@ -13,7 +13,7 @@ from jax import lax
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 
 
-class TokenLogprobs(NamedTuple):
+class LogprobArrays(NamedTuple):
     """Log-probabilities at n positions; the alternatives are ordered, most likely first."""
 
     logprobs: jax.Array  # float32[n] of the given token
@@ -22,7 +22,7 @@ class TokenLogprobs(NamedTuple):
     id_logprobs: jax.Array  # float32[n, MAX_LOGPROB_IDS] of tokens that were named
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> TokenLogprobs:
+def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> LogprobArrays:
     """Log-probabilities under `logits` float32[n, vocab]: of `tokens` int32[n], of the likeliest
     ones, and of `ids` int32[n, MAX_LOGPROB_IDS], where any number stands for those out of range.
 
@@ -33,7 +33,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Toke
     num_top = min(MAX_TOP_LOGPROBS, logits.shape[-1])
     top, top_ids = lax.top_k(logits, num_top)
     missing = ((0, 0), (0, MAX_TOP_LOGPROBS - num_top))
-    return TokenLogprobs(
+    return LogprobArrays(
         logprobs=(chosen - normaliser)[:, 0],
         top_ids=jnp.pad(top_ids.astype(jnp.int32), missing, constant_values=-1),
         top_logprobs=jnp.pad(top - normaliser, missing, constant_values=-jnp.inf),
@@ -41,9 +41,9 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Toke
     )
 
 
-def no_logprobs(num_rows: int) -> TokenLogprobs:
+def no_logprobs(num_rows: int) -> LogprobArrays:
     """Zeros in the same shapes, for steps that report none."""
-    return TokenLogprobs(
+    return LogprobArrays(
         logprobs=jnp.zeros((num_rows,), jnp.float32),
         top_ids=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.int32),
         top_logprobs=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.float32),

@@ -52,6 +52,14 @@ class RowParams(NamedTuple):
     logprob_ids: jax.Array  # int32[n, MAX_LOGPROB_IDS], NO_TOKEN where unused
 
 
+class SampledRows(NamedTuple):
+    """The rows that draw, and their tokens' places in the token table."""
+
+    rows: jax.Array  # int32[n] line of the token table
+    num_tokens: jax.Array  # int32[n] tokens before the one to draw, which is also its position
+    samples: jax.Array  # bool[n] rows that do not draw cost nothing and get any token
+
+
 def pack_row_params(admission: RowAdmission) -> Int32Array:
     """One admission's parameters as int32[PACKED_WIDTH].
 

@@ -13,25 +13,15 @@ blocks of rows, because it holds several arrays of the size of the logits, which
 large vocabulary would take the memory of many KV pages.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.layers.sampling.filters import keep_threshold
 from sgl_jax.layers.sampling.penalties import adjust_logits, needs_adjusting
-from sgl_jax.layers.sampling.row_params import RowParams
+from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
 BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
-
-
-class SampledRows(NamedTuple):
-    """The rows that draw, and their tokens' places in the token table."""
-
-    rows: jax.Array  # int32[n] line of the token table
-    num_tokens: jax.Array  # int32[n] tokens before the one to draw, which is also its position
-    samples: jax.Array  # bool[n] rows that do not draw cost nothing and get any token
 
 
 def sample_tokens(
@@ -96,7 +86,7 @@ def _sample_block(
     random, adjusted = _is_random(params, where), _is_adjusted(params, where)
     changed = lax.cond(
         jnp.any(adjusted),
-        lambda: adjust_logits(logits, params, token_table, where.rows, where.num_tokens, adjusted),
+        lambda: adjust_logits(logits, params, token_table, where, adjusted),
         lambda: logits,
     )
     scores = lax.cond(
@@ -127,21 +117,18 @@ def _scores(
     top_k = jnp.where(random, params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
     min_p = jnp.where(random, params.min_p, 0.0)
-    filtered = lax.cond(
-        jnp.any((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)),
-        lambda: _filter(scaled, top_k, top_p, min_p),
-        lambda: scaled,
-    )
-    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(params.seed, positions, logits.shape[-1])
-    return jnp.where(random[:, None], filtered + noise, logits)
 
+    def filtered() -> jax.Array:
+        probs = jax.nn.softmax(scaled, axis=-1)
+        return jnp.where(probs >= keep_threshold(probs, top_k, top_p, min_p), scaled, -jnp.inf)
 
-def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    probs = jax.nn.softmax(logits, axis=-1)
-    return jnp.where(probs >= keep_threshold(probs, top_k, top_p, min_p), logits, -jnp.inf)
+    has_filters = jnp.any((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    kept = lax.cond(has_filters, filtered, lambda: scaled)
 
+    def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
+        # The generator is named so that no default changes it.
+        key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
 
-def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
-    """Noise float32[size] of one draw; the generator is named so that no default changes it."""
-    key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
-    return jax.random.gumbel(jax.random.fold_in(key, position), (size,), jnp.float32)
+    noise = jax.vmap(gumbel)(params.seed, positions)
+    return jnp.where(random[:, None], kept + noise, logits)

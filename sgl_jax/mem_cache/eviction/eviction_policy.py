@@ -1,4 +1,4 @@
-"""The order in which the prefix tree evicts leaves: the contract, and least recently used.
+"""The order in which the prefix tree evicts leaves: least recently used, or a subclass's.
 
 The tree reports each use and each eviction to its policy. The FULL component reports which leaves
 are evictable, and requests the next victim. A policy decides the order and nothing else: matches
@@ -7,7 +7,6 @@ depend on tokens alone, and locked pages stay in every state of the policy.
 Ages use the tree's logical clock, never wall time, so that hosts evict alike.
 """
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
@@ -23,14 +22,14 @@ class UseRun(NamedTuple):
     num_uses: int
 
 
-class EvictionPolicy(ABC):
-    """A set of evictable leaves, in queues, and a subclass's records of their use.
+class EvictionPolicy:
+    """A set of evictable leaves, least recently used first; subclasses record their use.
 
     Between any two calls, and proved by `audit`: a node is in the set, at its present `last_access`
     and `num_uses`, exactly if the component's last call for it was `add`, not `discard`.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int = 1) -> None:
         """`num_uses` of all nodes is below `num_classes`; each has a queue by age."""
         self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(num_classes)]
 
@@ -53,39 +52,35 @@ class EvictionPolicy(ABC):
         """All `num_uses` are below it."""
         return len(self._queues)
 
-    @abstractmethod
     def next_victim(self, now: int) -> TreeNode | None:
         """The first leaf to evict; None if there is none. It stays in the set."""
+        return self._queues[0].oldest()
 
     def num_kept(self, leaf: TreeNode) -> int:
         """Pages of the next victim's edge that stay until another leaf has been chosen."""
         return 0
 
-    @abstractmethod
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
         """The expected rate of use at this number of uses and age, for comparison only."""
+        return 1.0 / (now - last_access + 1)
 
-    @abstractmethod
     def begin(self, node: TreeNode) -> list[UseRun]:
         """Return the earlier uses of the tokens of a new edge, which is not in the set yet.
 
         Returns at least one run, from the top, together the whole edge; `node.num_uses` becomes the
         last run's. The tree splits the edge so that each node has one number.
         """
+        return [UseRun(len(node.key), 0)]
 
-    @abstractmethod
     def use(self, node: TreeNode, now: int) -> None:
-        """Count a use of `node` by a request; `last_access` still holds the previous use."""
+        """A request uses `node`; `last_access` still holds the previous use."""
 
-    @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
 
-    @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge is about to take over `upper`'s, in front; `num_uses` is equal."""
 
-    @abstractmethod
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """`leaf` is about to lose the tokens past `keep_tokens` of its edge."""
 
@@ -97,32 +92,3 @@ class EvictionPolicy(ABC):
         """Prove that every member is listed at its age; raise `LedgerError` if not."""
         for queue in self._queues:
             queue.audit()
-
-
-class LruPolicy(EvictionPolicy):
-    """Least recently used first; `num_uses` stays 0."""
-
-    def __init__(self) -> None:
-        super().__init__(num_classes=1)
-
-    def next_victim(self, now: int) -> TreeNode | None:
-        return self._queues[0].oldest()
-
-    def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """Higher for younger nodes."""
-        return 1.0 / (now - last_access + 1)
-
-    def begin(self, node: TreeNode) -> list[UseRun]:
-        return [UseRun(len(node.key), 0)]
-
-    def use(self, node: TreeNode, now: int) -> None:
-        """Age alone counts."""
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Both halves keep their age."""
-
-    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower` keeps its age."""
-
-    def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """Evicted pages are not remembered."""

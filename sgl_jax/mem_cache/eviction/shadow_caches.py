@@ -21,18 +21,11 @@ import numpy as np
 from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array, UInt64Array
 from sgl_jax.mem_cache.eviction.shadow_pages import (
     ADAPTIVE,
-    CHAIN,
-    CLASS,
-    FAVOURITE,
-    MAX_USES,
     NONE,
-    NUM_CHANGES,
-    NUM_CLASSES,
-    NUM_COLUMNS,
-    NUM_COUNTERS,
-    SIZE,
-    find,
+    PAGE,
+    STATE,
     num_used_more,
+    num_uses_of,
     read_paths,
 )
 
@@ -55,18 +48,12 @@ class ShadowCaches:
         bits = max((num_pages - 1).bit_length() - (MAX_SAMPLED - 1).bit_length(), 0)
         self._mask = (1 << bits) - 1
         size = max(num_pages >> bits, 1)
-        num_known = (3 + GHOSTS_PER_PAGE) * size + 1
-        self._pages = np.zeros((num_known, NUM_COLUMNS), np.int64)
-        self._buckets = np.zeros(1 << num_known.bit_length(), np.int64)
-        self._queues = np.zeros((3, MAX_USES + 1, 2), np.int64)  # the oldest and the youngest
-        self._ghosts = np.zeros(GHOSTS_PER_PAGE * size, np.int64)
-        self._counters = np.zeros(NUM_COUNTERS, np.int64)
-        self._counts = np.zeros((2, NUM_CLASSES))  # pages used again, and pages evicted
-        self._state = (
-            *(self._pages, self._buckets, self._queues, self._ghosts),
-            *(self._counters, self._counts),
-        )
-        self._counters[SIZE] = size
+        num_ghosts = GHOSTS_PER_PAGE * size
+        num_known = 3 * size + num_ghosts + 1
+        self._pages = np.zeros(num_known, PAGE)
+        self._states = np.zeros(1, STATE)
+        self._states["size"], self._states["num_ghosts"] = size, num_ghosts
+        self._states["num_buckets"] = 1 << num_known.bit_length() - 1
         # Unread edges, the last of them of an open path. For each ended path: the edges up to its
         # end, and the time of its use.
         self._edges: list[UInt64Array] = []
@@ -78,16 +65,14 @@ class ShadowCaches:
     def clear(self) -> None:
         for unread in (self._edges, self._ends, self._times):
             unread.clear()
-        size = self._counters[SIZE]
-        self._counters[:] = 0
-        self._counters[SIZE] = size
-        self._counts[:] = 1.0
-        for array in (self._buckets, self._queues, self._ghosts):
-            array[:] = NONE
-        self._pages[:] = 0
-        self._pages[:, CLASS : CLASS + 3] = NONE
-        self._pages[:, CHAIN] = np.arange(1, len(self._pages) + 1)
-        self._pages[-1, CHAIN] = NONE
+        state, pages = self._states[0], self._pages
+        state.queues, state.counts = NONE, 1.0
+        state.num_pages = state.hits = 0
+        state.free = state.num_left = state.num_seen = state.num_paths = 0
+        state.favourite = state.num_changes = 0
+        pages["num_uses"] = pages["bucket"] = pages["ghost"] = NONE
+        pages["next"] = np.arange(1, len(pages) + 1)
+        pages["next"][-1] = NONE
         self.favourite, self.has_changed = ADAPTIVE, False
 
     @property
@@ -112,27 +97,25 @@ class ShadowCaches:
         changed."""
         if not self._ends:
             return _NO_HASHES
-        num_changes = self._counters[NUM_CHANGES]
+        num_changes = self._states["num_changes"][0]
         edges, self._edges = self._edges[: self._ends[-1]], self._edges[self._ends[-1] :]
         num_pages = np.array(list(accumulate(map(len, edges), initial=0)))
         ends, times = num_pages[self._ends], np.array(self._times)
         self._ends.clear()
         self._times.clear()
         hashes = np.concatenate(edges).view(np.int64)
-        gone = read_paths(hashes, ends, times, self._mask, *self._state)
-        if self._counters[NUM_CHANGES] == num_changes:
+        gone = read_paths(hashes, ends, times, self._mask, self._pages, self._states)
+        if self._states["num_changes"][0] == num_changes:
             return gone
-        self.favourite, self.has_changed = int(self._counters[FAVOURITE]), True
+        self.favourite, self.has_changed = int(self._states["favourite"][0]), True
         return None
 
     def num_uses(self, page_hash: int) -> int | None:
         """By the favourite's count; None if the page is absent or outside the sample."""
-        page = find(page_hash, self._pages, self._buckets)
-        num_uses = int(self._pages[page, CLASS + self.favourite])
-        return num_uses if page != NONE and num_uses >= 0 else None
+        num_uses = num_uses_of(page_hash, self.favourite, self._pages, self._states)
+        return None if num_uses == NONE else num_uses
 
     def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
         """Pages up to the last one that the favourite has with more than `num_uses` uses."""
-        column = CLASS + self.favourite
-        pages, buckets = self._pages, self._buckets
-        return int(num_used_more(hashes.view(np.int64), num_uses, column, pages, buckets))
+        of_path = hashes.view(np.int64)
+        return int(num_used_more(of_path, num_uses, self.favourite, self._pages, self._states))

@@ -1,6 +1,12 @@
-"""The pages of the shadow caches, in columns, and the loops over them (`shadow_caches.py`)."""
+"""The pages of the shadow caches, as records, and the loops over them (`shadow_caches.py`).
 
+All of them are in two arrays of records, `pages` and the one record `state`: a call from one loop
+to another costs time for each array that it passes.
+"""
+
+from functools import partial
 from math import sqrt
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,235 +21,238 @@ HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade
 # A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
 # may hold different pages, and each change costs the hits of a cache that must fill again.
 _EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 2
-
-# Columns of a page: its hash, the next page in its bucket (or in the free list), the time and call
-# of its last use; the time and order in which it left the adaptive shadow, and its class then.
-_HASH, CHAIN, _LAST, _CALL, _LEFT_AT, _LEFT_AS, _GHOST_CLASS = range(7)
-# Then for each shadow: its class, or -1 if absent, and its neighbours in the class's queue.
-CLASS, _OLDER, _YOUNGER = 7, 10, 13
-NUM_COLUMNS = 16
-# Counters: first the pages in each shadow and the hits of each; then single counters.
-_USED, _HITS = 0, 3
-SIZE, _FREE, _NUM_LEFT, _NUM_SEEN, _CALLS, FAVOURITE, NUM_CHANGES = range(6, 13)
-NUM_COUNTERS = 13
 NONE = -1
 
-Float64Array = NDArray[np.float64]
-_STATE = "int64[:, ::1], int64[::1], int64[:, :, ::1], int64[::1], int64[::1], float64[:, ::1]"
+_PAGE_FIELDS = [
+    ("hash", np.int64),
+    ("next", np.int64),  # page of its bucket, or of the free list
+    ("last_use", np.int64),  # the time
+    ("last_path", np.int64),  # by number
+    # When the page left the adaptive shadow, how many had left by then, and its class then.
+    *(("left_at", np.int64), ("left_as", np.int64), ("ghost_uses", np.int64)),
+    # For each shadow: its class, or `NONE` if absent, and its neighbours in the class's queue.
+    *(("num_uses", np.int64, 3), ("older", np.int64, 3), ("younger", np.int64, 3)),
+    # Not of the page, but by its index: the first page of a bucket, and a place of the ring.
+    *(("bucket", np.int64), ("ghost", np.int64)),
+]
+_STATE_FIELDS = [
+    ("queues", np.int64, (3, MAX_USES + 1, 2)),  # by shadow and class: oldest, youngest page
+    ("counts", np.float64, (2, NUM_CLASSES)),  # pages used again, and pages evicted
+    *(("num_pages", np.int64, 3), ("hits", np.int64, 3)),  # of each shadow
+    ("size", np.int64),  # pages that a shadow holds at most
+    *(("num_buckets", np.int64), ("num_ghosts", np.int64)),  # the former is a power of two
+    ("free", np.int64),  # the first free page
+    ("num_left", np.int64),  # pages that have left the adaptive shadow
+    ("num_seen", np.int64),  # pages since hits faded
+    *(("num_paths", np.int64), ("favourite", np.int64), ("num_changes", np.int64)),
+]
+PAGE, STATE = np.dtype((np.record, _PAGE_FIELDS)), np.dtype((np.record, _STATE_FIELDS))
+Record: TypeAlias = Any
+Records = NDArray[Any]
+
+_compiled = partial(compiled, page=PAGE, state=STATE)
 
 
-@compiled("(int64, int64[:, ::1], int64[::1])")
-def find(page_hash: int, pages: Int64Array, buckets: Int64Array) -> np.int64:
-    page: np.int64 = buckets[(page_hash >> 20) & (len(buckets) - 1)]
-    while page != NONE and pages[page, _HASH] != page_hash:
-        page = pages[page, CHAIN]
+@_compiled("(int64, page[::1], state)")
+def _find(page_hash: int, pages: Records, state: Record) -> np.int64:
+    page: np.int64 = pages[(page_hash >> 20) & (state.num_buckets - 1)].bucket
+    while page != NONE and pages[page].hash != page_hash:
+        page = pages[page].next
     return page
 
 
-@compiled("(int64[::1], int64, int64, int64[:, ::1], int64[::1])")
+@_compiled("(int64, int64, page[::1], state[::1])")
+def num_uses_of(page_hash: int, shadow: int, pages: Records, states: Records) -> int:
+    """The class of the page in the shadow; `NONE` if it is absent."""
+    page = _find(page_hash, pages, states[0])
+    return NONE if page == NONE else int(pages[page].num_uses[shadow])
+
+
+@_compiled("(int64[::1], int64, int64, page[::1], state[::1])")
 def num_used_more(
-    hashes: Int64Array, num_uses: int, column: int, pages: Int64Array, buckets: Int64Array
+    hashes: Int64Array, num_uses: int, shadow: int, pages: Records, states: Records
 ) -> int:
     for i in range(len(hashes) - 1, -1, -1):
-        page = find(hashes[i], pages, buckets)
-        if page != NONE and pages[page, column] > num_uses:
+        page = _find(hashes[i], pages, states[0])
+        if page != NONE and pages[page].num_uses[shadow] > num_uses:
             return i + 1
     return 0
 
 
-@compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
-def _place(
-    page_hash: int, pages: Int64Array, buckets: Int64Array, counters: Int64Array
-) -> np.int64:
+@_compiled("(int64, page[::1], state)")
+def _place(page_hash: int, pages: Records, state: Record) -> np.int64:
     """Find or create the page of this hash; `NONE` if no page is free."""
-    page = find(page_hash, pages, buckets)
-    if page != NONE or counters[_FREE] == NONE:
+    page = _find(page_hash, pages, state)
+    if page != NONE or state.free == NONE:
         return page
-    page = np.int64(counters[_FREE])
-    counters[_FREE] = pages[page, CHAIN]
-    bucket = (page_hash >> 20) & (len(buckets) - 1)
-    pages[page, _HASH] = page_hash
-    pages[page, CHAIN] = buckets[bucket]
-    pages[page, _LAST] = 0
-    pages[page, _CALL] = 0
-    pages[page, _LEFT_AS] = 0
-    buckets[bucket] = page
+    page = np.int64(state.free)
+    state.free = pages[page].next
+    bucket = (page_hash >> 20) & (state.num_buckets - 1)
+    pages[page].hash = page_hash
+    pages[page].next = pages[bucket].bucket
+    pages[page].last_use = 0
+    pages[page].last_path = 0
+    pages[page].left_as = 0
+    pages[bucket].bucket = page
     return page
 
 
-@compiled("(int64, int64[:, ::1], int64[::1], int64[::1])")
-def _is_ghost(page: int, pages: Int64Array, ghosts: Int64Array, counters: Int64Array) -> bool:
-    left_as = pages[page, _LEFT_AS]
-    return bool(left_as > 0 and counters[_NUM_LEFT] - left_as < len(ghosts))
+@_compiled("(int64, page[::1], state)")
+def _is_ghost(page: int, pages: Records, state: Record) -> bool:
+    left_as = pages[page].left_as
+    return bool(left_as > 0 and state.num_left - left_as < state.num_ghosts)
 
 
-@compiled("(int64, int64[:, ::1], int64[::1], int64[::1], int64[::1])")
-def _free(
-    page: int, pages: Int64Array, buckets: Int64Array, ghosts: Int64Array, counters: Int64Array
-) -> None:
+@_compiled("(int64, page[::1], state)")
+def _free(page: int, pages: Records, state: Record) -> None:
     """Free the page if no shadow holds it and it is no ghost."""
     for shadow in range(3):
-        if pages[page, CLASS + shadow] >= 0:
+        if pages[page].num_uses[shadow] >= 0:
             return
-    if _is_ghost(page, pages, ghosts, counters):
+    if _is_ghost(page, pages, state):
         return
-    bucket = (pages[page, _HASH] >> 20) & (len(buckets) - 1)
-    following = pages[page, CHAIN]
-    if buckets[bucket] == page:
-        buckets[bucket] = following
+    bucket = (pages[page].hash >> 20) & (state.num_buckets - 1)
+    following = pages[page].next
+    if pages[bucket].bucket == page:
+        pages[bucket].bucket = following
     else:
-        before = buckets[bucket]
-        while pages[before, CHAIN] != page:
-            before = pages[before, CHAIN]
-        pages[before, CHAIN] = following
-    pages[page, CHAIN] = counters[_FREE]
-    counters[_FREE] = page
+        before = pages[bucket].bucket
+        while pages[before].next != page:
+            before = pages[before].next
+        pages[before].next = following
+    pages[page].next = state.free
+    state.free = page
 
 
-@compiled("(int64, int64, int64[:, ::1], int64[:, :, ::1])")
-def _unlink(page: int, shadow: int, pages: Int64Array, queues: Int64Array) -> None:
-    queue = queues[shadow, pages[page, CLASS + shadow]]
-    older, younger = pages[page, _OLDER + shadow], pages[page, _YOUNGER + shadow]
+@_compiled("(int64, int64, page[::1], state)")
+def _unlink(page: int, shadow: int, pages: Records, state: Record) -> None:
+    queue = state.queues[shadow, pages[page].num_uses[shadow]]
+    older, younger = pages[page].older[shadow], pages[page].younger[shadow]
     if older == NONE:
         queue[0] = younger
     else:
-        pages[older, _YOUNGER + shadow] = younger
+        pages[older].younger[shadow] = younger
     if younger == NONE:
         queue[1] = older
     else:
-        pages[younger, _OLDER + shadow] = older
+        pages[younger].older[shadow] = older
 
 
-@compiled("(int64, int64, int64, int64[:, ::1], int64[:, :, ::1])")
-def _append(page: int, shadow: int, num_uses: int, pages: Int64Array, queues: Int64Array) -> None:
-    queue = queues[shadow, num_uses]
+@_compiled("(int64, int64, int64, page[::1], state)")
+def _append(page: int, shadow: int, num_uses: int, pages: Records, state: Record) -> None:
+    queue = state.queues[shadow, num_uses]
     older = queue[1]
-    pages[page, CLASS + shadow] = num_uses
-    pages[page, _OLDER + shadow] = older
-    pages[page, _YOUNGER + shadow] = NONE
+    pages[page].num_uses[shadow] = num_uses
+    pages[page].older[shadow] = older
+    pages[page].younger[shadow] = NONE
     if older == NONE:
         queue[0] = page
     else:
-        pages[older, _YOUNGER + shadow] = page
+        pages[older].younger[shadow] = page
     queue[1] = page
 
 
-@compiled("(int64, int64, int64[:, ::1], int64[:, :, ::1], float64[:, ::1])")
-def _victim(
-    shadow: int, now: int, pages: Int64Array, queues: Int64Array, counts: Float64Array
-) -> int:
+@_compiled("(int64, int64, page[::1], state)")
+def _victim(shadow: int, now: int, pages: Records, state: Record) -> int:
     """The page to evict next from the shadow; `NONE` if all were used now."""
     victim, lowest = NONE, 0.0
     for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
-        page = queues[shadow, num_uses, 0]
-        if page == NONE or pages[page, _LAST] == now:
+        page = state.queues[shadow, num_uses, 0]
+        if page == NONE or pages[page].last_use == now:
             continue
         if shadow != ADAPTIVE:
             return int(page)
-        reused, left = counts[0, num_uses], counts[1, num_uses]
-        age = float(now - pages[page, _LAST] + 1)
+        reused, left = state.counts[0, num_uses], state.counts[1, num_uses]
+        age = float(now - pages[page].last_use + 1)
         rate = reused / (reused + left) / (age * sqrt(sqrt(age)))
         if victim == NONE or rate < lowest:
             victim, lowest = page, rate
     return victim
 
 
-@compiled(f"(int64, int64, {_STATE})")
-def _make_room(
-    shadow: int,
-    now: int,
-    pages: Int64Array,
-    buckets: Int64Array,
-    queues: Int64Array,
-    ghosts: Int64Array,
-    counters: Int64Array,
-    counts: Float64Array,
-) -> int:
+@_compiled("(int64, int64, page[::1], state)")
+def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
     """Make room for a page in the shadow; return the evicted page, or `NONE`.
 
     The adaptive shadow counts it, and makes it a ghost.
     """
-    if counters[_USED + shadow] < counters[SIZE]:
+    if state.num_pages[shadow] < state.size:
         return NONE
-    page = _victim(shadow, now, pages, queues, counts)
+    page = _victim(shadow, now, pages, state)
     if page == NONE:
         return NONE
-    num_uses = pages[page, CLASS + shadow]
-    _unlink(page, shadow, pages, queues)
-    pages[page, CLASS + shadow] = NONE
-    counters[_USED + shadow] -= 1
+    num_uses = pages[page].num_uses[shadow]
+    _unlink(page, shadow, pages, state)
+    pages[page].num_uses[shadow] = NONE
+    state.num_pages[shadow] -= 1
     if shadow != ADAPTIVE:
         return page
-    counts[1, num_uses] += 1
-    place = counters[_NUM_LEFT] % len(ghosts)
-    forgotten = ghosts[place]
-    ghosts[place] = page
-    counters[_NUM_LEFT] += 1
-    pages[page, _LEFT_AT] = now
-    pages[page, _LEFT_AS] = counters[_NUM_LEFT]
-    pages[page, _GHOST_CLASS] = num_uses
-    if forgotten != NONE and pages[forgotten, _CALL] != counters[_CALLS]:
-        _free(forgotten, pages, buckets, ghosts, counters)
-    if counters[_NUM_LEFT] % (HALVED_AFTER * counters[SIZE]) == 0:
+    state.counts[1, num_uses] += 1
+    place = state.num_left % state.num_ghosts
+    forgotten = pages[place].ghost
+    pages[place].ghost = page
+    state.num_left += 1
+    pages[page].left_at = now
+    pages[page].left_as = state.num_left
+    pages[page].ghost_uses = num_uses
+    if forgotten != NONE and pages[forgotten].last_path != state.num_paths:
+        _free(forgotten, pages, state)
+    if state.num_left % (HALVED_AFTER * state.size) == 0:
         for each in range(NUM_CLASSES):
-            counts[0, each] = (counts[0, each] + 1) / 2
-            counts[1, each] = (counts[1, each] + 1) / 2
+            state.counts[0, each] = (state.counts[0, each] + 1) / 2
+            state.counts[1, each] = (state.counts[1, each] + 1) / 2
     return page
 
 
-@compiled("(int64[::1],)")
-def _choose(counters: Int64Array) -> None:
+@_compiled("(state,)")
+def _choose(state: Record) -> None:
     """Change the favourite if another leads clearly; hits fade."""
-    best = counters[FAVOURITE]
+    best = state.favourite
     for shadow in range(3):
-        if counters[_HITS + shadow] > counters[_HITS + best]:
+        if state.hits[shadow] > state.hits[best]:
             best = shadow
-    lead = counters[_HITS + best] - counters[_HITS + counters[FAVOURITE]]
-    is_early = counters[NUM_CHANGES] < _NUM_EARLY_CHANGES
-    if lead > counters[SIZE] * (_EARLY_LEAD if is_early else _LATE_LEAD):
-        counters[FAVOURITE] = best
-        counters[NUM_CHANGES] += 1
-    if counters[_NUM_SEEN] >= HALVED_AFTER * counters[SIZE]:
-        counters[_NUM_SEEN] = 0
+    lead = state.hits[best] - state.hits[state.favourite]
+    is_early = state.num_changes < _NUM_EARLY_CHANGES
+    if lead > state.size * (_EARLY_LEAD if is_early else _LATE_LEAD):
+        state.favourite = best
+        state.num_changes += 1
+    if state.num_seen >= HALVED_AFTER * state.size:
+        state.num_seen = 0
         for shadow in range(3):
-            counters[_HITS + shadow] //= 2
+            state.hits[shadow] //= 2
 
 
-@compiled(f"(int64, int64[::1], int64[::1], int64, {_STATE})")
+@_compiled("(int64, int64[::1], int64[::1], int64, page[::1], state)")
 def _read(
     shadow: int,
     read: Int64Array,
     last_uses: Int64Array,
     now: int,
-    pages: Int64Array,
-    buckets: Int64Array,
-    queues: Int64Array,
-    ghosts: Int64Array,
-    counters: Int64Array,
-    counts: Float64Array,
+    pages: Records,
+    state: Record,
 ) -> Int64Array:
     """One shadow reads pages with this time of use; returns hashes of evicted pages."""
     num_uses = np.zeros(len(read), np.int64)
     is_new = np.zeros(len(read), np.bool_)
     for i in range(len(read)):
         page = read[i]
-        uses = pages[page, CLASS + shadow]
+        uses = pages[page].num_uses[shadow]
         if uses >= 0:
-            _unlink(page, shadow, pages, queues)
-            counters[_USED + shadow] -= 1
-            counters[_HITS + shadow] += 1
+            _unlink(page, shadow, pages, state)
+            state.num_pages[shadow] -= 1
+            state.hits[shadow] += 1
             if shadow == ADAPTIVE:
-                counts[0, uses] += 1
+                state.counts[0, uses] += 1
                 num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
             elif shadow == LFU:
                 num_uses[i] = min(uses + 1, MAX_USES)
             continue
         is_new[i] = True
-        if shadow == ADAPTIVE and _is_ghost(page, pages, ghosts, counters):
-            stayed = float(pages[page, _LEFT_AT] - last_uses[i] + 1)
+        if shadow == ADAPTIVE and _is_ghost(page, pages, state):
+            stayed = float(pages[page].left_at - last_uses[i] + 1)
             share = stayed / float(now - last_uses[i] + 1)
-            uses = pages[page, _GHOST_CLASS]
-            counts[0, uses] += share * share * share
+            uses = pages[page].ghost_uses
+            state.counts[0, uses] += share * share * share
             num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
     left = np.empty(len(read), np.int64)
     num_left = 0
@@ -253,64 +262,60 @@ def _read(
         if is_new[i]:
             most_uses = max(most_uses, uses)
             uses = most_uses
-        leaving = _make_room(shadow, now, pages, buckets, queues, ghosts, counters, counts)
+        leaving = _make_room(shadow, now, pages, state)
         if leaving != NONE:
-            left[num_left] = pages[leaving, _HASH]
+            left[num_left] = pages[leaving].hash
             num_left += 1
-            _free(leaving, pages, buckets, ghosts, counters)
-        if counters[_USED + shadow] < counters[SIZE]:
-            _append(page, shadow, uses, pages, queues)
-            counters[_USED + shadow] += 1
+            _free(leaving, pages, state)
+        if state.num_pages[shadow] < state.size:
+            _append(page, shadow, uses, pages, state)
+            state.num_pages[shadow] += 1
         else:
-            pages[page, CLASS + shadow] = NONE
+            pages[page].num_uses[shadow] = NONE
     return left[:num_left]
 
 
-@compiled(f"(int64[::1], int64[::1], int64[::1], int64, {_STATE})")
+@_compiled("(int64[::1], int64[::1], int64[::1], int64, page[::1], state[::1])")
 def read_paths(
     hashes: Int64Array,
     ends: Int64Array,
     times: Int64Array,
     mask: int,
-    pages: Int64Array,
-    buckets: Int64Array,
-    queues: Int64Array,
-    ghosts: Int64Array,
-    counters: Int64Array,
-    counts: Float64Array,
+    pages: Records,
+    states: Records,
 ) -> Int64Array:
     """See `ShadowCaches.read`; one path after another."""
     assert len(ends) == len(times)
     assert ends[-1] == len(hashes)
+    state = states[0]
+    assert max(state.num_buckets, state.num_ghosts) <= len(pages)
     left = np.empty(len(hashes), np.int64)
     num_left = start = 0
     for path in range(len(ends)):
         end, now = ends[path], times[path]
-        counters[_CALLS] += 1
+        state.num_paths += 1
         read = np.empty(end - start, np.int64)
         last_uses = np.empty(end - start, np.int64)
         num_read = 0
         for page_hash in hashes[start:end]:
             if page_hash & mask:
                 continue
-            page = _place(page_hash, pages, buckets, counters)
+            page = _place(page_hash, pages, state)
             # Two prefixes with one hash in one path would put one page in a queue twice.
-            if page == NONE or pages[page, _CALL] == counters[_CALLS]:
+            if page == NONE or pages[page].last_path == state.num_paths:
                 continue
-            read[num_read], last_uses[num_read] = page, pages[page, _LAST]
-            pages[page, _CALL], pages[page, _LAST] = counters[_CALLS], now
+            read[num_read], last_uses[num_read] = page, pages[page].last_use
+            pages[page].last_path, pages[page].last_use = state.num_paths, now
             num_read += 1
         start = end
         read, last_uses = read[:num_read], last_uses[:num_read]
         for shadow in range(3):
-            gone = _read(
-                shadow, read, last_uses, now, pages, buckets, queues, ghosts, counters, counts
-            )
-            if shadow == counters[FAVOURITE]:
+            gone = _read(shadow, read, last_uses, now, pages, state)
+            if shadow == state.favourite:
                 left[num_left : num_left + len(gone)] = gone
                 num_left += len(gone)
         for page in read:
-            _free(page, pages, buckets, ghosts, counters)
-        counters[_NUM_SEEN] += num_read
-        _choose(counters)
+            _free(page, pages, state)
+        state.num_seen += num_read
+        _choose(state)
     return left[:num_left]

@@ -7,7 +7,6 @@ The loops are compiled (`core/compiled.py`).
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +15,12 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.page_allocator import alloc_each
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
-
-if TYPE_CHECKING:
-    from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.rank_records import RankRecords
 
 
 def grow_rows(
     tables: RowTables,
-    memories: "Sequence[RankMemory]",
+    memories: Sequence[RankRecords],
     rows: RowIndex,
     allocated_lens: Int32Array,
     bounds: Sequence[int] | IntpArray,
@@ -133,7 +130,7 @@ def _reserve(
 
 
 def commit_rows(
-    tables: RowTables, memories: "Sequence[RankMemory]", rows: RowIndex, committed_lens: Int32Array
+    tables: RowTables, memories: Sequence[RankRecords], rows: RowIndex, committed_lens: Int32Array
 ) -> None:
     """Record that a launched step writes rows' KV up to `committed_lens` tokens.
 
@@ -167,7 +164,7 @@ def _commit(
 
 
 def pages_held_and_lacking(
-    memory: "RankMemory", tables: RowTables, rows: RowIndex, lens: Int32Array
+    memory: RankRecords, tables: RowTables, rows: RowIndex, lens: Int32Array
 ) -> Int32Array:
     """Count the pages of the first pool that each row lists, and lacks for `lens` tokens.
 

@@ -24,7 +24,6 @@ from sgl_jax.mem_cache.tree.prefix_cursor import (
     PrefixCursor,
     common_prefix_len,
 )
-from sgl_jax.mem_cache.tree.tree_component import PathStep
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 
@@ -34,7 +33,8 @@ class CursorIndex:
     Args:
         page_size: tokens.
         root: of the tree.
-        walk: `walk(tokens, namespace, below)` returns the path below a node on that path.
+        walk: `walk(tokens, namespace, below)` returns the node in whose edge the walk from a node
+            on its path ends, and the tokens matched from the root.
         key_at: returns the key of a child.
         usable_len: `usable_len(node, matched)` returns the resumable length of a walk of that
             length, and the nodes searched. None: the whole walk is always resumable.
@@ -44,7 +44,7 @@ class CursorIndex:
         self,
         page_size: int,
         root: TreeNode,
-        walk: Callable[[Int32Array, str, TreeNode], list[PathStep]],
+        walk: Callable[[Int32Array, str, TreeNode], tuple[TreeNode, int]],
         key_at: KeyAt,
         usable_len: Callable[[TreeNode, int], tuple[int, list[TreeNode]]] | None = None,
     ) -> None:
@@ -211,9 +211,10 @@ class CursorIndex:
         elif start < node.end:
             self._go_along(cursor, node, start)
             start = cursor.matched
-        if start == node.end and (path := self._walk(tokens, namespace, node)):
-            matched = sum(step.num_matched for step in path)
-            self._file(cursor, path[-1].node, start + matched)
+        if start == node.end:
+            node, reached = self._walk(tokens, namespace, node)
+            if reached > start:
+                self._file(cursor, node, reached)
         return cursor
 
     def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
@@ -354,9 +355,7 @@ class CursorIndex:
     # -- proof --------------------------------------------------------------------------------
 
     def _audit_walk(self, cursor: PrefixCursor) -> None:
-        path = self._walk(cursor.tokens, cursor.namespace, self._root)
-        node = path[-1].node if path else self._root
-        matched = sum(step.num_matched for step in path)
+        node, matched = self._walk(cursor.tokens, cursor.namespace, self._root)
         if (cursor.node.node_id, cursor.matched) != (node.node_id, matched):
             raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
         self._audit_stem(cursor)

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
-from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
-from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, LockedEnd
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.tree_component import (
+    FirstPages,
+    LeaseOffer,
+    LockedEnd,
+    TreeComponent,
+)
 from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
 
 
-class FullComponent:
-    """Pages of full-attention layers. Implements `TreeComponent`.
-
-    `policy` holds the evictable leaves and their order. `group` is the number of the layers' cache
-    group, whose pages are in pool number `pool`.
-    """
+class FullComponent(TreeComponent):
+    """Pages of full-attention layers; `policy` holds the evictable leaves and their order."""
 
     def __init__(
         self,
@@ -35,21 +35,8 @@ class FullComponent:
         group: int = 0,
         pool: int = 0,
     ) -> None:
-        self.index = index
-        self.group = group
-        self.pool = pool
-        self._allocator = allocator
-        self._page_size = page_size
+        super().__init__(index, allocator, page_size, group=group, pool=pool)
         self._policy = policy
-        self.num_evictable = 0  # pages on the tree that no lease has locked
-        self.num_protected = 0  # pages on the tree locked by a lease
-        self._dropped: list[Int32Array] = []
-
-    def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        """The pages along `nodes`, in token order."""
-        if not nodes:
-            return np.zeros(0, np.int32)
-        return np.concatenate([node.values[self.index] for node in nodes])
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         """Take a new node's pages from the offer; an old node has its pages."""
@@ -79,37 +66,29 @@ class FullComponent:
         )
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        self._lock_up_to(node, None)
-
-    def _lock_up_to(self, node: TreeNode, above: TreeNode | None) -> None:
-        """Lock the nodes from `node` up to `above` (excluded), or up to the root."""
-        step: TreeNode | None = node
-        while step is not above and step is not None and step.parent is not None:
-            step.locks[self.index] += 1
-            if step.locks[self.index] == 1:
-                self.num_evictable -= len(step.values[self.index])
-                self.num_protected += len(step.values[self.index])
-                if not step.children:
-                    self._policy.discard(step)
-            step = step.parent
+        self._count_locks(node, None, 1)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock from `node` up to the root."""
+        self._count_locks(node, None, -1)
+
+    def _count_locks(self, node: TreeNode, above: TreeNode | None, change: int) -> None:
+        """Add `change`, 1 or -1, to the locks of the nodes from `node` up to `above` (excluded), or
+        up to the root."""
         step: TreeNode | None = node
-        while step is not None and step.parent is not None:
-            if step.locks[self.index] <= 0:
+        while step is not above and step is not None and step.parent is not None:
+            before = step.locks[self.index]
+            if before + change < 0:
                 raise LedgerError(f"{step!r} is unlocked more often than it was locked")
-            step.locks[self.index] -= 1
-            if step.locks[self.index] == 0:
-                self.num_evictable += len(step.values[self.index])
-                self.num_protected -= len(step.values[self.index])
+            step.locks[self.index] = before + change
+            if before == 0 or before + change == 0:
+                self._count_locked(change * len(step.values[self.index]))
                 if not step.children:
-                    self._policy.add(step)
+                    self.refresh(step)
             step = step.parent
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
         """Visit only the nodes below `old`: locks above it stay as they are."""
-        self._lock_up_to(new, old)
+        self._count_locks(new, old, 1)
 
     def refresh(self, node: TreeNode) -> None:
         """A leaf without locks can be evicted."""
@@ -119,7 +98,6 @@ class FullComponent:
             self._policy.discard(node)
 
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
-        """Set aside the pages past `keep_tokens` of the edge for `flush_dropped`."""
         keep = keep_tokens // self._page_size
         pages = node.values[self.index]
         self._dropped.append(pages[keep:])
@@ -128,17 +106,11 @@ class FullComponent:
         if keep == 0:
             self._policy.discard(node)
 
-    def flush_dropped(self) -> None:
-        if self._dropped:
-            self._allocator.free(np.concatenate(self._dropped), TREE)
-            self._dropped.clear()
-
     def pages_to_keep(self, leaf: TreeNode, num_pages: int) -> int:
         """Pages of the edge that stay when the caller needs `num_pages` of it."""
         return max(len(leaf.values[self.index]) - num_pages, 0)
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
-        """Recompute locks, counts and the eviction set; raise `LedgerError` if off."""
         expected_locks = _locks_along_paths([end.node for end in locks])
         evictable = protected = num_members = 0
         for node in nodes:
@@ -161,11 +133,7 @@ class FullComponent:
                 evictable += len(pages)
         if expected_locks:
             raise LedgerError(f"leases lock nodes {sorted(expected_locks)}, not in the tree")
-        if (evictable, protected) != (self.num_evictable, self.num_protected):
-            raise LedgerError(
-                f"tree counts (evictable, protected) {self.num_evictable, self.num_protected}, "
-                f"a walk finds {evictable, protected}"
-            )
+        self._audit_counts(evictable, protected)
         if len(self._policy) != num_members:
             raise LedgerError("the eviction set holds nodes that are not in the tree")
         self._policy.audit()

@@ -19,7 +19,7 @@ from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
-from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES, LruPolicy
+from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES, EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
@@ -87,7 +87,9 @@ class RadixCache:
         # Evict tokens by the policy of FULL's pool, or of the first pool.
         num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
         self._policy = (
-            AdaptivePolicy(num_pages, page_size) if eviction_policy == "adaptive" else LruPolicy()
+            AdaptivePolicy(num_pages, page_size)
+            if eviction_policy == "adaptive"
+            else EvictionPolicy()
         )
         self._full: FullComponent
         if full_groups:
@@ -103,12 +105,12 @@ class RadixCache:
                 windows.append(
                     WindowComponent(
                         len(windows) + 1,
-                        number,
-                        group.pool,
                         allocators[group.pool],
                         page_size,
                         lookback_pages(group.sliding_window, page_size),
                         self._policy.num_classes,
+                        group=number,
+                        pool=group.pool,
                         is_recurrent=group.is_recurrent,
                     )
                 )
@@ -201,21 +203,14 @@ class RadixCache:
         """
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
-        if not self._windows:
-            # Read before the lock moves, since `start` may then merge with the next node.
-            pages = self._full.pages_of(self.tree.path_to(node, start))[None]
-            self._lock_accepted(node, offer)
-            return PrefixMatch(node.end, pages, node)
+        # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
-        self._lock_accepted(node, offer)
-        self.tree.settle()  # some of the taken pages may be dead
-        return PrefixMatch(node.end, self._pages_behind(node, first), node)
-
-    def _lock_accepted(self, node: TreeNode, offer: LeaseOffer) -> None:
-        if offer.node is None:
+        if start is None:
             self.tree.lock(node, offer.first_pages)
         else:
-            self.tree.move_lock(offer.node, node, offer.first_pages)
+            self.tree.move_lock(start, node, offer.first_pages)
+        self.tree.settle()  # some of the taken pages may be dead
+        return PrefixMatch(node.end, self._pages_behind(node, first), node)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by

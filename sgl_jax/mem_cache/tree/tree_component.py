@@ -1,25 +1,22 @@
-"""The interface of a kind of KV on the prefix tree.
+"""The pages of one cache group on the prefix tree.
 
-The tree core (`radix_tree.py`) owns tokens, edges and splits. Components, one for each cache group,
-own the values of edges: FULL attention needs every page before a position, a window only its
-lookback. Each component has its own index in `TreeNode.values` and `TreeNode.locks`. Component 0 is
-always FULL's or, for models without a full layer, `BareTokens` (`full_component.py`): its locks
-hold the path itself.
+The tree core (`tree_shape.py`, `radix_tree.py`) owns tokens, edges and splits. Components, one for
+each cache group, own the values of edges: FULL attention needs every page before a position, a
+window only its lookback. Each component has its own index in `TreeNode.values` and
+`TreeNode.locks`. Component 0 is always FULL's or, for models without a full layer, `BareTokens`
+(`full_component.py`): its locks hold the path itself.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
-
-
-class PathStep(NamedTuple):
-    """One edge of a walk down the tree and how many of its tokens matched, whole pages only."""
-
-    node: TreeNode
-    num_matched: int
-
 
 # For each cache group, the first page of its row that a lease still lists and, if the tree owns it,
 # has locked. None: no window page was released. Entries of FULL groups are ignored.
@@ -45,60 +42,97 @@ class LockedEnd(NamedTuple):
     first_pages: FirstPages = None
 
 
-class TreeComponent(Protocol):
-    """The pages of one cache group on the tree. Counts are pages, of the pool number `pool`."""
+class TreeComponent(ABC):
+    """The pages of one cache group on the tree.
 
-    pool: int
-    num_evictable: int  # pages on the tree without a lock
-    num_protected: int  # pages on the tree with a lock
+    Args:
+        index: of the component in `values` and `locks` of nodes.
+        allocator: of the pages' pool, which has the number `pool`.
+        page_size: tokens.
+        group: the number of the cache group in offers and results.
+
+    Attributes:
+        num_evictable: pages on the tree that no lease has locked.
+        num_protected: pages on the tree that a lease has locked.
+    """
+
+    def __init__(
+        self, index: int, allocator: PageAllocator, page_size: int, *, group: int, pool: int
+    ) -> None:
+        self.index = index
+        self.group = group
+        self.pool = pool
+        self._allocator = allocator
+        self._page_size = page_size
+        self.num_evictable = 0
+        self.num_protected = 0
+        self._dropped: list[Int32Array] = []
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
         """The values along `nodes`, in token order: a page each, 0 for absent pages."""
-        ...
+        if not nodes:
+            return np.zeros(0, np.int32)
+        return np.concatenate([node.values[self.index] for node in nodes])
 
+    def _count_locked(self, num_pages: int) -> None:
+        """So many pages on the tree have a lock now; below 0: have none now."""
+        self.num_protected += num_pages
+        self.num_evictable -= num_pages
+
+    @abstractmethod
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         """Take missing pages of `node` from `offer`; the node ends at token `node.end` of the
         offer."""
-        ...
 
+    @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its first `len(upper.key)` tokens to the new `upper`: divide."""
-        ...
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
         """Return whether nothing in the component distinguishes `upper` from its only child
         `lower`."""
-        ...
+        return True
 
+    @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge is about to take over `upper`'s, in front: join the values."""
-        ...
 
+    @abstractmethod
     def lock(self, node: TreeNode, first_pages: FirstPages) -> None:
         """Lock the pages that a lease ending at `node` reads, until `unlock`."""
-        ...
 
+    @abstractmethod
     def unlock(self, node: TreeNode, first_pages: FirstPages) -> None: ...
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages) -> None:
-        """Equivalent to `lock(new)` and `unlock(old)`, with `new` equal to `old` or below it."""
-        ...
+        """Lock for a lease at `new`, and unlock `old`, which is `new` or above it."""
+        self.lock(new, first_pages)
+        self.unlock(old, first_pages)
 
+    @abstractmethod
     def refresh(self, node: TreeNode) -> None:
         """`node`'s age, lock or children changed: update the eviction sets."""
-        ...
 
+    @abstractmethod
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
         """Drop the pages past `keep_tokens` of the edge; `flush_dropped` frees them."""
-        ...
 
     def flush_dropped(self) -> None:
         """Free all dropped pages, in one call to the allocator."""
-        ...
+        if self._dropped:
+            self._allocator.free(np.concatenate(self._dropped), TREE)
+            self._dropped.clear()
 
+    @abstractmethod
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
 
         `locks` lists the lock of every live lease, with repeats.
         """
-        ...
+
+    def _audit_counts(self, evictable: int, protected: int) -> None:
+        if (evictable, protected) != (self.num_evictable, self.num_protected):
+            raise LedgerError(
+                f"tree counts (evictable, protected) {self.num_evictable, self.num_protected}, "
+                f"a walk finds {evictable, protected}"
+            )

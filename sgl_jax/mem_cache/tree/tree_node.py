@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.mem_cache.errors import LedgerError
 
 _NO_HASHES = np.zeros(0, np.uint64)
 _NO_POSITIONS = np.zeros(0, np.bool_)
@@ -104,3 +105,14 @@ class TreeNode:
 
     def __repr__(self) -> str:
         return f"TreeNode({self.node_id}, tokens {self.end - len(self.key)}..{self.end})"
+
+
+def parent_of(node: TreeNode) -> TreeNode:
+    """The parent of a node that must not be the root: it has no edge to split or to shorten."""
+    if node.parent is None:
+        raise LedgerError(f"{node!r} is the root, which is never split, locked or evicted")
+    return node.parent
+
+
+def only_child(node: TreeNode) -> TreeNode | None:
+    return next(iter(node.children.values())) if len(node.children) == 1 else None

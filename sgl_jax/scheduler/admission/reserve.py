@@ -262,6 +262,8 @@ def _add_rows(
             while goes_on[num_ahead - 1] == 0:
                 num_ahead -= 1
             if i == end:
+                # An earlier youngest may have had further moments ahead.
+                more_mean[:], more_most[:], more_var[:] = 0.0, 0.0, 0.0
                 for j in range(num_ahead):
                     gained = growth * min(ahead[j], float(left_len))
                     more_mean[j] = goes_on[j] * gained

@@ -49,11 +49,13 @@ def body_of(call: Call) -> type[StrictModel]:
             text = "of all its turns: as in /generate; the other name of it is the same"
             for own in ("extra_key", "cache_salt"):
                 fields[own] = (hint | None, Field(default=None, description=text))
-        elif default is msgspec.NODEFAULT and hint != NewSessionId:
-            fields[name] = (hint, Field(alias=alias, description=text))
-        else:
-            value = None if hint == NewSessionId else default
-            fields[name] = (hint | None, Field(default=value, alias=alias, description=text))
+            continue
+        value: Any = None if hint == NewSessionId else default
+        is_required = value is msgspec.NODEFAULT
+        fields[name] = (
+            hint if is_required else hint | None,
+            Field(default=... if is_required else value, alias=alias, description=text),
+        )
     if call.message in typing.get_args(SessionMessage):
         text = "the tenant that the session belongs to, as in /generate"
         fields["user"] = (User | None, Field(default=None, description=text))
@@ -63,17 +65,17 @@ def body_of(call: Call) -> type[StrictModel]:
 def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
     """The message that `body` makes, and the session's id if it is generated."""
     fields: dict[str, Any] = {}
-    made_up = None
+    new_id = None
     for name, hint, _ in _fields(call):
         given: Any = getattr(body, name, None)
         if hint == Namespace:
             given = one_namespace(*(getattr(body, own) for own in ("extra_key", "cache_salt")))
         elif hint == NewSessionId and given is None:
-            given = made_up = owner.engine_id(uuid.uuid4().hex)
+            given = new_id = owner.engine_id(uuid.uuid4().hex)
         elif hint in (SessionId, NewSessionId):
             given = owner.engine_id(given)
         fields[name] = given
-    return call.message(**fields), made_up
+    return call.message(**fields), new_id
 
 
 def _fields(call: Call) -> list[tuple[str, Any, Any]]:
@@ -91,19 +93,18 @@ def _add_routes(call: Call, route: str) -> None:
         owner = owner_of(request, tenant_of(request, getattr(body, "user", None)))
         if opens:
             references_of(request).check_open()
-        message, made_up = message_of(call, body or body_type(), owner)
-        data = _for_client(await _ask(request, call, message, owner, made_up), owner)
+        message, new_id = message_of(call, body or body_type(), owner)
+        data = _for_client(await _ask(request, call, message, owner, new_id), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
-    takes = {"request": inspect.Parameter("request", _KEYWORD, annotation=Request)}
+    parameters = [inspect.Parameter("request", _KEYWORD, annotation=Request)]
     fields = body_type.model_fields.values()
     if any(field.is_required() for field in fields):
-        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=body_type)
+        parameters.append(inspect.Parameter("body", _KEYWORD, annotation=body_type))
     elif fields:
         kind: Any = body_type | None
-        takes["body"] = inspect.Parameter("body", _KEYWORD, annotation=kind, default=None)
-    signature = inspect.Signature(list(takes.values()), return_annotation=Response)
-    pass_on.__signature__ = signature  # type: ignore[attr-defined]
+        parameters.append(inspect.Parameter("body", _KEYWORD, annotation=kind, default=None))
+    pass_on.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     for method in call.methods:
         router.add_api_route(
             route,
@@ -125,20 +126,19 @@ for _call in CALLS:
 
 
 async def _ask(
-    request: Request, call: Call, message: Any, owner: SessionOwner, made_up: str | None
+    request: Request, call: Call, message: Any, owner: SessionOwner, new_id: str | None
 ) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
-    `made_up` is the generated id of the session that this would open: if its
-    client does not get the answer, because it comes too late or the client has gone, the session
-    is closed. (One that its
+    `new_id` is the generated id of the session that this would open: the session is closed if its
+    client does not get the answer, because it comes too late or the client has gone. (One that its
     client has named stays: the client can use it or close it.)
     """
     refs = references_of(request)
-    if made_up is None:
+    if new_id is None:
         reply = await call_engine(refs, message, call.timeout_s)
     else:
-        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, made_up, r))
+        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, new_id, r))
         reply = await unless_gone(request.receive, asking)
     if reply.ok:
         return reply.data
@@ -193,19 +193,12 @@ async def call_engine(
     refs.health.check()
     timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
     answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def on_reply(reply: Reply) -> None:
-        if not answer.done():
-            answer.set_result(reply)
-        elif on_late is not None:
-            on_late(reply)
-
-    refs.frontend.ask(message, on_reply)
+    refs.frontend.ask(message, answer.set_result)
     try:
-        return await asyncio.wait_for(answer, timeout_s)
+        return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:
-        if on_late is not None and answer.done() and not answer.cancelled():
-            on_late(answer.result())  # it came in the moment of giving up
+        if on_late is not None:
+            answer.add_done_callback(lambda done: on_late(done.result()))
         if isinstance(error, asyncio.CancelledError):
             raise
         raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error

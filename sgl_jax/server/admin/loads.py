@@ -27,11 +27,11 @@ async def loads(
 ) -> Response:
     """Requests, tokens and pages of every rank, and over all of them."""
     sections = [name.strip() for name in include.split(",")]
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        raise InvalidRequestError(
-            f"include takes {', '.join(SECTIONS)}, got {unknown[0]!r}", "include"
-        )
+    for name in sections:
+        if name not in SECTIONS:
+            raise InvalidRequestError(
+                f"include takes {', '.join(SECTIONS)}, got {name!r}", "include"
+            )
     refs = references_of(request)
     dp_size = refs.frontend.facts.dp_size
     if dp_rank is not None and dp_rank >= dp_size:
@@ -39,7 +39,7 @@ async def loads(
             f"dp_rank must be in [0, {dp_size - 1}], got {dp_rank}", "dp_rank"
         )
     state = (await call_engine(refs, GetState())).data
-    found = loads_of(state, sections)
+    found = loads_of(state, SECTIONS if "all" in sections else sections)
     if dp_rank is not None:
         found = [load for load in found if load["dp_rank"] == dp_rank]
     return json_response(
@@ -70,13 +70,12 @@ async def get_load(request: Request) -> Response:
 
 
 def loads_of(state: Mapping[str, Any], sections: Collection[str]) -> list[dict[str, Any]]:
-    """The load of every rank, with the requested `SECTIONS`.
+    """The load of every rank, with these `SECTIONS`.
 
     Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
     together, as of the engine's last line of statistics.
     """
     counters = state["counters"]
-    is_wanted = {name: name in sections or "all" in sections for name in SECTIONS}
     now = time.time()
     loads = []
     for rank in state["ranks"]:
@@ -95,13 +94,13 @@ def loads_of(state: Mapping[str, Any], sections: Collection[str]) -> list[dict[s
             "max_running_requests": rank["total_rows"],
             "utilization": num_running / max(rank["total_rows"], 1),
         }
-        if is_wanted["memory"]:
+        if "memory" in sections:
             pages = {name: count for name, count in rank.items() if name.endswith("_pages")}
             load["memory"] = {"token_capacity": max_tokens(rank), **pages}
-        if is_wanted["spec"]:
-            accepted = _share(counters, "accepted_draft_tokens", "drafted_tokens")
-            load["speculative"] = {"accept_rate": accepted}
-        if is_wanted["queues"]:
+        if "spec" in sections:
+            rate = _share(counters, "accepted_draft_tokens", "drafted_tokens")
+            load["speculative"] = {"accept_rate": rate}
+        if "queues" in sections:
             load["queues"] = {"waiting": num_waiting}
         loads.append(load)
     return loads

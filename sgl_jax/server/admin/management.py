@@ -39,9 +39,10 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 
 
 @router.get("/health", responses=answers())
+@router.get("/ping", responses=answers())
 async def health(request: Request) -> Response:
     """200 while the server takes requests; else 503 and why. It calls no engine and needs no
-    key."""
+    key. Hosting platforms call it `/ping`."""
     refs = references_of(request)
     return health_answer(refs.check_open, refs.health, is_paused=refs.is_paused)
 
@@ -52,7 +53,7 @@ async def health_generate(request: Request) -> Response:
     refs = references_of(request)
     refs.check_open()
     if refs.is_paused:
-        return health_answer(refs.check_open, refs.health, is_paused=True)
+        return await health(request)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     probe = refs.frontend.checks.prepare([0], sampling)
     try:
@@ -65,12 +66,6 @@ async def health_generate(request: Request) -> Response:
     except TimeoutError as error:
         if not refs.is_paused:
             raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
-    return health_answer(refs.check_open, refs.health, is_paused=refs.is_paused)
-
-
-@router.get("/ping", responses=answers())
-async def ping(request: Request) -> Response:
-    """As `/health`, under the name that hosting platforms use; needs no key either."""
     return await health(request)
 
 

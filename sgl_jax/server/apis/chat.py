@@ -1,7 +1,6 @@
 """`/v1/chat/completions`. Its body is a `ChatRequest`."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -14,16 +13,14 @@ from sgl_jax.server.apis.openai import (
     AnswerHead,
     OpenAIFormat,
     Usage,
-    ending,
     field_names,
     token_text,
 )
-from sgl_jax.server.chat import ChatAnswer, answer_chat
+from sgl_jax.server.chat import AnswerPart, ChatAnswer, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import streamed_answers
 from sgl_jax.server.references import References, references_of
-from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
@@ -106,8 +103,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 class ChatFormat(OpenAIFormat):
-    _kind, _whole_type = "chatcmpl", ChatCompletion
-    _event_type = staticmethod(partial(ChatCompletion, object="chat.completion.chunk"))
+    _kind, _type, _chunk_object = "chatcmpl", ChatCompletion, "chat.completion.chunk"
     _body: ChatRequest
 
     def __init__(self, refs: References, body: ChatRequest) -> None:
@@ -120,7 +116,11 @@ class ChatFormat(OpenAIFormat):
         if is_first:
             self._answers[index] = ChatAnswer(self._refs, self._body, stream)
         answer = self._answers[index]
-        deltas = [_delta(event, answer.num_calls - 1) for event in answer.events(chunk)]
+        deltas = [
+            _delta(part, gain, answer.num_calls - 1)
+            for part, gain in answer.feed(chunk)
+            if gain or (gain is not None and part.kind == "call")
+        ]
         ending = self._ending(chunk, answer)
         is_ending = any(part is not None for part in ending)
         if not deltas and (is_first or is_ending or self._always_counts):
@@ -134,15 +134,16 @@ class ChatFormat(OpenAIFormat):
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
         body, request = self._body, stream.request
         answer = ChatAnswer(self._refs, body, stream)
-        message = _message(answer, chunk)
+        for _ in answer.feed(chunk):
+            pass
         meta_info: MetaInfo | UnsetType = UNSET
         if body.return_meta_info:
             logprobs = native_logprobs(request, self._tokenizer, chunk.logprobs, ())
-            meta_info = describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs)
+            meta_info = describe(stream, chunk, **logprobs)
         return ChatChoice(
             index,
             *self._ending(chunk, answer),
-            message,
+            message_of(answer.parts),
             UNSET,
             request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
             chunk.token_ids if body.return_token_ids else UNSET,
@@ -153,40 +154,33 @@ class ChatFormat(OpenAIFormat):
         self, chunk: Chunk, answer: ChatAnswer
     ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
         """`logprobs`, `finish_reason` and `matched_stop`."""
-        has_logprobs = self._body.logprobs
+        has_logprobs, finish = self._body.logprobs, chunk.finish
         logprobs = _logprobs(self._tokenizer, chunk.logprobs) if has_logprobs else None
-        _, matched = ending(chunk.finish)
-        return logprobs, answer.finish_reason(chunk.finish), matched
+        return logprobs, answer.finish_reason(finish), None if finish is None else finish.matched
 
 
-def _delta(event: Event, index: int) -> AssistantMessage:
-    """`index` counts the calls."""
-    match event:
-        case Content(text):
-            return AssistantMessage(text)
-        case Reasoning(text):
-            return AssistantMessage(reasoning_content=text)
-        case CallBegun(name, str(call_id)):
-            call = ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function", index)
-            return AssistantMessage(tool_calls=[call])
-        case Arguments(text):
-            call = ToolCallAnswer(CalledFunctionAnswer(text), index=index)
-            return AssistantMessage(tool_calls=[call])
-    raise AssertionError(event)
+def _delta(part: AnswerPart, gain: str, index: int) -> AssistantMessage:
+    """`index` counts the calls; one that begins gains nothing yet."""
+    match part.kind:
+        case "content":
+            return AssistantMessage(gain)
+        case "reasoning":
+            return AssistantMessage(reasoning_content=gain)
+    call = ToolCallAnswer(CalledFunctionAnswer(gain), index=index)
+    if not gain:
+        call = ToolCallAnswer(CalledFunctionAnswer("", part.name), part.call_id, "function", index)
+    return AssistantMessage(tool_calls=[call])
 
 
-def _message(answer: ChatAnswer, chunk: Chunk) -> AssistantMessage:
-    content, reasoning, calls = "", "", list[ToolCallAnswer]()
-    for event in answer.events(chunk):
-        match event:
-            case Content(text):
-                content += text
-            case Reasoning(text):
-                reasoning += text
-            case CallBegun(name, str(call_id)):
-                calls.append(ToolCallAnswer(CalledFunctionAnswer("", name), call_id, "function"))
-            case Arguments(text):
-                calls[-1].function.arguments += text
+def message_of(parts: Sequence[AnswerPart]) -> AssistantMessage:
+    """The whole message."""
+    content = "".join(part.text for part in parts if part.kind == "content")
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    calls = [
+        ToolCallAnswer(CalledFunctionAnswer(part.text, part.name), part.call_id, "function")
+        for part in parts
+        if part.kind == "call"
+    ]
     shown = None if calls and not content else content
     return AssistantMessage(shown, "assistant", reasoning or UNSET, calls or UNSET)
 

@@ -1,5 +1,6 @@
 """`/v1/completions`: body, answer, route and format."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import TokenLogprobs
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
@@ -18,7 +18,6 @@ from sgl_jax.server.apis.openai import (
     AnswerHead,
     OpenAIFormat,
     Usage,
-    ending,
     field_names,
     token_text,
 )
@@ -35,7 +34,6 @@ from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import streamed_answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
-from sgl_jax.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
@@ -105,16 +103,13 @@ class Completion(AnswerHead, frozen=True):
 @router.post("/completions", responses=streamed_answers(Completion))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    refs = references_of(request)
-    refs.check_open()
-    refs.check_model(body.model)
-    prompts = body.prompts
+    refs, prompts = references_of(request), body.prompts
     names = field_names(body, "max_tokens", "prompt")
     requests = await prompt_requests(
         request,
         body,
         prompts,
-        [body] * len(prompts),
+        [map(body.to_sampling, range(body.num_choices)) for _ in prompts],
         names,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
@@ -130,14 +125,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             prompt = refs.frontend.tokenizer.decode(prompt, skip_special_tokens=skips)
             await share.pause()
         echoes += [prompt] * body.num_choices
+    answer_format = CompletionFormat(refs, body, echoes)
     group = StreamGroup(request, requests, streaming=body.stream, names=names)
-    return await respond(request, group, CompletionFormat(refs, body, echoes))
+    return await respond(group, answer_format)
 
 
 class CompletionFormat(OpenAIFormat):
     """Answers of `/v1/completions`. With `echo` the text begins with the prompt."""
 
-    _kind, _event_type, _whole_type = "cmpl", Completion, Completion
+    _kind, _type, _chunk_object = "cmpl", Completion, "text_completion"
     _body: CompletionRequest
 
     def __init__(
@@ -146,38 +142,27 @@ class CompletionFormat(OpenAIFormat):
         """`prompt_texts`: the echo of each choice; empty without `echo`."""
         super().__init__(refs, body)
         self._echoes = dict(enumerate(prompt_texts))
-        self._writers: dict[int, CompletionLogprobsWriter] = {}
+        self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
-        logprobs = None
-        if self._body.logprobs is not None:
-            writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._tokenizer))
-            logprobs = writer.write([*chunk.prompt_logprobs, *chunk.logprobs])
-        shows_ids = self._body.return_token_ids  # not in a stream
+        finish, shows_ids = chunk.finish, self._body.return_token_ids
         return CompletionChoice(
             index,
             self._echoes.pop(index, "") + chunk.text,
-            logprobs,
-            *ending(chunk.finish),
+            None if self._body.logprobs is None else self._logprobs(index, chunk),
+            None if finish is None else finish.type,
+            None if finish is None else finish.matched,
             stream.request.input_ids if shows_ids else UNSET,
             chunk.token_ids if shows_ids else UNSET,
         )
 
-
-class CompletionLogprobsWriter:
-    """The completions API's form; keeps count of the text offset from chunk to chunk."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._offset = 0
-
-    def write(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+    def _logprobs(self, index: int, chunk: Chunk) -> CompletionLogprobs:
         written = CompletionLogprobs([], [], [], [])
-        for entry in entries:
+        for entry in (*chunk.prompt_logprobs, *chunk.logprobs):
             token = self._text(entry.token_id)
             written.tokens.append(token)
-            written.text_offset.append(self._offset)
-            self._offset += len(token)
+            written.text_offset.append(self._offsets[index])
+            self._offsets[index] += len(token)
             if entry.logprob is None:  # the first token of a prompt: nothing predicts it
                 written.token_logprobs.append(None)
                 written.top_logprobs.append(None)

@@ -9,14 +9,13 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import FinishReason, GenerateRequest, TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
 from sgl_jax.core.request_limits import check_num_requests, for_each
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
-from sgl_jax.server.answer_stream import DONE, StreamGroup, failure_event, json_response, respond
+from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
-from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import (
     ForEach,
     RequestFields,
@@ -113,8 +112,6 @@ class GenerateBody(RequestFields):
             raise InvalidRequestError("send either text or input_ids", "text")
         given: Any = self.input_ids if self.text is None else self.text
         prompts: list[str | list[int]] = given if self._is_batch else [given]
-        if not prompts:
-            raise InvalidRequestError("the list of prompts is empty", self.prompt_field)
         check_num_requests(len(prompts), self.num_choices, self.prompt_field)
         if self.session_params is not None:
             refuse_several(len(prompts), self.prompt_field)
@@ -135,35 +132,32 @@ class GenerateBody(RequestFields):
             raise InvalidRequestError("n must be the same for all prompts", "sampling_params")
         return counts.pop() if counts else 1
 
-    def sampling_of(self, num_prompts: int) -> list[NativeSampling]:
-        given = for_each("sampling_params", self.sampling_params, num_prompts)
-        return [sampling or NativeSampling() for sampling in given]
+    def samplings(self, num_prompts: int) -> Iterator[Iterator[SamplingParams]]:
+        """One of each choice, for each prompt."""
+        for given in for_each("sampling_params", self.sampling_params, num_prompts):
+            sampling = given or NativeSampling()
+            yield map(sampling.to_sampling, range(sampling.num_choices))
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """As in every API, with the log-probabilities that each prompt requests."""
+        """With the log-probabilities that each prompt requests."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
-        each = zip(
+        prompts_too = not self.return_output_logprob_only
+        all_options = super().options_of(num_prompts)
+        for options, is_scored, start, top, own_ids in zip(
+            all_options,
             for_each("return_logprob", self.return_logprob, num_prompts),
             for_each("logprob_start_len", self.logprob_start_len, num_prompts),
             for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
             for_each("token_ids_logprob", ids, num_prompts),
-            super().options_of(num_prompts),
             strict=True,
-        )
-        prompts_too = not self.return_output_logprob_only
-        return [
-            options
-            | {
-                "return_logprob": True,
-                "logprob_start_len": start if prompts_too and start is not None else -1,
-                "top_logprobs_num": top or 0,
-                "token_ids_logprob": own_ids,
-            }
-            if is_scored
-            else options
-            for is_scored, start, top, own_ids, options in each
-        ]
+        ):
+            if is_scored:
+                options["return_logprob"] = True
+                options["logprob_start_len"] = start if prompts_too and start is not None else -1
+                options["top_logprobs_num"] = top or 0
+                options["token_ids_logprob"] = own_ids
+        return all_options
 
 
 class AbortBody(StrictModel):
@@ -196,22 +190,20 @@ router = APIRouter(tags=["native"], route_class=JsonRoute)
 @router.post("/generate", responses=streamed_answers(Generated))
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts; the answer to a list is a list."""
-    refs = references_of(request)
-    refs.check_open()
-    refs.check_model(body.model)
     prompts = body.prompts
     names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
     requests = await prompt_requests(
         request,
         body,
         prompts,
-        body.sampling_of(len(prompts)),
+        body.samplings(len(prompts)),
         names,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
     )
+    answer_format = NativeFormat(references_of(request), body)
     group = StreamGroup(request, requests, streaming=body.stream, names=names)
-    return await respond(request, group, NativeFormat(refs, body))
+    return await respond(group, answer_format)
 
 
 @router.post("/abort_request", responses=answers())
@@ -227,7 +219,7 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
     return json_response({"aborted": references_of(request).frontend.abort(body.rid, sender)})
 
 
-class NativeFormat:
+class NativeFormat(AnswerFormat):
     """Answers of `/generate`. In a stream every event repeats all so far (SGLang's convention),
     unless the request or the server requests increments."""
 
@@ -239,100 +231,65 @@ class NativeFormat:
             if body.stream_output is None
             else body.stream_output
         )
-        self._streamed: dict[int, StreamedAnswer] = {}
+        self._answers: dict[int, NativeAnswer] = {}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        if index not in self._streamed:
-            self._streamed[index] = StreamedAnswer(
-                stream,
-                self._tokenizer,
-                index=index if self._body.is_list else None,
-                shows_prompt_ids=bool(self._body.return_prompt_token_ids),
-                is_incremental=self._is_incremental,
-            )
-        return self._streamed[index].event(chunk)
-
-    def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        return DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return failure_event(error)
+        if index not in self._answers:
+            tail: dict[str, Any] = {"index": index} if self._body.is_list else {}
+            if self._body.return_prompt_token_ids:
+                tail["prompt_token_ids"] = stream.request.input_ids
+            self._answers[index] = NativeAnswer(stream, self._tokenizer, tail)
+        answer = self._answers[index]
+        written = b"".join((b"data: ", *answer.write(chunk), b"\n\n"))
+        if self._is_incremental:
+            answer.forget_sent()
+        return written
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        written = list(map(self._write, range(len(chunks)), chunks, streams))
-        return written if self._body.is_list else written[0]
-
-    def _write(self, index: int, chunk: Chunk, stream: RequestStream) -> Generated:
-        logprobs = native_logprobs(
-            stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
-        )
-        return Generated(
-            chunk.text,
-            chunk.token_ids,
-            describe(stream, chunk.num_output_tokens, chunk.finish, **logprobs),
-            index if self._body.is_list else UNSET,
-            stream.request.input_ids if self._body.return_prompt_token_ids else UNSET,
-        )
+        """Each answer is the one event of a stream."""
+        events = map(self.event, range(len(chunks)), chunks, streams)
+        answers = [msgspec.Raw(event.removeprefix(b"data: ").rstrip()) for event in events]
+        return answers if self._body.is_list else answers[0]
 
 
 _encode = msgspec.json.encode
 
 
-class StreamedAnswer:
+class NativeAnswer:
+    """One answer as JSON, a `Generated`: only the gain of each chunk is encoded."""
+
     def __init__(
-        self,
-        stream: RequestStream,
-        logprob_tokenizer: Tokenizer | None,
-        *,
-        index: int | None,
-        shows_prompt_ids: bool,
-        is_incremental: bool,
+        self, stream: RequestStream, logprob_tokenizer: Tokenizer | None, tail: dict[str, Any]
     ) -> None:
         """
         Args:
             logprob_tokenizer: writes the texts of tokens beside their log-probabilities, if any.
-            index: of the request in a list; None is not shown.
+            tail: the last fields, which do not change.
         """
         self._stream = stream
         self._tokenizer = logprob_tokenizer
-        self._is_incremental = is_incremental
-        tail: dict[str, Any] = {} if index is None else {"index": index}
-        if shows_prompt_ids:
-            tail["prompt_token_ids"] = stream.request.input_ids
         self._tail = b"," + _encode(tail)[1:] if tail else b"}"
-        self._num_tokens = 0
         self._text = bytearray()  # inside the quotes
         self._ids = bytearray()  # inside the brackets, as are the lists of log-probabilities
-        self._logprobs: dict[str, bytearray] = {}
-        for name in native_logprobs(stream.request, None, (), ()):
-            self._logprobs[name] = bytearray()
+        names = native_logprobs(stream.request, None, (), ())
+        self._logprobs = {name: bytearray() for name in names}
 
-    def event(self, chunk: Chunk) -> bytes:
-        """The event of `chunk`."""
-        self._num_tokens += len(chunk.token_ids)
+    def write(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
+        """The answer up to `chunk`, in pieces to be joined."""
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
-        meta = _encode(describe(self._stream, self._num_tokens, chunk.finish))
-        parts: list[bytes | bytearray] = [b'data: {"text":"', self._text, b'","output_ids":[']
-        parts += [self._ids, b'],"meta_info":', meta[:-1], *self._add_logprobs(chunk)]
-        parts += [b"}", self._tail, b"\n\n"]
-        data = b"".join(parts)
-        if self._is_incremental:
-            self._forget_sent()
-        return data
+        yield from (b'{"text":"', self._text, b'","output_ids":[', self._ids, b'],"meta_info":')
+        yield _encode(describe(self._stream, chunk))[:-1]
+        if self._logprobs:
+            gained = native_logprobs(
+                self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
+            )
+            for name, written in self._logprobs.items():
+                _append(written, gained[name])
+                yield from (b',"', name.encode(), b'":[', written, b"]")
+        yield from (b"}", self._tail)
 
-    def _add_logprobs(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
-        """All log-probabilities to send with `chunk`, as further fields of `meta_info`."""
-        if not self._logprobs:
-            return
-        gained = native_logprobs(
-            self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
-        )
-        for name, written in self._logprobs.items():
-            _append(written, gained[name])
-            yield from (b',"', name.encode(), b'":[', written, b"]")
-
-    def _forget_sent(self) -> None:
+    def forget_sent(self) -> None:
         self._text.clear()
         self._ids.clear()
         for name, written in list(self._logprobs.items()):
@@ -342,36 +299,29 @@ class StreamedAnswer:
 
 
 def _append(written: bytearray, items: Sequence[Any]) -> None:
-    if not items:
-        return
-    if written:
-        written += b","
-    written += _encode(items)[1:-1]
+    if items:
+        written += b"," if written else b""
+        written += _encode(items)[1:-1]
 
 
-def describe(
-    stream: RequestStream, num_tokens: int, finish: FinishReason | None, **logprobs: Any
-) -> MetaInfo:
-    """The facts of `stream` after `num_tokens` output tokens; `logprobs` are further fields."""
+def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
+    """The facts of `stream` after `chunk`; `logprobs` are further fields."""
+    finish, num_tokens = chunk.finish, chunk.num_output_tokens
+    reason: dict[str, int | str | None] | None = None
+    if finish is not None:
+        more = {"stop": ("matched", finish.matched), "length": ("length", num_tokens)}
+        name, value = more.get(finish.type, ("message", finish.message))
+        reason = {"type": finish.type, name: value}
     return MetaInfo(
         id=stream.client_rid,
         prompt_tokens=stream.num_prompt_tokens,
         completion_tokens=num_tokens,
         cached_tokens=stream.cached_tokens,
-        finish_reason=None if finish is None else _finish(finish, num_tokens),
+        finish_reason=reason,
         dp_rank=stream.dp_rank,
         e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
         **logprobs,
     )
-
-
-def _finish(finish: FinishReason, num_tokens: int) -> dict[str, int | str | None]:
-    match finish.type:
-        case "stop":
-            return {"type": "stop", "matched": finish.matched}
-        case "length":
-            return {"type": "length", "length": num_tokens}
-    return {"type": "abort", "message": finish.message}
 
 
 def native_logprobs(

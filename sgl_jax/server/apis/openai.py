@@ -2,15 +2,15 @@
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
-from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.request_stream import Chunk, RequestStream
-from sgl_jax.server.answer_stream import DONE, event, failure_event, json_response
+from sgl_jax.server.answer_stream import DONE, AnswerFormat, event, json_response
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import GenerationFields
 from sgl_jax.server.guards.json_body import JsonRoute
@@ -94,12 +94,12 @@ def field_names(body: GenerationFields, limit: str, prompt: str) -> dict[str, st
     }
 
 
-class OpenAIFormat:
+class OpenAIFormat(AnswerFormat):
     """The parts that both kinds of answers share: name, time, model and counts of tokens."""
 
     _kind: str  # prefix of new names
-    _event_type: Callable[..., Struct]
-    _whole_type: type[Struct]
+    _type: Callable[..., Struct]
+    _chunk_object: str  # the name of a chunk's type
 
     def __init__(self, refs: References, body: GenerationFields) -> None:
         rid = body.rid[0] if isinstance(body.rid, list) else body.rid
@@ -118,34 +118,27 @@ class OpenAIFormat:
         usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
         if self._always_counts:
             usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
-        pieces = self._pieces(index, chunk, stream)
-        return b"".join(event(self._event_type(*self._head, [piece], usage)) for piece in pieces)
+        return b"".join(
+            event(self._type(*self._head, [piece], usage, self._chunk_object))
+            for piece in self._pieces(index, chunk, stream)
+        )
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         if not self._counts_at_end:
             return DONE
-        return event(self._event_type(*self._head, [], self._total(streams))) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return failure_event(error)
+        usage = usage_of(streams, self._body.num_choices)
+        return event(self._type(*self._head, [], usage, self._chunk_object)) + DONE
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
         choices = list(map(self._choice, range(len(chunks)), chunks, streams))
-        return self._whole_type(*self._head, choices, self._total(streams))
-
-    def _total(self, streams: Sequence[RequestStream]) -> Usage:
-        return usage_of(streams, self._body.num_choices)
+        return self._type(*self._head, choices, usage_of(streams, self._body.num_choices))
 
     def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> Sequence[Any]:
         """One streamed chunk of a choice, in one event or several."""
         return [self._choice(index, chunk, stream)]
 
-    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any:
-        raise NotImplementedError
-
-
-def ending(finish: FinishReason | None) -> tuple[str | None, int | str | None]:
-    return (None, None) if finish is None else (finish.type, finish.matched)
+    @abstractmethod
+    def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> Any: ...
 
 
 def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:

@@ -10,13 +10,13 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.server import unserved_fields
-from sgl_jax.server.answer_stream import StreamGroup, gather, json_response
+from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.apis.openai import Usage, token_text, usage_of
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tools
-from sgl_jax.server.fields import ForEach, RequestFields, SamplingFields, StrictModel, TokenIds
-from sgl_jax.server.guards.connection import CLIENT_GONE, LoopShare, while_connected
+from sgl_jax.server.fields import ForEach, RequestFields, StrictModel, TokenIds
+from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
@@ -69,22 +69,6 @@ class TokenizeBody(StrictModel):
             )
         return self
 
-    @property
-    def texts(self) -> list[str]:
-        assert self.prompt is not None
-        return self.prompt if isinstance(self.prompt, list) else [self.prompt]
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The conversation, as its own route takes it."""
-        assert self.messages is not None
-        return ChatRequest(
-            messages=self.messages,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-            tools=self.tools,
-        )
-
 
 class DetokenizeBody(StrictModel):
     """Body of `/detokenize`: the tokens of a text, or of several."""
@@ -92,16 +76,6 @@ class DetokenizeBody(StrictModel):
     model: str = "default"
     tokens: TokenIds | ForEach[TokenIds]
     skip_special_tokens: bool | None = Field(default=None, description="default: true")
-
-    @property
-    def is_list(self) -> bool:
-        """Several texts were sent, and so are returned."""
-        return bool(self.tokens) and isinstance(self.tokens[0], list)
-
-    @property
-    def each(self) -> list[list[int]]:
-        tokens: Any = self.tokens
-        return tokens if self.is_list else [tokens]
 
 
 class Tokenized(Struct, frozen=True):
@@ -126,11 +100,18 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a prompt, of several, or of a conversation as the chat template writes it."""
     refs = references_of(request)
     refs.check_model(body.model)
-    if body.prompt is None:
-        ids = [await encode_chat(request, body.chat)]
+    if body.messages is not None:
+        chat = ChatRequest(
+            messages=body.messages,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
+        )
+        ids = [await encode_chat(request, chat)]
     else:
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         special = body.add_special_tokens is not False
-        packed = await encode_texts(request, body.texts, add_special_tokens=special)
+        packed = await encode_texts(request, texts, add_special_tokens=special)
         ids = [each.tolist() for each in packed]
     strings = [await _strings(refs, each) for each in ids] if body.return_token_strs else None
     most = refs.frontend.facts.max_context_len
@@ -147,17 +128,20 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, or of several lists of them."""
     refs = references_of(request)
     refs.check_model(body.model)
+    tokens: Any = body.tokens
+    is_list = bool(tokens) and isinstance(tokens[0], list)
+    each: list[list[int]] = tokens if is_list else [tokens]
     vocab_size = refs.frontend.facts.vocab_size
-    for ids in body.each:
-        if ids and max(ids) >= vocab_size:
-            raise InvalidRequestError(
-                f"tokens holds {max(ids)}, outside the vocabulary [0, {vocab_size})", "tokens"
-            )
+    largest = max(map(max, filter(None, each)), default=0)
+    if largest >= vocab_size:
+        raise InvalidRequestError(
+            f"tokens holds {largest}, outside the vocabulary [0, {vocab_size})", "tokens"
+        )
     skips = body.skip_special_tokens is not False
     decode = refs.frontend.tokenizer.decode
     # In a thread: the tokens of a whole book take seconds.
-    texts = [await asyncio.to_thread(decode, ids, skip_special_tokens=skips) for ids in body.each]
-    text = texts if body.is_list else texts[0]
+    texts = [await asyncio.to_thread(decode, ids, skip_special_tokens=skips) for ids in each]
+    text = texts if is_list else texts[0]
     return json_response(Detokenized(text, text))
 
 
@@ -228,43 +212,34 @@ class Scores(Struct, frozen=True):
     object: str = "scoring"
 
 
-_ONE_TOKEN = SamplingFields(temperature=0.0, ignore_eos=True)
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 @router.post("/v1/score", responses=answers(Scores))
 @router.post("/score", responses=answers(Scores))
 async def score(body: ScoreBody, request: Request) -> Response:
     """Probabilities of `label_token_ids` right after each item."""
-    refs = references_of(request)
-    refs.check_open()
-    refs.check_model(body.model)
     prompts = body.prompts
     names = dict.fromkeys(("text", "input_ids"), "items") | {"token_ids_logprob": "label_token_ids"}
     requests = await prompt_requests(
         request,
         body,
         prompts,
-        [_ONE_TOKEN] * len(prompts),
+        [[_ONE_TOKEN]] * len(prompts),
         names,
-        default_max_new_tokens=1,
         return_logprob=True,
         token_ids_logprob=body.label_token_ids,
     )
     group = StreamGroup(request, requests, streaming=False, names=names)
-    chunks = await while_connected(request.receive, gather(group))
-    if chunks is None:
-        return Response(status_code=CLIENT_GONE)
+    chunks = await unless_gone(request.receive, group.collect())
     logprobs = [chunk.logprobs[0].id_logprobs for chunk in chunks]
-    found = [
-        _among_themselves(each) if body.apply_softmax else _probabilities(each) for each in logprobs
-    ]
-    return json_response(Scores(found, refs.model_name, usage_of(group.streams)))
+    found = [_probabilities(each, among_themselves=body.apply_softmax) for each in logprobs]
+    model = references_of(request).model_name
+    return json_response(Scores(found, model, usage_of(group.streams)))
 
 
-def _probabilities(logprobs: Sequence[float]) -> list[float]:
-    return [math.exp(logprob) for logprob in logprobs]
-
-
-def _among_themselves(logprobs: Sequence[float]) -> list[float]:
-    powers = _probabilities([logprob - max(logprobs) for logprob in logprobs])
+def _probabilities(logprobs: Sequence[float], *, among_themselves: bool | None) -> list[float]:
+    if not among_themselves:
+        return [math.exp(logprob) for logprob in logprobs]
+    powers = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
     return [power / sum(powers) for power in powers]

@@ -47,7 +47,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._framing_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        # The one being answered, and those behind it. uvicorn keeps the last one only.
+        # The request whose answer is due, and later ones. uvicorn keeps the last one only.
         self._unanswered: deque[RequestResponseCycle] = deque()
 
     # Connection

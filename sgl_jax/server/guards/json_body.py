@@ -7,8 +7,6 @@ waits for one of these at most, and of a validation for one of its parts.
 """
 
 import asyncio
-import ctypes
-import gc
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,9 +18,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgl_jax.server.errors import ApiError, error_response, to_api_error
+from sgl_jax.server.errors import ApiError, to_api_error
 from sgl_jax.server.guards.connection import CLIENT_GONE
 from sgl_jax.server.guards.limits import Limits
 
@@ -111,18 +108,12 @@ def check_shape(body: bytes | bytearray, limits: Limits) -> None:
 
 def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
     r"""Slices of `body` without `\\` and `\"`, so that every quote begins or ends a string."""
-    start = 0
-    while start < len(body):
-        end = min(start + _SLICE_BYTES, len(body))
-        # Do not cut behind a backslash that escapes the next byte.
-        num_backslashes = 0
-        while end < len(body) and body[end - 1 - num_backslashes] == ord("\\"):
-            num_backslashes += 1
-            if num_backslashes == end - start:
-                break
-        end += num_backslashes & 1
-        yield body[start:end].replace(rb"\\", b"").replace(rb"\"", b"")
-        start = end
+    begun = b""  # a backslash that escapes the next slice's first byte
+    for start in range(0, len(body), _SLICE_BYTES):
+        piece = begun + body[start : start + _SLICE_BYTES]
+        end = len(piece) - (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        begun = bytes(piece[end:])
+        yield piece[:end].replace(rb"\\", b"").replace(rb"\"", b"")
 
 
 def _check(unit: str, count: int, most: int) -> None:
@@ -178,91 +169,4 @@ def _is_json(request: Request) -> bool:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")
-    )
-
-
-_LONG_BYTES = 2**20
-_DELAY_S = 1.0  # once for all requests that end within it
-
-
-class MemoryReturn:
-    """Gives the memory of long requests back to the system; one per server.
-
-    Garbage of a request may hang together in circles, of exceptions and the frames they went
-    through, which Python frees at some later time; and the C library keeps freed memory.
-    """
-
-    def __init__(self) -> None:
-        self._is_due = False
-
-    def after(self, num_bytes: int) -> None:
-        if num_bytes >= _LONG_BYTES and not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_later(_DELAY_S, self._start)
-
-    def _start(self) -> None:
-        self._is_due = False
-        # It takes milliseconds: the objects of the server were frozen when it started.
-        gc.collect()
-        asyncio.get_running_loop().run_in_executor(None, _trim)
-
-
-def _trim() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
-
-
-class BodyLimitMiddleware:
-    """Refuses bodies above the limit of their route, by their announced length or while they
-    arrive, and bodies that would exceed the bytes held at a time."""
-
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app = app
-        self._limits = limits
-        self._held_bytes = 0
-        self._memory = MemoryReturn()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        most = self._limits.body_bytes_of(scope["path"])
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > most:
-            # The rest is read and dropped, so that the client gets to read the answer; unless it
-            # would take too long.
-            is_endless = int(announced) > self._limits.max_held_body_bytes
-            refusal = _too_large(most, closes=is_endless)
-            await error_response(refusal, scope["path"])(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def counting_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            gained = len(message.get("body", b""))
-            num_bytes += gained
-            self._held_bytes += gained
-            if num_bytes > most:
-                raise _too_large(most, closes=True)
-            if gained and self._held_bytes > self._limits.max_held_body_bytes:
-                raise ApiError(
-                    503, "the server holds too many long requests", code="too_many_bytes"
-                )
-            return message
-
-        try:
-            await self._app(scope, counting_receive, send)
-        finally:
-            self._held_bytes -= num_bytes
-            self._memory.after(num_bytes)
-
-
-def _too_large(most: int, *, closes: bool) -> ApiError:
-    return ApiError(
-        413,
-        f"the body exceeds the {most} bytes that this route takes",
-        code="body_too_large",
-        headers={"connection": "close"} if closes else None,
     )

@@ -5,11 +5,8 @@ Keys are kept as digests. Code sees a caller by its key's name, or number, never
 
 import hashlib
 import hmac
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 from fastapi import Request
@@ -20,6 +17,7 @@ from sgl_jax.core.calls import CALLS
 from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
+from sgl_jax.server.guards.key_file import read_key_file
 
 # Routes of operators, and routes that show all clients at once.
 ADMIN_PATHS = frozenset(
@@ -30,7 +28,6 @@ ADMIN_PATHS = frozenset(
     }
 )
 MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
-_STATE = "caller"
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,8 @@ ANONYMOUS = Caller("anonymous", is_admin=True)
 
 
 def caller_of(request: Request) -> Caller:
-    caller = request.scope.get("state", {}).get(_STATE, ANONYMOUS)
-    assert isinstance(caller, Caller)
+    caller: Caller = getattr(request.state, "caller", ANONYMOUS)
     return caller
-
-
-def note_caller(scope: Scope, caller: Caller) -> None:
-    scope.setdefault("state", {})[_STATE] = caller
 
 
 class ApiKeys:
@@ -148,85 +140,6 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-_FORMAT = "must be KEY, or NAME KEY [weight=W] [max_queued=N] [max_running=N]"
-_OPTIONS = ("weight", "max_queued", "max_running")
-MAX_WEIGHT = 1e6
-MAX_COUNT = 10_000_000
-
-
-class FileKey(NamedTuple):
-    key: str
-    tenant: Tenant
-
-
-def read_key_file(path: str, prefix: str) -> Iterator[FileKey]:
-    """The keys in `path`; one without a name is called `prefix` and the number of its line.
-
-    Lines that begin with # are comments. Raises `ValueError`, naming the line, for a bad file.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the API keys in {path}: {error}") from error
-    names = {prefix}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        try:
-            read = _read_line(words, f"{prefix}-{number}")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        if read.tenant.name in names:
-            raise ValueError(f"{path}, line {number}: the name {read.tenant.name!r} is taken")
-        names.add(read.tenant.name)
-        yield read
-    if len(names) == 1:
-        raise ValueError(f"{path} holds no API key")
-
-
-def _read_line(words: Sequence[str], default_name: str) -> FileKey:
-    if len(words) == 1:
-        return FileKey(words[0], Tenant(name=default_name))
-    name, key, *options = words
-    if _is_option(key):  # else the first word, a key, would be shown as a name
-        raise ValueError(f"a key with options needs a name: {_FORMAT}")
-    given: dict[str, str] = {}
-    for option in options:
-        if not _is_option(option):
-            raise ValueError(_FORMAT)
-        field, _, value = option.partition("=")
-        if field in given:
-            raise ValueError(f"{field} stands there twice")
-        given[field] = value
-    weight = _number("weight", given.get("weight", "1"), MAX_WEIGHT)
-    if weight == 0:
-        raise ValueError("weight must be above 0")
-    counts = {name: _count(name, given[name]) for name in _OPTIONS[1:] if name in given}
-    return FileKey(key, Tenant(name=name, weight=weight, **counts))
-
-
-def _is_option(word: str) -> bool:
-    return word.partition("=")[0] in _OPTIONS and "=" in word
-
-
-def _count(name: str, text: str) -> int:
-    value = _number(name, text, MAX_COUNT)
-    if not value.is_integer():
-        raise ValueError(f"{name} must be a whole number, got {text!r}")
-    return int(value)
-
-
-def _number(name: str, text: str, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= most:  # nor NaN
-        raise ValueError(f"{name} must be a number from 0 to {most:g}, got {text!r}")
-    return value
-
-
 def tenant_of(request: Request, user: str | None) -> Tenant | None:
     """The tenant of `request`, whose body has this field `user`."""
     tenant = caller_of(request).tenant
@@ -245,7 +158,6 @@ class SessionOwner:
         self._prefix = "".join(f"{quote(name, safe='')}:" for name in names)
 
     def engine_id(self, session_id: str) -> str:
-        """The engine's id of the caller's session `session_id`."""
         return self._prefix + session_id
 
     def client_id(self, engine_id: str) -> str | None:
@@ -261,7 +173,6 @@ class SessionOwner:
 
 
 def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
-    """The sessions that `request` of `tenant` may use."""
     return SessionOwner(caller_of(request), tenant)
 
 
@@ -291,14 +202,14 @@ class ApiKeyMiddleware:
                 )
                 await error_response(refusal, scope["path"])(scope, receive, send)
                 return
-            note_caller(scope, caller)
+            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
 
 def _authorization(scope: Scope) -> list[bytes]:
     """Values of the `Authorization` header; Anthropic's clients may send `x-api-key` instead."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if not given and is_of_messages(scope["path"]):
-        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
-        given = [b"Bearer " + key for key in keys]
-    return given
+    headers = scope["headers"]
+    given = [value for name, value in headers if name == b"authorization"]
+    if given or not is_of_messages(scope["path"]):
+        return given
+    return [b"Bearer " + value for name, value in headers if name == b"x-api-key"]

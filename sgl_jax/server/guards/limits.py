@@ -46,7 +46,7 @@ class Limits:
     )
     max_url_bytes: int = _limit(8192, "bytes of a request's URL (414)")
     max_head_bytes: int = _limit(
-        65_536, "bytes of URL and headers together, and of what frames a chunked body (431)"
+        65_536, "bytes of URL and headers together, and of the framing of a chunked body (431)"
     )
     receive_timeout_s: float = _limit(
         ServerArgs.receive_timeout,

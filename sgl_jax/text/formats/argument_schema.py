@@ -27,12 +27,12 @@ class ArgumentSchema(NamedTuple):
         properties, required = schema.get("properties", {}), schema.get("required", [])
         is_object = isinstance(properties, dict) and {*required} <= properties.keys()
         if (beyond or not is_object) and not is_lenient(schema):
-            why = (
+            reason = (
                 f"{beyond[0]} cannot be enforced" if beyond else "each that is required must be one"
             )
             raise ValueError(
                 "parameters must be the properties of an object in calls of this model's format: "
-                + why
+                + reason
             )
         if not isinstance(properties, dict):
             properties = {}

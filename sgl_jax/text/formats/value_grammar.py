@@ -119,12 +119,12 @@ class _Rules:
         self.lines.append(f"{name}: {body}")
         return name
 
-    def _once(self, what: str, body: Callable[[], str]) -> str:
-        """The rule of the shared part `what`; `body` may refer to it."""
-        if what not in self._shared:
-            name = self._shared[what] = f"{self._prefix}_shared_{len(self._shared)}"
+    def _once(self, part: str, body: Callable[[], str]) -> str:
+        """The rule of the shared part `part`; `body` may refer to it."""
+        if part not in self._shared:
+            name = self._shared[part] = f"{self._prefix}_shared_{len(self._shared)}"
             self.lines.append(f"{name}: {body()}")
-        return self._shared[what]
+        return self._shared[part]
 
     def _string(self) -> str:
         name = f"{self._prefix}_string"

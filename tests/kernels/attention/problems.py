@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.attention import reference
-from sgl_jax.kernels.attention.api import AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
+from tests.kernels.attention import reference
 
 SCALE = 0.3
 NO_PAGE = 2**30  # out of any cache's range

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.api import attention_implementation
 from sgl_jax.kernels.attention.tpu import ragged_paged_attention
@@ -36,7 +37,8 @@ def attend(program, how):
         batch = make_batch(problem, program)
         if how == "xla":
             return attention_implementation("xla")(*arrays, batch, options)
-        return ragged_paged_attention(*arrays, batch, options, interpret=MODES[how])
+        with force_tpu_interpret_mode(MODES[how]):
+            return ragged_paged_attention(*arrays, batch, options)
 
     return run
 

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.attention import reference
-from sgl_jax.kernels.attention.api import (
-    AttentionBatch,
-    ScoreOptions,
-    attention_implementation,
-)
+from sgl_jax.kernels.attention.api import attention_implementation
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
+from tests.kernels.attention import reference
 from tests.kernels.attention.problems import as_float8
 
 LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2

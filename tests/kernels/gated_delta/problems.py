@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sgl_jax.core.recurrence import conv_state_shape
-from sgl_jax.kernels.gated_delta import reference
-from sgl_jax.kernels.gated_delta.api import CHUNK_TOKENS, StateBatch
-from sgl_jax.kernels.gated_delta.reference import Step
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
+from tests.kernels.gated_delta import reference
+from tests.kernels.gated_delta.reference import Step
 
 LAYERS, LAYER = 2, 1
 
@@ -85,6 +85,10 @@ class Problem(NamedTuple):
     weight: np.ndarray
     conv_states: np.ndarray  # likewise; [layers, slots, width - 1, channels]
     step: Step
+
+    @property
+    def tokens(self) -> DeltaInputs:
+        return DeltaInputs(*self[:5])
 
     @property
     def conv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.kernels.gated_delta import tpu, xla
-from sgl_jax.kernels.gated_delta.api import check_heads, gated_delta_implementation
+from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
+from sgl_jax.kernels.gated_delta.batch import check_heads
 from tests.kernels.gated_delta.problems import (
     LAYER,
     Case,
@@ -23,7 +24,7 @@ def test_each_backend_has_its_own():
     kernels = (tpu.gated_delta, tpu.causal_conv)
     assert gated_delta_implementation("pallas") == kernels
     simulated = gated_delta_implementation("pallas", simulate=True)
-    assert tuple(call.func for call in simulated) == kernels
+    assert tuple(call.__wrapped__ for call in simulated) == kernels
 
 
 def test_an_unknown_backend_is_refused():
@@ -45,7 +46,7 @@ def test_decode_and_prefill_follow_each_other():
 
     @quick_jit
     def run(problem):
-        return call(*problem[:6], jnp.int32(LAYER), problem.make_batch(program))
+        return call(problem.tokens, problem.states, jnp.int32(LAYER), problem.make_batch(program))
 
     out, states = simulate(run, problem)
     want, want_states = expected_delta(problem)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.gated_delta import xla
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 from tests.kernels.gated_delta.problems import (
     LAYER,
     Case,
@@ -39,7 +39,7 @@ def compiled(program):
     def run(problem):
         batch = problem.make_batch(program)
         layer = jnp.int32(LAYER)
-        delta = xla.gated_delta(*problem[:6], layer, batch)
+        delta = xla.gated_delta(problem.tokens, problem.states, layer, batch)
         return delta, xla.causal_conv(*problem.conv, layer, batch)
 
     return run
@@ -103,7 +103,8 @@ def run_row(problem, program, first, end, kv_start, slots, snapshots=()):
     row = (np.array([x], np.int32) for x in (*slots,))
     lengths = (np.array([x], np.int32) for x in (kv_start, end - first))
     batch = StateBatch.build(*row, jnp.asarray(kept), *lengths, jnp.int32(0), program.tokens)
-    return jax.jit(xla.gated_delta)(*arrays, problem.states, jnp.int32(LAYER), batch)
+    inputs = DeltaInputs(*arrays)
+    return jax.jit(xla.gated_delta)(inputs, problem.states, jnp.int32(LAYER), batch)
 
 
 @pytest.mark.parametrize("cut", [1, 63, 64, 100, 192])
@@ -132,7 +133,7 @@ def test_donated_states_are_changed_in_place(call, tokens):
         batch = StateBatch.build(*step, tokens)
         layer = jnp.int32(LAYER)
         if call == "delta":
-            return xla.gated_delta(*arrays, states, layer, batch)
+            return xla.gated_delta(DeltaInputs(*arrays), states, layer, batch)
         return xla.causal_conv(*arrays, states, layer, batch)
 
     *inputs, states = arrays

@@ -4,9 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.grouped_matmul.interface import (
+    blocked_grouped_matmul,
+    grouped_matmul_implementation,
+    ragged_grouped_matmul,
+)
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-from sgl_jax.kernels.grouped_matmul.xla import blocked_grouped_matmul, ragged_grouped_matmul
 from tests.kernels.grouped_matmul.problems import Case, Program, build, expected
 
 SIZES = {
@@ -33,4 +36,4 @@ def test_each_platform_has_its_own():
     assert grouped_matmul_implementation("tpu") is tpu_grouped_matmul
     assert grouped_matmul_implementation("cpu") is blocked_grouped_matmul
     assert grouped_matmul_implementation("gpu") is ragged_grouped_matmul
-    assert grouped_matmul_implementation("cpu", simulate=True).func is tpu_grouped_matmul
+    assert grouped_matmul_implementation("cpu", simulate=True).__wrapped__ is tpu_grouped_matmul

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.grouped_matmul import tpu
 from sgl_jax.kernels.grouped_matmul.tpu import Tiles
@@ -26,12 +27,12 @@ PROGRAMS = (
 def multiply(program, interpret):
     @quick_jit
     def run(problem):
-        return tpu.tpu_grouped_matmul(
-            *problem,
-            transposed=program.transposed,
-            tiles=Tiles(program.tile_lines, program.tile_width),
-            interpret=interpret,
-        )
+        with force_tpu_interpret_mode(interpret):
+            return tpu.tpu_grouped_matmul(
+                *problem,
+                transposed=program.transposed,
+                tiles=Tiles(program.tile_lines, program.tile_width),
+            )
 
     return run
 
@@ -85,9 +86,8 @@ def test_the_layers_of_the_default_tiles():
     """As the layer calls it: nothing is said about tiles."""
     case = Case(Program(lines=80, groups=4), (20, 0, 45, 15), poisoned=30, seed=2)
     problem = build(case)
-    result = simulate(
-        lambda arrays: tpu.tpu_grouped_matmul(*arrays, transposed=False, interpret=EAGER), problem
-    )
+    with force_tpu_interpret_mode(EAGER):
+        result = simulate(lambda arrays: tpu.tpu_grouped_matmul(*arrays, transposed=False), problem)
     assert_close(result, expected(problem, case.program), jnp.float32)
 
 

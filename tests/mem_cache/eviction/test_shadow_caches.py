@@ -15,13 +15,14 @@ def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
     shadows, hasher = ShadowCaches(num_pages), PrefixHasher(1)
     hits, num_seen = np.zeros(3), 0
     for now, prompt in enumerate(prompts, 1):
-        before = shadows._counters[:6].copy()
-        shadows._counters[9] = 0  # hits never fade
+        state = shadows._states[0]
+        before = state.hits.copy()
+        state.num_seen = 0  # hits never fade
         shadows.use(hasher.hashes(np.array(prompt, np.int32)), now)
         shadows.end_path()
         shadows.read()
-        hits += shadows._counters[3:6] - before[3:6]
-        num_seen += shadows._counters[9]
+        hits += state.hits - before
+        num_seen += state.num_seen
     return hits / num_seen
 
 

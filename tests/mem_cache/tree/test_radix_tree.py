@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_jax.mem_cache.eviction.eviction_policy import LruPolicy
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
@@ -16,7 +16,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.allocator = PageAllocator(100)
-        policy = LruPolicy()
+        policy = EvictionPolicy()
         self.full = FullComponent(0, self.allocator, 2, policy)
         self.tree = RadixTree(2, self.full, policy)
 
@@ -75,8 +75,7 @@ def test_a_match_renews_the_path_and_a_peek_does_not() -> None:
     old, young = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
     assert old.last_access < young.last_access
     before = shape_of(tree.tree)
-    path, length = tree.tree.peek(np.array([1, 2, 3, 4], np.int32))
-    assert ([step.node for step in path], length) == ([old], 4)
+    assert tree.tree.peek(np.array([1, 2, 3, 4], np.int32)) == (old, 4)
     assert shape_of(tree.tree) == before
     tree.match(1, 2, 3, 4)
     assert old.last_access > young.last_access
@@ -147,10 +146,8 @@ def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
 def test_a_prompt_published_in_many_chunks_is_a_handful_of_nodes() -> None:
     tree = Tree()
     node = publish_in_chunks(tree, 8000, 16)
-    path, length = tree.tree.peek(np.arange(8000, dtype=np.int32))
-    assert length == 8000
-    assert len(path) <= 10
-    assert path[-1].node is node
+    assert tree.tree.peek(np.arange(8000, dtype=np.int32)) == (node, 8000)
+    assert len(tree.tree.path_to(node)) <= 10
     assert tokens_to(node) == tuple(range(8000))
 
 

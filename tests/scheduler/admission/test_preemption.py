@@ -3,16 +3,18 @@
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.admission.preemption import Preemptible
+from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.request import RequestState
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
 
 
-def make_driver(*, num_running: int = 8, **sizes: int) -> Driver:
-    """Ranks of 20 pages of 4 tokens that run so many requests at most; nothing is reserved."""
+def make_driver(*, num_running: int = 8, conservativeness: float = 0.0, **sizes: int) -> Driver:
+    """Ranks of 20 pages of 4 tokens that run so many requests at most."""
     config = SchedulerArgs(
-        schedule_conservativeness=0.0,
+        schedule_conservativeness=conservativeness,
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=10,
     )
@@ -81,6 +83,32 @@ def test_what_is_within_the_threshold_stays_though_less_important_ones_do_not_su
     driver.step()
     assert running(driver) == {"low", "nearly as important"}
     assert num_preempted(driver) == 0
+    finish(driver)
+
+
+def test_only_rows_below_the_threshold_are_chosen() -> None:
+    driver = make_driver()
+    start(driver, "low", 6, priority=0)
+    start(driver, "at the threshold", 8, priority=40)
+    ask(driver, "high", 15, priority=50)
+    scheduler = driver.scheduler
+    request = scheduler._requests["high"]
+    cursor = scheduler._waiting.cursors(request)[0]
+    preemptible = Preemptible(scheduler.ranks[0])
+    assert preemptible.choose(request, cursor, 40) is None
+    found = preemptible.choose(request, cursor, 41)
+    assert found is not None
+    assert len(found.rows) == 2
+
+
+def test_nothing_is_reserved_for_victims() -> None:
+    driver = make_driver(conservativeness=1.0)
+    start(driver, "low", 3, priority=0)
+    rank = driver.scheduler.ranks[0]
+    assert rank.reserve.pages(rank.memory, rank.running) > 2
+    ask(driver, "high", 15, priority=50)
+    driver.step()
+    assert running(driver) == {"high"}
     finish(driver)
 
 
@@ -182,6 +210,108 @@ def test_each_may_preempt_on_a_rank_of_its_own() -> None:
     finish(driver)
 
 
+def test_a_pinned_request_preempts_on_its_own_rank_though_another_costs_less() -> None:
+    driver = make_driver(num_running=1, dp_size=2)
+    start(driver, "cheap", 3, priority=0, dp_rank=0)
+    start(driver, "dear", 8, priority=0, dp_rank=1)
+    ask(driver, "high", 3, priority=50, dp_rank=1)
+    driver.step()
+    assert running(driver) == {"cheap", "high"}
+    finish(driver)
+
+
+def test_no_request_preempts_where_the_step_has_no_tokens_left() -> None:
+    driver = make_driver(num_running=2, dp_size=2, num_pages=60)
+    start(driver, "cheap", 3, priority=0, dp_rank=0)
+    start(driver, "dear", 8, priority=0, dp_rank=1)
+    start(driver, "other", 3, priority=50, dp_rank=1)
+    ask(driver, "long", 18, priority=50, dp_rank=0)  # each chunk of its prompt takes a whole step
+    driver.step()
+    ask(driver, "high", 3, priority=50)
+    driver.step()
+    assert running(driver) == {"cheap", "long", "other", "high"}
+    finish(driver)
+
+
+def test_no_request_preempts_where_the_step_has_retracted() -> None:
+    def begin() -> Driver:
+        driver = make_driver(num_running=2, dp_size=2)
+        start(driver, "dear", 13, priority=0, dp_rank=1)
+        for rid in ("first", "second"):
+            start(driver, rid, 7, priority=0, dp_rank=0)
+        return driver
+
+    driver, num_steps = begin(), 0
+    while not driver.scheduler.counters()["requests_retracted"]:
+        driver.step()
+        num_steps += 1
+        assert num_steps < 50
+    driver = begin()
+    for _ in range(num_steps - 1):
+        driver.step()
+    assert running(driver) == {"first", "second", "dear"}
+    ask(driver, "high", 12, priority=50)
+    driver.step()
+    assert len(running(driver)) == 2  # one of rank 0 was retracted
+    assert "high" in running(driver)
+    assert "dear" not in running(driver)
+    finish(driver)
+
+
+def test_prompts_as_important_as_a_request_come_before_it_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver(num_pages=60)
+    start(driver, "low", 3, priority=0)
+    ask(driver, "long", 18, priority=50)
+    driver.step()
+    left: list[int] = []
+    look = RankRoom._look
+
+    def watched(room: RankRoom) -> None:
+        look(room)
+        left.extend(room._builder.num_tokens_left(priority) for priority in (0, 49, 50, 51))
+
+    monkeypatch.setattr(RankRoom, "_look", watched)
+    ask(driver, "as important", 3, priority=50)
+    driver.step()
+    assert left == [0, 0, 0, 16]
+    assert running(driver) == {"low", "long"}
+    finish(driver)
+
+
+def test_a_rank_is_held_against_the_priority_of_the_due_request_and_no_higher_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    floors: list[int] = []
+    hold = RankRoom.hold
+
+    def watched(room: RankRoom, priority: int) -> None:
+        hold(room, priority)
+        floors.append(room.priority_floor)
+
+    monkeypatch.setattr(RankRoom, "hold", watched)
+    driver = make_driver()
+    start(driver, "low", 10, priority=3)
+    ask(driver, "due", 15, priority=3)
+    for i in range(3):
+        ask(driver, f"passes {i}", 1, priority=3)
+    for _ in range(6):
+        driver.step()
+    assert set(floors) == {3}
+    finish(driver)
+
+
+def test_a_prompt_that_was_preempted_is_computed_no_further() -> None:
+    driver = make_driver(num_running=1)
+    ask(driver, "low", 15, priority=0)
+    driver.step()
+    ask(driver, "high", 1, priority=50)  # which leaves tokens of the step
+    driver.step()
+    assert running(driver) == {"high"}
+    finish(driver)
+
+
 def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile() -> None:
     driver = make_driver(
         num_running=2, dp_size=2, num_pages=300, max_context_len=700, max_prompt_logprob_tokens=8
@@ -201,6 +331,25 @@ def test_a_request_that_waits_for_a_prefix_in_flight_preempts_nothing_meanwhile(
     driver.step()
     assert running(driver) == {"leader", "high", "scored", "other 1"}
     assert num_preempted(driver) == 1
+    finish(driver)
+
+
+def test_a_request_follows_a_prefix_in_flight_rather_than_preempt_elsewhere() -> None:
+    driver = make_driver(
+        num_running=2, dp_size=2, num_pages=300, max_context_len=700, max_prompt_logprob_tokens=8
+    )
+    shared = [i % 40 for i in range(64)]
+    start(driver, "other 0", 10, priority=0, dp_rank=0)
+    start(driver, "other 1", 10, priority=0, dp_rank=1)
+    # Its prompt is scored, so that it leaves half of each step of rank 1 to others.
+    scored = generate("scored", [47] * 600, 9, priority=50, dp_rank=1, logprob_start_len=0)
+    driver.submit(scored)
+    driver.submit(generate("leader", shared + [48] * 4, 9, priority=50, dp_rank=0))
+    driver.step()
+    driver.submit(generate("high", shared + [49] * 4, 9, priority=50))
+    driver.step()
+    assert running(driver) == {"leader", "other 0", "scored", "other 1"}
+    assert num_preempted(driver) == 0
     finish(driver)
 
 

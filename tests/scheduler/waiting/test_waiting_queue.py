@@ -197,6 +197,7 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     assert next(tried).arrival == 0
     offer.floor[0] = 2
     assert list(tried) == []
+    assert [request.arrival for request in queue.tried(offer)] == [0]
 
 
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:

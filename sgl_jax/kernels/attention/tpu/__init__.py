@@ -8,8 +8,6 @@ TPU.
 Memory of a TPU comes in rows of 128 lanes, so heads of 64 are packed: see `api`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -28,21 +26,17 @@ def ragged_paged_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     options: ScoreOptions,
-    *,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.RaggedPagedAttention`; padding tokens' outputs are their queries, or zeros.
-
-    `interpret` simulates the kernels on a CPU: `pltpu.InterpretParams`.
 
     Raises:
         ValueError: the page size is not a multiple of the cache's tile.
     """
-    kv_cache = write_kv(k, v, kv_cache, layer, batch, interpret=interpret)
+    kv_cache = write_kv(k, v, kv_cache, layer, batch)
     head_dim = q.shape[2]
     packed = is_packed(kv_cache, head_dim)
     # Queries of zeros where V lies make a packed cache one of twice the head_dim.
     out = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))) if packed else q
     for attend in (decode_attention, prefill_attention):
-        out = attend(out, kv_cache, layer, batch, options, packed=packed, interpret=interpret)
+        out = attend(out, kv_cache, layer, batch, options, packed=packed)
     return out[:, :, head_dim:] if packed else out, kv_cache

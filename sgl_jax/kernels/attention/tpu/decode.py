@@ -43,67 +43,24 @@ from jax.experimental.pallas import tpu as pltpu
 from sgl_jax.kernels.attention.batch import MASKED, AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.shared import (
     HALF_BIAS,
-    HBM,
     PageBlock,
     PageBuffers,
+    PagedArrays,
     Pages,
     Rows,
     Shape,
     Softmax,
     TokenBuffers,
-    call,
     converted,
     even_then_odd,
     positions,
     should_move_bits,
 )
+from sgl_jax.kernels.attention.tpu.stacks import Stacks, own_columns, stacked_sinks
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
-from sgl_jax.kernels.pallas_tpu import product
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.pallas_tpu import call, product
 
-SUBLANES = 8
-MATRIX_UNIT = 256  # columns, of the largest
 TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
-
-
-class Stacks(NamedTuple):
-    """The layout of stacked KV heads."""
-
-    kv_heads: int
-    head_rows: int  # rows of one KV head's queries
-    head_dim: int
-
-    @property
-    def heads_each(self) -> int:
-        """KV heads of a stack: a divisor of kv_heads."""
-        n = 1
-        while self.kv_heads % (2 * n) == 0 and (
-            2 * n * self.head_rows <= SUBLANES or 2 * n * self.head_dim <= MATRIX_UNIT
-        ):
-            n *= 2
-        return n
-
-    @property
-    def num_stacks(self) -> int:
-        return self.kv_heads // self.heads_each
-
-    @property
-    def rows(self) -> int:
-        """Rows of a stack, padded to whole registers."""
-        return -(-self.heads_each * self.head_rows // SUBLANES) * SUBLANES
-
-    @property
-    def columns(self) -> int:
-        return self.heads_each * self.head_dim
-
-    def heads(self, stack: int) -> range:
-        """The KV heads of a stack."""
-        return range(stack * self.heads_each, (stack + 1) * self.heads_each)
-
-    def place(self, head: int) -> tuple[int, int, slice]:
-        """A head's stack, its first row there, its columns."""
-        stack, n = divmod(head, self.heads_each)
-        return stack, n * self.head_rows, slice(n * self.head_dim, (n + 1) * self.head_dim)
 
 
 class KeyPages(NamedTuple):
@@ -113,7 +70,7 @@ class KeyPages(NamedTuple):
     stop: Any  # int32 [B] one past the page of the row's last key
 
 
-class Kernel(NamedTuple):
+class Decode(NamedTuple):
     shape: Shape
     stacks: Stacks
     options: ScoreOptions
@@ -142,7 +99,6 @@ def decode_attention(
     *,
     packed: bool = False,
     blocks: DecodeBlocks | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Attention of the tokens of rows 0 .. num_decode, whose K and V are in the cache already.
 
@@ -165,32 +121,20 @@ def decode_attention(
     grouped = q.reshape(q.shape[0], shape.kv_heads, shape.group, shape.head_dim)
     tokens = pltpu.VMEM((2, max_queries, *grouped.shape[1:]), q.dtype)
     sems = pltpu.SemaphoreType.DMA((2,))
-    lanes = pltpu.VMEM((stacks.num_stacks, stacks.rows, LANES), jnp.float32)
-    body = partial(
-        _kernel,
-        shape=shape,
-        stacks=stacks,
-        options=options._replace(sinks=None),
-        part_pages=part_pages,
-    )
-    out = call(
-        body,
-        "paged_decode",
-        (Rows.of(batch, layer), row_pages(batch, shape.page_size, options.sliding_window)),
-        None if options.sinks is None else _stacked_sinks(options.sinks, shape, stacks),
-        HBM(batch.page_table[:, None], kv_cache, grouped),
-        [
-            PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
-            TokenBuffers(tokens, tokens, sems, sems),
-            Softmax(
-                q=pltpu.VMEM((stacks.num_stacks, stacks.rows, stacks.columns), jnp.float32),
-                m=lanes,
-                l=lanes,
-                acc=pltpu.VMEM((stacks.num_stacks, stacks.rows, shape.head_dim), jnp.float32),
-            ),
-        ],
-        interpret,
-    )
+    softmax_rows = stacks.num_stacks, stacks.rows
+    scratch = [
+        PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
+        TokenBuffers(tokens, tokens, sems, sems),
+        Softmax.scratch(softmax_rows, jnp.dtype(jnp.float32), stacks.columns, shape.head_dim),
+    ]
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = stacked_sinks(sinks, shape.group, stacks)
+    moves_bits = should_move_bits(kv_cache.dtype, shape.product_dtype)
+    static = (shape, stacks, options._replace(sinks=None), part_pages, moves_bits)
+    rows = Rows.of(batch, layer), row_pages(batch, shape.page_size, options.sliding_window)
+    hbm = PagedArrays(batch.page_table[:, None], kv_cache, grouped)
+    (out,) = call(partial(_kernel, static), "paged_decode", rows, (sinks,), hbm, 1, scratch)
     return out.reshape(q.shape)
 
 
@@ -203,35 +147,19 @@ def row_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None)
     return KeyPages(first_keys // page_size, -(-kv_lens // page_size))
 
 
-def _stacked_sinks(sinks: jax.Array, shape: Shape, stacks: Stacks) -> jax.Array:
-    """sinks [q_heads] -> float32 [S, R, 128], each beside its query."""
-    each = (stacks.num_stacks, stacks.heads_each, 1, shape.group)
-    by_head = sinks.astype(jnp.float32).reshape(each)
-    by_query = jnp.repeat(by_head, stacks.head_rows // shape.group, axis=2)
-    rows = by_query.reshape(stacks.num_stacks, -1)
-    rows = jnp.pad(rows, ((0, 0), (0, stacks.rows - rows.shape[1])))
-    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
-
-
 def _kernel(
+    static: tuple[Shape, Stacks, ScoreOptions, int, bool],
     rows: Rows,
     key_pages: KeyPages,
     sinks: Any,
-    hbm: HBM,
+    hbm: PagedArrays,
     tokens: Any,
     page_buffers: PageBuffers,
     buffers: TokenBuffers,
     softmax: Softmax,
-    *,
-    shape: Shape,
-    stacks: Stacks,
-    options: ScoreOptions,
-    part_pages: int,
 ) -> None:
-    moves_bits = should_move_bits(hbm.kv.dtype, shape.product_dtype)
     pages = Pages(rows, hbm, page_buffers)
-    static = (shape, stacks, options, part_pages, moves_bits)
-    kernel = Kernel(*static, rows, key_pages, sinks, tokens, pages, buffers, softmax)
+    kernel = Decode(*static, rows, key_pages, sinks, tokens, pages, buffers, softmax)
 
     @pl.when(rows.num_decode > 0)
     def _() -> None:
@@ -248,7 +176,7 @@ def _kernel(
         wait_out(kernel, rows.num_decode - 1)
 
 
-def attend_row(kernel: Kernel, row: jax.Array, buffer: jax.Array) -> jax.Array:
+def attend_row(kernel: Decode, row: jax.Array, buffer: jax.Array) -> jax.Array:
     """Attention of a row, whose first block is under way in `buffer`; the next row's buffer."""
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     at = lax.rem(row, 2)
@@ -275,14 +203,14 @@ def attend_row(kernel: Kernel, row: jax.Array, buffer: jax.Array) -> jax.Array:
     return buffer
 
 
-def start_row(kernel: Kernel, row: jax.Array) -> None:
+def start_row(kernel: Decode, row: jax.Array) -> None:
     """Start a row's DMAs but its KV's, which need its page ids first."""
     at = lax.rem(row, 2)
     for_each_query(kernel, row, lambda token, i: q_copy(kernel, token, at, i).start())
     pl.when(row + 1 < kernel.rows.num_decode)(lambda: table_copy(kernel, row + 1).start())
 
 
-def next_block(kernel: Kernel, row: jax.Array, page: jax.Array, buffer: jax.Array) -> jax.Array:
+def next_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> jax.Array:
     """Attend to a row's block from `page` on, with the next block under way; the next buffer."""
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     is_last = page + block_pages >= kernel.key_pages.stop[row]
@@ -299,13 +227,13 @@ def next_block(kernel: Kernel, row: jax.Array, page: jax.Array, buffer: jax.Arra
     return 1 - buffer
 
 
-def page_block(kernel: Kernel, row: jax.Array, page: jax.Array, buffer: jax.Array) -> PageBlock:
+def page_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> PageBlock:
     """A row's block from `page` on, with as many pages as the row has of it, or none."""
     num_pages = jnp.clip(kernel.key_pages.stop[row] - page, 0, kernel.pages.block_pages)
     return PageBlock(lax.rem(row, jnp.int32(TABLES)), page, num_pages, buffer)
 
 
-def attend_block(kernel: Kernel, row: jax.Array, block: PageBlock) -> None:
+def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
     """Attend to a block that has arrived."""
     page_size, rows, window = kernel.shape.page_size, kernel.rows, kernel.options.sliding_window
     position, kv_len = block.first * page_size, rows.kv_len(row)
@@ -338,7 +266,7 @@ def attend_block(kernel: Kernel, row: jax.Array, block: PageBlock) -> None:
             attend(kernel, block.buffer, pl.ds(first, kernel.part_pages), seen)
 
 
-def seen_keys(kernel: Kernel, row: Any, position: Any) -> jax.Array:
+def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
     """bool [R, keys of a part]: which keys each query sees; `position` is the first key's."""
     shape, stacks, window = kernel.shape, kernel.stacks, kernel.options.sliding_window
     kv_start, kv_len = kernel.rows.kv_starts[row], kernel.rows.kv_len(row)
@@ -358,7 +286,7 @@ def seen_keys(kernel: Kernel, row: Any, position: Any) -> jax.Array:
     return seen
 
 
-def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> None:
+def attend(kernel: Decode, buffer: Any, pages: Any, seen: jax.Array | None) -> None:
     """Merge the attention of a row's queries over some pages of a buffer into the softmax.
 
     `seen` None: every query sees every key.
@@ -395,17 +323,7 @@ def attend(kernel: Kernel, buffer: Any, pages: Any, seen: jax.Array | None) -> N
         softmax.acc[stack] = softmax.acc[stack] * kept[:, :1] + found
 
 
-def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
-    """Each row's columns of its own head: x [R, C] -> [R, D]."""
-    row = lax.broadcasted_iota(jnp.int32, (stacks.rows, stacks.head_dim), 0)
-    result = x[:, : stacks.head_dim]
-    for head in range(1, stacks.heads_each):
-        _, first, columns = stacks.place(head)
-        result = jnp.where(row >= first, x[:, columns], result)
-    return result
-
-
-def for_each_place(kernel: Kernel, do: Callable[[int, int, int, slice, slice], None]) -> None:
+def for_each_place(kernel: Decode, do: Callable[[int, int, int, slice, slice], None]) -> None:
     """do(head, i, stack, rows, columns) for the place of the i-th query of each KV head."""
     group = kernel.shape.group
     for head in range(kernel.shape.kv_heads):
@@ -414,7 +332,7 @@ def for_each_place(kernel: Kernel, do: Callable[[int, int, int, slice, slice], N
             do(head, i, stack, slice(first + i * group, first + (i + 1) * group), columns)
 
 
-def begin_row(kernel: Kernel, at: jax.Array) -> None:
+def begin_row(kernel: Decode, at: jax.Array) -> None:
     """Spread the row's queries over stacks; no key is met yet, or a sink, whose value is zero."""
     softmax = kernel.softmax
 
@@ -431,7 +349,7 @@ def begin_row(kernel: Kernel, at: jax.Array) -> None:
     softmax.acc[...] = jnp.zeros_like(softmax.acc)
 
 
-def end_row(kernel: Kernel, at: jax.Array) -> None:
+def end_row(kernel: Decode, at: jax.Array) -> None:
     """Put the row's results into the buffer that they leave from."""
     softmax, out = kernel.softmax, kernel.buffers.out
 
@@ -442,11 +360,11 @@ def end_row(kernel: Kernel, at: jax.Array) -> None:
     for_each_place(kernel, collect)
 
 
-def table_copy(kernel: Kernel, row: Any) -> Any:
+def table_copy(kernel: Decode, row: Any) -> Any:
     return kernel.pages.table_copy(row, lax.rem(row, jnp.int32(TABLES)))
 
 
-def for_each_query(kernel: Kernel, row: jax.Array, do: Callable[[Any, Any], None]) -> None:
+def for_each_query(kernel: Decode, row: jax.Array, do: Callable[[Any, Any], None]) -> None:
     """do(token, i) for the i-th query of a row, at `token` of the step."""
     token, q_len = kernel.rows.q_offsets[row], kernel.rows.q_len(row)
     if kernel.max_queries == 1:
@@ -455,19 +373,17 @@ def for_each_query(kernel: Kernel, row: jax.Array, do: Callable[[Any, Any], None
         pl.loop(0, q_len)(lambda i: do(token + i, i))
 
 
-def q_copy(kernel: Kernel, token: Any, at: Any, i: Any) -> Any:
-    buffers = kernel.buffers
-    return pltpu.make_async_copy(kernel.tokens.at[token], buffers.q.at[at, i], buffers.q_sem.at[at])
+def q_copy(kernel: Decode, token: Any, at: Any, i: Any) -> Any:
+    q, sem = kernel.buffers.q.at[at, i], kernel.buffers.q_sem.at[at]
+    return pltpu.make_async_copy(kernel.tokens.at[token], q, sem)
 
 
-def out_copy(kernel: Kernel, token: Any, at: Any, i: Any) -> Any:
-    buffers = kernel.buffers
-    return pltpu.make_async_copy(
-        buffers.out.at[at, i], kernel.tokens.at[token], buffers.out_sem.at[at]
-    )
+def out_copy(kernel: Decode, token: Any, at: Any, i: Any) -> Any:
+    out, sem = kernel.buffers.out.at[at, i], kernel.buffers.out_sem.at[at]
+    return pltpu.make_async_copy(out, kernel.tokens.at[token], sem)
 
 
-def wait_out(kernel: Kernel, row: jax.Array) -> None:
+def wait_out(kernel: Decode, row: jax.Array) -> None:
     """Wait until a row's results are in memory."""
     at = lax.rem(row, 2)
     for_each_query(kernel, row, lambda token, i: out_copy(kernel, token, at, i).wait())

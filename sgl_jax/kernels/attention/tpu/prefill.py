@@ -30,7 +30,6 @@ DMAs of a block of queries, whose queries and first keys were started during the
     wait until the results of the block before are in memory; start this one's
 """
 
-from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -41,97 +40,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import MASKED, AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.tpu.query_blocks import (
+    Prefill,
+    QueryBlock,
+    begin_queries,
+    end_queries,
+    out_copies,
+    q_copies,
+)
 from sgl_jax.kernels.attention.tpu.shared import (
-    HBM,
     PageBlock,
     PageBuffers,
+    PagedArrays,
     Pages,
     Rows,
     Shape,
     Softmax,
     TokenBuffers,
-    call,
     converted,
     div,
 )
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks, prefill_blocks
-from sgl_jax.kernels.pallas_tpu import product, start, wait
+from sgl_jax.kernels.pallas_tpu import call, product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
 LOG2_E = 1.4426950408889634
-# Tokens reordered at once between HBM's order, by token, and compute's order, by head.
-TRANSPOSED_TOKENS = 32
-# Tokens that travel at once where a row has less than a block of them.
-RUN_TOKENS = 16
-
-
-class Kernel(NamedTuple):
-    shape: Shape
-    blocks: PrefillBlocks
-    options: ScoreOptions
-    rows: Rows
-    sinks: Any  # float32 [H, G, 1, 128] in powers of two, or None
-    tokens: Any  # [T, q_heads, D] in HBM: queries, then results
-    next_rows: Any
-    pages: Pages
-    buffers: TokenBuffers
-    softmax: Softmax
-
-    @property
-    def no_row(self) -> int:
-        """B, the number that stands for no row."""
-        return self.next_rows.shape[0] - 1
-
-    @property
-    def transposed(self) -> int:
-        """Tokens that change their order at once; they divide a block of queries."""
-        return min(TRANSPOSED_TOKENS, self.blocks.few_queries)
-
-
-class QueryBlock(NamedTuple):
-    """Some of a row's queries, and the blocks of keys that they see: [first, stop).
-
-    All queries see all keys of the blocks [clear, clear + num_clear).
-    """
-
-    row: jax.Array
-    table: jax.Array  # which buffer holds the row's page ids
-    token: jax.Array  # of the step, the first
-    position: jax.Array  # of the first query in its request
-    num_tokens: jax.Array
-    first: jax.Array
-    stop: jax.Array
-    clear: jax.Array
-    num_clear: jax.Array
-
-    @classmethod
-    def of(cls, kernel: Kernel, row: jax.Array, index: Any, table: Any) -> "QueryBlock":
-        """The block number `index` of a row whose page ids are in the buffer `table`."""
-        rows, window = kernel.rows, kernel.options.sliding_window
-        num_queries, num_keys = kernel.blocks.queries, kernel.blocks.keys
-        done = index * num_queries
-        num_tokens = jnp.minimum(rows.q_len(row) - done, num_queries)
-        position = rows.kv_starts[row] + done
-        last = position + num_tokens - 1
-        stop = div(last, num_keys) + 1
-        first = clear = jnp.int32(0)
-        if window is not None:
-            first = div(jnp.maximum(position - window + 1, 0), num_keys)
-            edge = jnp.maximum(last - window + 1, 0)
-            clear = jnp.minimum(div(edge + num_keys - 1, num_keys), stop)
-        num_clear = jnp.maximum(div(position + 1, num_keys) - clear, 0)
-        token = rows.q_offsets[row] + done
-        return cls(row, table, token, position, num_tokens, first, stop, clear, num_clear)
-
-    @property
-    def num_key_blocks(self) -> jax.Array:
-        return self.stop - self.first
-
-    def key_block(self, n: Any) -> jax.Array:
-        """Which block of keys is the n-th: the clear ones come first, then those to be masked."""
-        masked = self.first + n - self.num_clear
-        skipped = jnp.where(masked >= self.clear, self.num_clear, 0)
-        return jnp.where(n < self.num_clear, self.clear + n, masked + skipped)
 
 
 class Work(NamedTuple):
@@ -164,7 +97,6 @@ def prefill_attention(
     *,
     packed: bool = False,
     blocks: PrefillBlocks | None = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
 
@@ -185,47 +117,32 @@ def prefill_attention(
         sinks = jnp.broadcast_to(by_head, (kv_heads, group, 1, LANES))
     num_rows, table_width = batch.page_table.shape
     by_token = pltpu.VMEM((blocks.queries, *q.shape[1:]), q.dtype)
-    by_head_shape = (kv_heads, group, blocks.queries)
-    lanes = pltpu.VMEM((*by_head_shape, LANES), jnp.float32)
     sem = pltpu.SemaphoreType.DMA
-    return call(
-        partial(_kernel, shape=shape, blocks=blocks, options=options._replace(sinks=None)),
-        "paged_prefill",
-        (Rows.of(batch, layer),),
-        sinks,
-        HBM(batch.page_table[:, None], kv_cache, q),
-        [
-            pltpu.SMEM((num_rows + 1,), jnp.int32),
-            PageBuffers.scratch(kv_cache, table_width, 2, blocks.keys // page_size),
-            TokenBuffers(by_token, by_token, sem, sem),
-            Softmax(
-                q=pltpu.VMEM((*by_head_shape, head_dim), dtype),
-                m=lanes,
-                l=lanes,
-                acc=pltpu.VMEM((*by_head_shape, head_dim), jnp.float32),
-            ),
-        ],
-        interpret,
-    )
+    scratch = [
+        pltpu.SMEM((num_rows + 1,), jnp.int32),
+        PageBuffers.scratch(kv_cache, table_width, 2, blocks.keys // page_size),
+        TokenBuffers(by_token, by_token, sem, sem),
+        Softmax.scratch((kv_heads, group, blocks.queries), dtype, head_dim, head_dim),
+    ]
+    kernel = partial(_kernel, (shape, blocks, options._replace(sinks=None)))
+    hbm = PagedArrays(batch.page_table[:, None], kv_cache, q)
+    (out,) = call(kernel, "paged_prefill", (Rows.of(batch, layer),), (sinks,), hbm, 1, scratch)
+    return out
 
 
 def _kernel(
+    static: tuple[Shape, PrefillBlocks, ScoreOptions],
     rows: Rows,
     sinks: Any,
-    hbm: HBM,
+    hbm: PagedArrays,
     tokens: Any,
     next_rows: Any,
     page_buffers: PageBuffers,
     buffers: TokenBuffers,
     softmax: Softmax,
-    *,
-    shape: Shape,
-    blocks: PrefillBlocks,
-    options: ScoreOptions,
 ) -> None:
     pages = Pages(rows, hbm, page_buffers)
-    static = (shape, blocks, options)
-    kernel = Kernel(*static, rows, sinks, tokens, next_rows, pages, buffers, softmax)
+    kernel = Prefill(*static, rows, sinks, tokens, next_rows, pages, buffers, softmax)
     first_row = find_next_rows(kernel)
 
     @pl.when(first_row < kernel.no_row)
@@ -238,8 +155,10 @@ def _kernel(
         table.wait()
         pages.start(page_block(kernel, first_row, block.key_block(0), zero, zero))
 
+        num_queries = kernel.blocks.queries
+
         def do_row(row: jax.Array, carry: Carry) -> Carry:
-            num_blocks = div(rows.q_len(row) + blocks.queries - 1, blocks.queries)
+            num_blocks = div(rows.q_len(row) + num_queries - 1, num_queries)
             return lax.fori_loop(
                 0, num_blocks, lambda i, c: do_query_block(kernel, row, i, num_blocks, c), carry
             )
@@ -249,7 +168,7 @@ def _kernel(
         out_copies(kernel, carry.leaving, wait)
 
 
-def find_next_rows(kernel: Kernel) -> jax.Array:
+def find_next_rows(kernel: Prefill) -> jax.Array:
     """Fill `next_rows`, and return the first prefill row that has queries, or B."""
     rows, next_rows = kernel.rows, kernel.next_rows
 
@@ -261,7 +180,7 @@ def find_next_rows(kernel: Kernel) -> jax.Array:
     return lax.fori_loop(0, rows.num_rows - rows.num_decode, step, jnp.int32(kernel.no_row))
 
 
-def do_query_block(kernel: Kernel, row: Any, index: Any, num_blocks: Any, carry: Carry) -> Carry:
+def do_query_block(kernel: Prefill, row: Any, index: Any, num_blocks: Any, carry: Carry) -> Carry:
     """A block of queries from start to end; returns the carry of the next one."""
     no_row, pages = kernel.no_row, kernel.pages
     is_last = index + 1 == num_blocks
@@ -294,7 +213,7 @@ def do_query_block(kernel: Kernel, row: Any, index: Any, num_blocks: Any, carry:
 
 
 def attend_queries(
-    kernel: Kernel, block: QueryBlock, following: QueryBlock, buffer: jax.Array
+    kernel: Prefill, block: QueryBlock, following: QueryBlock, buffer: jax.Array
 ) -> jax.Array:
     """Attention of a block of queries over all its keys, the first of them in `buffer`.
 
@@ -338,7 +257,7 @@ def attend_queries(
     return lax.fori_loop(block.num_clear, block.num_key_blocks, masked, buffer)
 
 
-def page_block(kernel: Kernel, row: Any, keys: Any, table: Any, buffer: Any) -> PageBlock:
+def page_block(kernel: Prefill, row: Any, keys: Any, table: Any, buffer: Any) -> PageBlock:
     """The pages that a row has of a block of keys, at least one."""
     page_size, block_pages = kernel.shape.page_size, kernel.pages.block_pages
     first = keys * block_pages
@@ -346,7 +265,7 @@ def page_block(kernel: Kernel, row: Any, keys: Any, table: Any, buffer: Any) -> 
     return PageBlock(table, first, jnp.minimum(row_pages - first, block_pages), buffer)
 
 
-def clear_unseen_values(kernel: Kernel, block: QueryBlock, keys: Any, buffer: Any) -> None:
+def clear_unseen_values(kernel: Prefill, block: QueryBlock, keys: Any, buffer: Any) -> None:
     """Zero V in the slots of a block of keys that hold no token, or none that the window reaches;
     see `Pages.clear_values`."""
     page_size, window = kernel.shape.page_size, kernel.options.sliding_window
@@ -369,7 +288,7 @@ def clear_unseen_values(kernel: Kernel, block: QueryBlock, keys: Any, buffer: An
                 kernel.pages.clear_values(kernel.shape, buffer, page, first, end - here)
 
 
-def attend_masked(kernel: Kernel, work: Work, keys: Any) -> None:
+def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
     """`attend` to those parts of a block of keys that any of the queries sees."""
     block, window, part = work.block, kernel.options.sliding_window, kernel.blocks.part_keys
     begin = keys * kernel.blocks.keys
@@ -389,7 +308,7 @@ def attend_masked(kernel: Kernel, work: Work, keys: Any) -> None:
         attend(kernel, masked)
 
 
-def attend(kernel: Kernel, work: Work) -> None:
+def attend(kernel: Prefill, work: Work) -> None:
     """Merge the attention of all queries of the work's block into the softmax."""
     queries, few = kernel.blocks.queries, kernel.blocks.few_queries
     if few == queries:
@@ -405,7 +324,7 @@ def attend(kernel: Kernel, work: Work) -> None:
         attend_heads(kernel, work._replace(first=first, num_tokens=few))
 
 
-def attend_heads(kernel: Kernel, work: Work) -> None:
+def attend_heads(kernel: Prefill, work: Work) -> None:
     is_masked, kv_heads = work.position is not None, kernel.shape.kv_heads
     seen = seen_keys(kernel, work) if is_masked else None
     heads = kernel.blocks.masked_heads(kv_heads) if is_masked else kernel.blocks.heads
@@ -416,7 +335,7 @@ def attend_heads(kernel: Kernel, work: Work) -> None:
             attend_head(kernel, work, n * heads + i, seen)
 
 
-def seen_keys(kernel: Kernel, work: Work) -> jax.Array:
+def seen_keys(kernel: Prefill, work: Work) -> jax.Array:
     """bool [1, tokens, keys]: which keys each query sees."""
     tile, window = (1, work.num_tokens, work.num_keys), kernel.options.sliding_window
     query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
@@ -427,7 +346,7 @@ def seen_keys(kernel: Kernel, work: Work) -> jax.Array:
     return seen
 
 
-def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -> None:
+def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) -> None:
     """Merge the attention of one KV head's queries over a block of keys into the softmax."""
     shape, options, softmax = kernel.shape, kernel.options, kernel.softmax
     num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.pages.buffers.kv
@@ -460,7 +379,7 @@ def attend_head(kernel: Kernel, work: Work, head: Any, seen: jax.Array | None) -
 
 
 def found_before(
-    kernel: Kernel, work: Work, head: Any, at: Any
+    kernel: Prefill, work: Work, head: Any, at: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """m, l and acc [group * tokens, ...] of a KV head's queries before these keys.
 
@@ -485,76 +404,3 @@ def across(x: jax.Array, width: int) -> jax.Array:
     if width <= LANES:
         return x[:, :width]
     return jnp.concatenate([x] * (width // LANES), axis=1)
-
-
-def begin_queries(kernel: Kernel, block: QueryBlock) -> None:
-    """Order the queries by head."""
-    shape, softmax = kernel.shape, kernel.softmax
-    tile = (shape.kv_heads, shape.group, kernel.transposed, shape.head_dim)
-
-    def transpose(at: Any) -> None:
-        by_head = jnp.swapaxes(kernel.buffers.q[at].astype(softmax.q.dtype), 0, 1)
-        softmax.q[:, :, at] = by_head.reshape(tile)
-
-    for_each_slice(kernel, block, transpose)
-
-
-def end_queries(kernel: Kernel, block: QueryBlock) -> None:
-    """Put the results, ordered by token, into the buffer that they leave from."""
-    softmax, out = kernel.softmax, kernel.buffers.out
-
-    def transpose(at: Any) -> None:
-        share = 1 / jnp.sum(softmax.l[:, :, at], axis=3, keepdims=True)
-        by_head = (softmax.acc[:, :, at] * share).reshape(-1, kernel.transposed, out.shape[2])
-        out[at] = jnp.swapaxes(by_head, 0, 1).astype(out.dtype)
-
-    for_each_slice(kernel, block, transpose)
-
-
-def for_each_slice(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(tokens) for slices of the buffers' tokens that hold all of the block's."""
-    size = kernel.transposed
-
-    @pl.loop(0, div(block.num_tokens + size - 1, size))
-    def _(i: jax.Array) -> None:
-        do(pl.ds(pl.multiple_of(i * size, size), size))
-
-
-def for_each_run(kernel: Kernel, block: QueryBlock, do: Callable[[Any, Any], None]) -> None:
-    """do(tokens of the step, tokens of the block) for runs of few static sizes.
-
-    A DMA has a static size, and one that is longer than the row would reach into the next.
-    """
-    done = jnp.int32(0)
-    for size in (kernel.blocks.queries, RUN_TOKENS, 1):
-        if size > kernel.tokens.shape[0]:
-            continue
-        count = div(block.num_tokens - done, size)
-        begin = done
-
-        @pl.loop(0, count)
-        def _(i: jax.Array, begin: jax.Array = begin, size: int = size) -> None:
-            first = begin + i * size
-            do(pl.ds(block.token + first, size), pl.ds(first, size))
-
-        done += count * size
-
-
-def q_copies(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs that bring a block's queries."""
-
-    def copy(tokens: Any, here: Any) -> None:
-        q, sem = kernel.buffers.q.at[here], kernel.buffers.q_sem
-        do(pltpu.make_async_copy(kernel.tokens.at[tokens], q, sem))
-
-    for_each_run(kernel, block, copy)
-
-
-def out_copies(kernel: Kernel, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs that take a block's result away."""
-
-    def copy(tokens: Any, here: Any) -> None:
-        out, sem = kernel.buffers.out.at[here], kernel.buffers.out_sem
-        do(pltpu.make_async_copy(out, kernel.tokens.at[tokens], sem))
-
-    for_each_run(kernel, block, copy)

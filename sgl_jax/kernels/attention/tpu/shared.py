@@ -1,4 +1,4 @@
-"""Common parts of the decode and the prefill kernel: rows, pages, their DMAs, softmax, the call.
+"""Common parts of the decode and the prefill kernel: rows, pages, their DMAs, softmax.
 
 Both go through rows of a step. A row's page ids come into scalar memory first; by these its pages
 come into one of two buffers, a DMA each, while the pages in the other buffer are computed on.
@@ -13,7 +13,6 @@ keys, or two of a bfloat16: the even keys of a block are taken first, then the o
 does not depend on the order of keys.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
-from sgl_jax.kernels.pallas_tpu import UNCHECKED
-from sgl_jax.kernels.tpu_chip import converts_float8
+from sgl_jax.kernels.tpu_chip import LANES, converts_float8
 
 # Half of the factor that keys and values of moved bits lack. The other factor of a product is
 # multiplied by it beforehand, lest small products are lost, and the product once more.
@@ -93,7 +91,7 @@ class Shape(NamedTuple):
         return head if self.packed else self.kv_heads + head
 
 
-class HBM(NamedTuple):
+class PagedArrays(NamedTuple):
     """The inputs of a kernel that stay in HBM."""
 
     table: Any  # int32 [B, 1, W] page ids of each row
@@ -138,6 +136,13 @@ class Softmax(NamedTuple):
     l: Any  # float32 denominator: the sum of exp(score - m)
     acc: Any  # float32 numerator: values, weighted by exp(score - m)
 
+    @classmethod
+    def scratch(cls, rows: tuple[int, ...], q: jnp.dtype, q_width: int, width: int) -> "Softmax":
+        """Buffers for `rows` of queries of dtype `q`, and values `width` wide."""
+        lanes = pltpu.VMEM((*rows, LANES), jnp.float32)
+        acc = pltpu.VMEM((*rows, width), jnp.float32)
+        return cls(pltpu.VMEM((*rows, q_width), q), lanes, lanes, acc)
+
 
 class PageBlock(NamedTuple):
     """Neighbouring pages of a row, and the buffers of its page ids and of these pages."""
@@ -152,7 +157,7 @@ class Pages(NamedTuple):
     """Brings page ids and pages of one layer from HBM into buffers."""
 
     rows: Rows
-    hbm: HBM
+    hbm: PagedArrays
     buffers: PageBuffers
 
     @property
@@ -248,36 +253,3 @@ def positions(tile: tuple[int, int]) -> jax.Array:
     """int32 [rows, keys]: which key each column is, in the order of `even_then_odd`."""
     column, half = lax.broadcasted_iota(jnp.int32, tile, 1), tile[1] // 2
     return 2 * column - jnp.where(column < half, 0, tile[1] - 1)
-
-
-def call(
-    kernel: Callable[..., None],
-    name: str,
-    scalars: tuple[Any, ...],
-    sinks: jax.Array | None,
-    hbm: HBM,
-    scratch: list[Any],
-    interpret: Any,
-) -> jax.Array:
-    """Run kernel(*scalars, sinks, hbm, out, *scratch), all of them references; returns `out`.
-
-    `out` is the memory of `hbm.q`, its queries included until results take their place. `scalars`
-    are in scalar memory, `sinks` in vector memory.
-    """
-    in_vmem, in_hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pl.ANY))
-    inputs = (*scalars, sinks, hbm)
-    run = pl.pallas_call(
-        kernel,
-        name=name,
-        out_shape=jax.ShapeDtypeStruct(hbm.q.shape, hbm.q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            in_specs=[None if sinks is None else in_vmem, HBM(*[in_hbm] * 3)],
-            out_specs=in_hbm,
-            scratch_shapes=scratch,
-        ),
-        input_output_aliases={len(jax.tree.leaves(inputs)) - 1: 0},
-        compiler_params=UNCHECKED,
-        interpret=interpret,
-    )
-    return run(*inputs)

@@ -86,27 +86,9 @@ class Sizes(NamedTuple):
     heads: int
 
 
-# By device kind, and KV heads on a chip; of bfloat16, and heads of up to 128.
-_PREFILL: Mapping[tuple[str, int], Sizes] = MappingProxyType(
-    {
-        ("TPU v5 lite", 1): Sizes(1024, 512, 1),  # 8,181, 10,408 (10,408)
-        ("TPU v5 lite", 2): Sizes(1024, 512, 2),  # 7,892, 10,097 (10,097)
-        ("TPU v5 lite", 4): Sizes(1024, 512, 2),  # 7,703, 9,660 (9,660)
-        ("TPU v5 lite", 8): Sizes(1024, 512, 2),  # 7,656, 9,626 (9,626)
-        ("TPU v6 lite", 1): Sizes(1024, 512, 1),  # 5,532, 7,401 (7,401)
-        ("TPU v6 lite", 2): Sizes(1024, 512, 2),  # 5,083, 6,602 (6,602)
-        ("TPU v6 lite", 4): Sizes(1024, 512, 2),  # 5,021, 6,350 (6,350)
-        ("TPU v6 lite", 8): Sizes(1024, 512, 2),  # 4,974, 6,314 (6,314)
-        ("TPU v5", 1): Sizes(1024, 512, 1),  # 8,378, 10,608 (10,608)
-        ("TPU v5", 2): Sizes(1024, 512, 2),  # 7,736, 9,955 (9,955)
-        ("TPU v5", 4): Sizes(1024, 512, 4),  # 7,591, 9,561 (9,838)
-        ("TPU v5", 8): Sizes(1024, 512, 2),  # 7,835, 9,803 (9,803)
-        ("TPU7x", 1): Sizes(1024, 512, 1),  # 5,689, 7,457 (7,457)
-        ("TPU7x", 2): Sizes(1024, 512, 2),  # 5,245, 6,735 (6,735)
-        ("TPU7x", 4): Sizes(1024, 512, 2),  # 5,200, 6,537 (6,537)
-        ("TPU7x", 8): Sizes(1024, 512, 2),  # 5,163, 6,508 (6,508)
-    }
-)
+# By device kind, and KV heads on a chip, where other sizes than the formula's are better; of
+# bfloat16, and heads of up to 128.
+_PREFILL: Mapping[tuple[str, int], Sizes] = MappingProxyType({("TPU v5", 4): Sizes(1024, 512, 4)})
 
 
 def prefill_blocks(

@@ -32,12 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch
-from sgl_jax.kernels.attention.cache_dtype import (
-    as_cached,
-    cache_dtype_name,
-    is_packed,
-    new_slots,
-)
+from sgl_jax.kernels.attention.cache_dtype import as_cached, cache_dtype_name, is_packed, new_slots
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
@@ -84,6 +79,10 @@ class _Kernel(NamedTuple):
         """Slots of a tile."""
         return self.tiles.shape[2]
 
+    def is_partial(self, run: Any) -> Any:
+        """True for a run that does not fill its tile."""
+        return self.runs.length[run] < self.tile
+
 
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
     """Fill `runs` with this grid step's runs; returns their number."""
@@ -126,11 +125,6 @@ def _write(kernel: _Kernel, run: Any) -> Any:
     return pltpu.make_async_copy(kernel.tiles.at[at], target, kernel.write_sem.at[at])
 
 
-def _when_partial(kernel: _Kernel, run: Any) -> Any:
-    """A decorator for actions of runs that do not fill their tile."""
-    return pl.when(kernel.runs.length[run] < kernel.tile)
-
-
 def _change_tile(kernel: _Kernel, run: Any) -> None:
     """Put a run's K and V into its tile."""
     at, runs, tiles = lax.rem(run, jnp.int32(IN_FLIGHT)), kernel.runs, kernel.tiles
@@ -168,10 +162,10 @@ def _kernel(tokens: _Tokens, new: tuple[Any, ...], _old: Any, *memory: Any) -> N
 
     def start_read(run: jax.Array) -> None:
         pl.when(run >= IN_FLIGHT)(lambda: _write(kernel, run - IN_FLIGHT).wait())
-        _when_partial(kernel, run)(lambda: _read(kernel, run).start())
+        pl.when(kernel.is_partial(run))(lambda: _read(kernel, run).start())
 
     def finish(run: jax.Array) -> None:
-        _when_partial(kernel, run)(lambda: _read(kernel, run).wait())
+        pl.when(kernel.is_partial(run))(lambda: _read(kernel, run).wait())
         _change_tile(kernel, run)
         _write(kernel, run).start()
 
@@ -191,13 +185,7 @@ def _kernel(tokens: _Tokens, new: tuple[Any, ...], _old: Any, *memory: Any) -> N
 
 
 def write_kv(
-    k: jax.Array,
-    v: jax.Array,
-    kv_cache: jax.Array,
-    layer: jax.Array,
-    batch: AttentionBatch,
-    *,
-    interpret: Any = False,
+    k: jax.Array, v: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
 ) -> jax.Array:
     """The cache with k, v [T, kv_heads, head_dim] in their slots; in place if it is donated.
 
@@ -245,7 +233,6 @@ def write_kv(
         ),
         input_output_aliases={len(_Tokens._fields) + len(new): 0},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
-        interpret=interpret,
     )
     # The whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]

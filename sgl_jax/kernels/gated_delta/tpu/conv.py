@@ -30,33 +30,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.kernels.gated_delta.tpu.shared import StateRows
 from sgl_jax.kernels.pallas_tpu import UNCHECKED
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 BLOCK_TOKENS = 64
 NUM_BUFFERS = 8
-SUBLANES = 8
 CHUNKS, WRITES = 0, 1  # in `done`
 
 
-class _Rows(NamedTuple):
+class _Scalars(NamedTuple):
     """In scalar memory."""
 
-    layer: Any  # int32 [1]
-    num_decode: Any  # int32 [1]
+    rows: StateRows
     num_rows: Any  # int32 [1]
-    q_offsets: Any  # int32 [B + 1]
-    token_rows: Any  # int32 [T]
-    slots_in: Any  # int32 [B]
-    slots_out: Any  # int32 [B]
     chunk_starts: Any  # int32 [N + 1]
     chunk_targets: Any  # int32 [N] slot or negative
     chunk_snapshots: Any  # int32 [N] slot or negative
-
-    @property
-    def num_tokens(self) -> jax.Array:
-        """Tokens of all rows, without padding."""
-        return self.q_offsets[self.q_offsets.shape[0] - 1]
 
 
 class _Buffers(NamedTuple):
@@ -71,10 +61,14 @@ class _Buffers(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    rows: _Rows
+    scalars: _Scalars
     states: Any  # [layers, slots, (K - 1) * G, 128] in HBM
     buffers: _Buffers
     lines: int  # G, of a token
+
+    @property
+    def rows(self) -> StateRows:
+        return self.scalars.rows
 
     @property
     def before(self) -> int:
@@ -83,19 +77,12 @@ class _Kernel(NamedTuple):
 
 
 def causal_conv(
-    u: jax.Array,
-    weight: jax.Array,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
-    *,
-    interpret: Any = False,
+    u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.CausalConv`; padding tokens' outputs are zeros.
 
     Outputs leave as matrices of 128 lanes: a caller that makes heads of 128 of them before it
-    splits them has nothing to copy. `interpret` simulates the kernel on a CPU:
-    `pltpu.InterpretParams`.
+    splits them has nothing to copy.
 
     Raises:
         ValueError: the channels, or the states, do not come in rows of 128.
@@ -110,18 +97,9 @@ def causal_conv(
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((NUM_BUFFERS, *states.shape[2:]), states.dtype)
     sems = pltpu.SemaphoreType.DMA((NUM_BUFFERS,))
-    rows = _Rows(
-        layer.reshape(1),
-        batch.num_decode.reshape(1),
-        batch.num_rows.reshape(1),
-        batch.q_offsets,
-        batch.token_rows,
-        batch.slots_in,
-        batch.slots_out,
-        batch.chunk_starts,
-        batch.chunk_targets,
-        batch.chunk_snapshots,
-    )
+    rows, num_rows = StateRows.of(batch, layer), batch.num_rows.reshape(1)
+    chunks = batch.chunk_starts, batch.chunk_targets, batch.chunk_snapshots
+    scalars = _Scalars(rows, num_rows, *chunks)
     run = pl.pallas_call(
         partial(_kernel, lines=channels // LANES),
         name="causal_conv",
@@ -149,17 +127,16 @@ def causal_conv(
                 )
             ],
         ),
-        input_output_aliases={len(rows) + 2: 1},
+        input_output_aliases={len(jax.tree.leaves(scalars)) + 2: 1},
         compiler_params=UNCHECKED,
-        interpret=interpret,
     )
     by_line = weight.astype(jnp.float32).reshape(-1, lines, LANES)
-    out, states = run(rows, u, by_line, states)
+    out, states = run(scalars, u, by_line, states)
     return out.reshape(u.shape), states
 
 
 def _kernel(
-    rows: _Rows,
+    scalars: _Scalars,
     u: Any,
     weight: Any,
     _old: Any,
@@ -169,10 +146,10 @@ def _kernel(
     *,
     lines: int,
 ) -> None:
-    kernel, block = _Kernel(rows, states, buffers, lines), u.shape[0]
+    kernel, block = _Kernel(scalars, states, buffers, lines), u.shape[0]
     window, done = buffers.window, buffers.done
     first = pl.program_id(0) * block
-    count = jnp.clip(rows.num_tokens - first, 0, block)
+    count = jnp.clip(scalars.rows.num_tokens - first, 0, block)
 
     @pl.when(first == 0)
     def _() -> None:
@@ -221,7 +198,7 @@ def _lines(kernel: _Kernel, token: Any, count: int) -> Any:
 def _start_read(kernel: _Kernel, row: jax.Array) -> None:
     """Start to read a row's state, if there is such a row and it has tokens."""
     last = kernel.rows.slots_in.shape[0] - 1
-    exists = row < kernel.rows.num_rows[0]
+    exists = row < kernel.scalars.num_rows[0]
     row = jnp.minimum(row, last)
     has_tokens = kernel.rows.q_offsets[row + 1] > kernel.rows.q_offsets[row]
     pl.when(exists & has_tokens)(lambda: _read(kernel, row).start())
@@ -243,7 +220,7 @@ def _begin_row(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
     """If a token, the i-th of the block, is its row's first, put the row's state before it."""
     row = kernel.rows.token_rows[token]
 
-    @pl.when(token == kernel.rows.q_offsets[row])
+    @pl.when(kernel.rows.is_first(token))
     def _() -> None:
         _read(kernel, row).wait()
         state = kernel.buffers.read[lax.rem(row, jnp.int32(NUM_BUFFERS))]
@@ -257,19 +234,14 @@ def _begin_row(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
 
 def _keep_states(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
     """Write the state after a token to the slots that it belongs to."""
-    rows, done = kernel.rows, kernel.buffers.done
-    row = rows.token_rows[token]
-    is_decode = row < rows.num_decode[0]
-
-    @pl.when(is_decode)
-    def _() -> None:
-        _keep(kernel, i, rows.slots_out[row] + token - rows.q_offsets[row])
-
+    rows, scalars, done = kernel.rows, kernel.scalars, kernel.buffers.done
+    is_decode = rows.token_rows[token] < rows.num_decode[0]
+    pl.when(is_decode)(lambda: _keep(kernel, i, rows.slot_written(token)))
     chunk = done[CHUNKS]
 
-    @pl.when(jnp.logical_not(is_decode) & (token + 1 == rows.chunk_starts[chunk + 1]))
+    @pl.when(jnp.logical_not(is_decode) & (token + 1 == scalars.chunk_starts[chunk + 1]))
     def _() -> None:
-        for slots in (rows.chunk_targets, rows.chunk_snapshots):
+        for slots in (scalars.chunk_targets, scalars.chunk_snapshots):
             slot = slots[chunk]
             pl.when(slot >= 0)(partial(_keep, kernel, i, slot))
         done[CHUNKS] = chunk + 1
@@ -279,10 +251,8 @@ def _keep(kernel: _Kernel, i: jax.Array, slot: jax.Array) -> None:
     """Write the state after the block's i-th token to a slot."""
     number = kernel.buffers.done[WRITES]
     pl.when(number >= NUM_BUFFERS)(lambda: _write(kernel, number - NUM_BUFFERS, slot).wait())
-    new, written = (
-        kernel.buffers.window[_lines(kernel, i + 1, kernel.before)],
-        kernel.buffers.written,
-    )
+    written = kernel.buffers.written
+    new = kernel.buffers.window[_lines(kernel, i + 1, kernel.before)]
     written[lax.rem(number, jnp.int32(NUM_BUFFERS))] = new.astype(written.dtype)
     _write(kernel, number, slot).start()
     kernel.buffers.done[WRITES] = number + 1

@@ -27,45 +27,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.gated_delta.tpu.shared import HBM, Buffers, call, unit
-from sgl_jax.kernels.pallas_tpu import start, wait
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
+from sgl_jax.kernels.gated_delta.tpu.shared import Buffers, DeltaArrays, Semaphores, StateRows, unit
+from sgl_jax.kernels.pallas_tpu import call, start, wait
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
-SUBLANES = 8
 # Three buffers of large states keep the memory busy; small states need more DMAs in flight, since
 # each takes a while to begin.
 MIN_BUFFERS, MAX_BUFFERS = 3, 8
 BUFFER_BYTES = 4 << 20
 
 
-class _Rows(NamedTuple):
-    """In scalar memory."""
-
-    layer: Any  # int32 [1]
-    num_decode: Any  # int32 [1]
-    q_offsets: Any  # int32 [B + 1]
-    token_rows: Any  # int32 [T]
-    slots_in: Any  # int32 [B]
-    slots_out: Any  # int32 [B]
-
-    def is_first(self, token: Any) -> jax.Array:
-        return token == self.q_offsets[self.token_rows[token]]
-
-
-class _Semaphores(NamedTuple):
-    """One for each buffer."""
-
-    tokens: Any
-    read: Any
-    results: Any
-
-
 class _Kernel(NamedTuple):
-    rows: _Rows
-    hbm: HBM  # gates float32 [T, 2, Hv, 128]
+    rows: StateRows
+    hbm: DeltaArrays  # gates float32 [T, 2, Hv, 128]
     buffers: Buffers
-    sems: _Semaphores
+    sems: Semaphores
 
     @property
     def num_buffers(self) -> int:
@@ -81,16 +58,7 @@ def num_buffers(state_bytes: int) -> int:
 
 
 def decode_gated_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
-    *,
-    interpret: Any = False,
+    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """The decode rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions.
 
@@ -99,30 +67,18 @@ def decode_gated_delta(
         `states` if the caller has no further use for them.
     """
     decoded = batch.max_decode_tokens
+    q, k, v, log_decay, beta = tokens
     by_head = jnp.stack([jnp.exp(log_decay[:decoded]), beta[:decoded]], axis=1)
     gates = jnp.broadcast_to(by_head[..., None], (*by_head.shape, LANES))
-    hbm = HBM(q, k, gates, v, states)
+    hbm = DeltaArrays(q, k, gates, v, states)
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
-
-    def several(array: jax.Array) -> Any:
-        return pltpu.VMEM((n, *array.shape[1:]), array.dtype)
-
-    state, sems = pltpu.VMEM((2, n, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((n,))
-    buffers = Buffers(several(q), several(k), several(gates), several(v), several(v), state)
-    rows = _Rows(
-        layer.reshape(1),
-        batch.num_decode.reshape(1),
-        batch.q_offsets,
-        batch.token_rows,
-        batch.slots_in,
-        batch.slots_out,
-    )
-    scratch = [buffers, _Semaphores(*[sems] * 3)]
-    return call(_kernel, "gated_delta_decode", rows, hbm, scratch, interpret)
+    rows, scratch = StateRows.of(batch, layer), [Buffers.scratch(hbm, n), Semaphores.scratch(n)]
+    out, states = call(_kernel, "gated_delta_decode", (rows,), (), hbm, 2, scratch)
+    return out, states
 
 
 def _kernel(
-    rows: _Rows, hbm: HBM, tokens: Any, states: Any, buffers: Buffers, sems: _Semaphores
+    rows: StateRows, hbm: DeltaArrays, tokens: Any, states: Any, buffers: Buffers, sems: Semaphores
 ) -> None:
     # Inputs and results share memory: one array is read and written.
     kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
@@ -210,7 +166,7 @@ def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
     row = kernel.rows.token_rows[token]
     at = kernel.buffer(row)
     source = kernel.hbm.states.at[kernel.rows.layer[0], kernel.rows.slots_in[row]]
-    return pltpu.make_async_copy(source, kernel.buffers.states.at[0, at], kernel.sems.read.at[at])
+    return pltpu.make_async_copy(source, kernel.buffers.states.at[0, at], kernel.sems.states.at[at])
 
 
 def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
@@ -220,16 +176,10 @@ def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
         pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),
         pltpu.make_async_copy(
             buffers.states.at[1, at],
-            kernel.hbm.states.at[rows.layer[0], _slot_written(rows, token)],
+            kernel.hbm.states.at[rows.layer[0], rows.slot_written(token)],
             sem.at[at],
         ),
     ]
-
-
-def _slot_written(rows: _Rows, token: jax.Array) -> jax.Array:
-    """The slot of the state after a token."""
-    row = rows.token_rows[token]
-    return rows.slots_out[row] + token - rows.q_offsets[row]
 
 
 def _for_each(copies: list[Any], do: Callable[[Any], None]) -> None:

@@ -30,10 +30,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, StateBatch
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
-from sgl_jax.kernels.gated_delta.tpu.shared import HBM, Buffers, call, row_and_column, unit
-from sgl_jax.kernels.pallas_tpu import bfloat16_parts, product, start, wait
+from sgl_jax.kernels.gated_delta.tpu.shared import (
+    Buffers,
+    DeltaArrays,
+    Semaphores,
+    row_and_column,
+    unit,
+)
+from sgl_jax.kernels.pallas_tpu import bfloat16_parts, call, for_each_run, product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
 RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
@@ -68,20 +74,12 @@ class _ByHead(NamedTuple):
     beta: Any  # [Hv, C, 128]
 
 
-class _Semaphores(NamedTuple):
-    """One for each buffer."""
-
-    tokens: Any
-    states: Any
-    results: Any
-
-
 class _Kernel(NamedTuple):
     chunks: _Chunks
-    hbm: HBM  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
+    hbm: DeltaArrays  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
     buffers: Buffers
     by_head: _ByHead
-    sems: _Semaphores
+    sems: Semaphores
 
     @property
     def group(self) -> int:
@@ -95,16 +93,7 @@ class _Kernel(NamedTuple):
 
 
 def prefill_gated_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
-    *,
-    interpret: Any = False,
+    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """The prefill rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions,
     and at most 128 value heads.
@@ -113,18 +102,15 @@ def prefill_gated_delta(
         v with the outputs in the prefill tokens' place, and the states; in the memory of `v` and
         `states` if the caller has no further use for them.
     """
+    q, k, v, log_decay, beta = tokens
     key_heads, value_heads = k.shape[1], v.shape[1]
     gates = jnp.stack([log_decay, beta], axis=1)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
-    hbm = HBM(q, k, gates, v, states)
-
-    def two(array: jax.Array) -> Any:
-        return pltpu.VMEM((2, CHUNK_TOKENS, *array.shape[1:]), array.dtype)
+    hbm = DeltaArrays(q, k, gates, v, states)
 
     def heads(n: int) -> Any:
         return pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32)
 
-    state, sems = pltpu.VMEM((2, 2, *states.shape[2:]), states.dtype), pltpu.SemaphoreType.DMA((2,))
     chunks = _Chunks(
         layer.reshape(1),
         batch.num_chunks.reshape(1),
@@ -134,21 +120,22 @@ def prefill_gated_delta(
         batch.chunk_snapshots,
     )
     scratch = [
-        Buffers(two(q), two(k), two(gates), two(v), two(v), state),
+        Buffers.scratch(hbm, 2, CHUNK_TOKENS),
         _ByHead(*[heads(key_heads)] * 2, *[heads(value_heads)] * 5),
-        _Semaphores(*[sems] * 3),
+        Semaphores.scratch(2),
     ]
-    return call(_kernel, "gated_delta_prefill", chunks, hbm, scratch, interpret)
+    out, states = call(_kernel, "gated_delta_prefill", (chunks,), (), hbm, 2, scratch)
+    return out, states
 
 
 def _kernel(
     chunks: _Chunks,
-    hbm: HBM,
+    hbm: DeltaArrays,
     tokens: Any,
     states: Any,
     buffers: Buffers,
     by_head: _ByHead,
-    sems: _Semaphores,
+    sems: Semaphores,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
     kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems)
@@ -209,20 +196,13 @@ def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -
 
 
 def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
-    """do(tokens of the step, tokens of the chunk) for runs of few static sizes that make up the
-    chunk."""
-    length, first, done = kernel.chunks.length(chunk), kernel.chunks.starts[chunk], jnp.int32(0)
-    for size in (CHUNK_TOKENS, RUN_TOKENS, 1):
-        if size > kernel.hbm.v.shape[0]:
-            continue
-        count = lax.div(length - done, jnp.int32(size))
+    """do(tokens of the step, tokens of the chunk) for runs that make up the chunk."""
+    length, begin = kernel.chunks.length(chunk), kernel.chunks.starts[chunk]
 
-        @pl.loop(0, count)
-        def _(i: jax.Array, done: jax.Array = done, size: int = size) -> None:
-            at = done + i * size
-            do(pl.ds(first + at, size), pl.ds(at, size))
+    def run(first: Any, size: int) -> None:
+        do(pl.ds(begin + first, size), pl.ds(first, size))
 
-        done += count * size
+    for_each_run(length, (CHUNK_TOKENS, RUN_TOKENS, 1), kernel.hbm.v.shape[0], run)
 
 
 def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:

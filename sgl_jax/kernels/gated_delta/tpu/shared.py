@@ -1,20 +1,51 @@
-"""Common parts of the kernels of the gated delta rule: arrays, buffers, the call."""
+"""Common parts of the kernels of gated delta nets: rows, arrays and buffers."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.pallas_tpu import UNCHECKED
+from sgl_jax.kernels.gated_delta.batch import StateBatch
 
 EPSILON = 1e-6  # of the lengths of keys and queries
 
 
-class HBM(NamedTuple):
+class StateRows(NamedTuple):
+    """The rows of a step; arrays outside of a kernel, in scalar memory inside."""
+
+    layer: Any  # int32 [1]
+    num_decode: Any  # int32 [1]
+    q_offsets: Any  # int32 [B + 1]
+    token_rows: Any  # int32 [T]
+    slots_in: Any  # int32 [B]
+    slots_out: Any  # int32 [B]
+
+    @classmethod
+    def of(cls, batch: StateBatch, layer: jax.Array) -> "StateRows":
+        numbers = layer.reshape(1), batch.num_decode.reshape(1)
+        slots = batch.slots_in, batch.slots_out
+        return cls(*numbers, batch.q_offsets, batch.token_rows, *slots)
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """Tokens of all rows, without padding."""
+        return self.q_offsets[self.q_offsets.shape[0] - 1]
+
+    def is_first(self, token: Any) -> jax.Array:
+        """True for a token that is its row's first."""
+        return token == self.q_offsets[self.token_rows[token]]
+
+    def slot_written(self, token: Any) -> jax.Array:
+        """The slot of the state after a decode row's token."""
+        row = self.token_rows[token]
+        return self.slots_out[row] + token - self.q_offsets[row]
+
+
+class DeltaArrays(NamedTuple):
+    """In HBM."""
+
     q: Any  # [T, Hk, 128]
     k: Any  # [T, Hk, 128]
     gates: Any  # float32 [T, 2, ...] decays and betas, laid out by each kernel
@@ -32,36 +63,26 @@ class Buffers(NamedTuple):
     out: Any
     states: Any
 
+    @classmethod
+    def scratch(cls, arrays: DeltaArrays, *lead: int) -> "Buffers":
+        """`lead` stands before the dimensions of a token; its first is the number of buffers of
+        each array, and of states before and after some tokens."""
+        q, k, gates, v = (pltpu.VMEM((*lead, *x.shape[1:]), x.dtype) for x in arrays[:4])
+        states = arrays.states
+        kept = pltpu.VMEM((2, lead[0], *states.shape[2:]), states.dtype)
+        return cls(q, k, gates, v, v, kept)
 
-def call(
-    kernel: Callable[..., None],
-    name: str,
-    scalars: tuple[Any, ...],
-    hbm: HBM,
-    scratch: list[Any],
-    interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Run kernel(scalars, hbm, v, states, *scratch), all of them references; returns v and states.
 
-    These two take the memory of `hbm.v` and `hbm.states`. `scalars` are in scalar memory.
-    """
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    run = pl.pallas_call(
-        kernel,
-        name=name,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hbm.v, hbm.states)],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            in_specs=[HBM(*[in_hbm] * len(hbm))],
-            out_specs=[in_hbm, in_hbm],
-            scratch_shapes=scratch,
-        ),
-        input_output_aliases={len(scalars) + 3: 0, len(scalars) + 4: 1},
-        compiler_params=UNCHECKED,
-        interpret=interpret,
-    )
-    out, states = run(scalars, hbm)
-    return out, states
+class Semaphores(NamedTuple):
+    """One for each buffer."""
+
+    tokens: Any
+    states: Any
+    results: Any
+
+    @classmethod
+    def scratch(cls, num_buffers: int) -> "Semaphores":
+        return cls(*[pltpu.SemaphoreType.DMA((num_buffers,))] * 3)
 
 
 def unit(x: jax.Array) -> jax.Array:

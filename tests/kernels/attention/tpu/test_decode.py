@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.tpu import decode
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
@@ -66,15 +67,15 @@ def attend(program, interpret, blocks=BLOCKS):
 
     @quick_jit
     def run(problem, cache):
-        return decode_attention(
-            problem.q,
-            cache,
-            jnp.int32(LAYER),
-            make_batch(problem, program),
-            program.options._replace(sinks=problem.sinks),
-            blocks=blocks,
-            interpret=interpret,
-        )
+        with force_tpu_interpret_mode(interpret):
+            return decode_attention(
+                problem.q,
+                cache,
+                jnp.int32(LAYER),
+                make_batch(problem, program),
+                program.options._replace(sinks=problem.sinks),
+                blocks=blocks,
+            )
 
     return run
 

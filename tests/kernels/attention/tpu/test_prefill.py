@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.attention.tpu import prefill
+from sgl_jax.kernels.attention.tpu import prefill, query_blocks
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
@@ -88,15 +89,15 @@ def attend(program, interpret):
 
     @quick_jit
     def run(problem, cache):
-        return prefill_attention(
-            problem.q,
-            cache,
-            jnp.int32(LAYER),
-            make_batch(problem, program),
-            program.options._replace(sinks=problem.sinks),
-            blocks=blocks_of(program),
-            interpret=interpret,
-        )
+        with force_tpu_interpret_mode(interpret):
+            return prefill_attention(
+                problem.q,
+                cache,
+                jnp.int32(LAYER),
+                make_batch(problem, program),
+                program.options._replace(sinks=problem.sinks),
+                blocks=blocks_of(program),
+            )
 
     return run
 
@@ -198,7 +199,7 @@ def page_ids_not_waited_for(pages, row, table, table_copy=Pages.table_copy):
     return NoWait(table_copy(pages, row, table))
 
 
-def more_queries_than_the_row_has(kernel, block, do, runs=prefill.for_each_run):
+def more_queries_than_the_row_has(kernel, block, do, runs=query_blocks.block_runs):
     tokens = jnp.minimum(block.num_tokens + 1, kernel.blocks.queries)
     runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
 
@@ -223,7 +224,7 @@ def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
         (prefill, "q_copies", queries_not_waited_for, "lazy"),
         (Pages, "table_copy", page_ids_not_waited_for, "lazy"),
         (prefill, "out_copies", results_not_waited_for, "eager"),
-        (prefill, "for_each_run", more_queries_than_the_row_has, "lazy"),
+        (query_blocks, "block_runs", more_queries_than_the_row_has, "lazy"),
         (prefill, "attend_heads", masked_blocks_taken_for_clear, "lazy"),
         (prefill, "attend_heads", never_the_first_keys, "lazy"),
     ],

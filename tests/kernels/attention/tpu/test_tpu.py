@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.tpu import ragged_paged_attention
 from tests.kernels.attention.problems import (
@@ -33,16 +34,16 @@ EIGHT_BITS = Program(page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.
 def compiled(program, mode):
     @quick_jit
     def run(problem):
-        return ragged_paged_attention(
-            problem.q,
-            problem.k,
-            problem.v,
-            problem.kv_cache,
-            jnp.int32(LAYER),
-            make_batch(problem, program),
-            program.options._replace(sinks=problem.sinks),
-            interpret=MODES[mode],
-        )
+        with force_tpu_interpret_mode(MODES[mode]):
+            return ragged_paged_attention(
+                problem.q,
+                problem.k,
+                problem.v,
+                problem.kv_cache,
+                jnp.int32(LAYER),
+                make_batch(problem, program),
+                program.options._replace(sinks=problem.sinks),
+            )
 
     return run
 

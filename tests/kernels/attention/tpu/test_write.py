@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.tpu import write as module
 from tests.kernels.attention.problems import (
@@ -34,9 +35,8 @@ def write(program, interpret):
     @quick_jit
     def run(problem):
         batch = make_batch(problem, program)
-        return module.write_kv(
-            problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch, interpret=interpret
-        )
+        with force_tpu_interpret_mode(interpret):
+            return module.write_kv(problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch)
 
     return run
 

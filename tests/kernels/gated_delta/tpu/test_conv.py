@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.gated_delta.tpu import conv as module
 from tests.kernels.gated_delta.problems import (
@@ -32,7 +33,8 @@ def conv(program, interpret):
     @quick_jit
     def run(problem):
         batch = problem.make_batch(program)
-        return module.causal_conv(*problem.conv, jnp.int32(LAYER), batch, interpret=interpret)
+        with force_tpu_interpret_mode(interpret):
+            return module.causal_conv(*problem.conv, jnp.int32(LAYER), batch)
 
     return run
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.gated_delta.tpu import decode as module
 from sgl_jax.kernels.gated_delta.tpu import shared
@@ -34,7 +35,10 @@ def decode(program, interpret):
     @quick_jit
     def run(problem):
         batch = problem.make_batch(program)
-        return module.decode_gated_delta(*problem[:6], jnp.int32(LAYER), batch, interpret=interpret)
+        with force_tpu_interpret_mode(interpret):
+            return module.decode_gated_delta(
+                problem.tokens, problem.states, jnp.int32(LAYER), batch
+            )
 
     return run
 
@@ -119,8 +123,8 @@ def use_another_buffer(monkeypatch):
 
 
 def write_the_next_slot(monkeypatch):
-    slot = module._slot_written
-    monkeypatch.setattr(module, "_slot_written", lambda rows, token: slot(rows, token) + 1)
+    slot = shared.StateRows.slot_written
+    monkeypatch.setattr(shared.StateRows, "slot_written", lambda rows, token: slot(rows, token) + 1)
 
 
 def go_on_from_the_row_of_the_next_token(monkeypatch):

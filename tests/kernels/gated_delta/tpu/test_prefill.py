@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.gated_delta.tpu import inverse
 from sgl_jax.kernels.gated_delta.tpu import prefill as module
@@ -34,9 +35,10 @@ def prefill(program, interpret):
     @quick_jit
     def run(problem):
         batch = problem.make_batch(program)
-        return module.prefill_gated_delta(
-            *problem[:6], jnp.int32(LAYER), batch, interpret=interpret
-        )
+        with force_tpu_interpret_mode(interpret):
+            return module.prefill_gated_delta(
+                problem.tokens, problem.states, jnp.int32(LAYER), batch
+            )
 
     return run
 

@@ -1,0 +1,75 @@
+"""KV heads side by side in decode: the rows and columns of each head's queries.
+
+Keys of some heads make one matrix of 256 columns or more, as wide as the matrix unit, and each
+head's queries are rows of their own, with zeros beside the columns of other heads.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
+
+MATRIX_UNIT = 256  # columns, of the largest
+
+
+class Stacks(NamedTuple):
+    """The layout of stacked KV heads."""
+
+    kv_heads: int
+    head_rows: int  # rows of one KV head's queries
+    head_dim: int
+
+    @property
+    def heads_each(self) -> int:
+        """KV heads of a stack: a divisor of kv_heads."""
+        n = 1
+        while self.kv_heads % (2 * n) == 0 and (
+            2 * n * self.head_rows <= SUBLANES or 2 * n * self.head_dim <= MATRIX_UNIT
+        ):
+            n *= 2
+        return n
+
+    @property
+    def num_stacks(self) -> int:
+        return self.kv_heads // self.heads_each
+
+    @property
+    def rows(self) -> int:
+        """Rows of a stack, padded to whole registers."""
+        return -(-self.heads_each * self.head_rows // SUBLANES) * SUBLANES
+
+    @property
+    def columns(self) -> int:
+        return self.heads_each * self.head_dim
+
+    def heads(self, stack: int) -> range:
+        """The KV heads of a stack."""
+        return range(stack * self.heads_each, (stack + 1) * self.heads_each)
+
+    def place(self, head: int) -> tuple[int, int, slice]:
+        """A head's stack, its first row there, its columns."""
+        stack, n = divmod(head, self.heads_each)
+        return stack, n * self.head_rows, slice(n * self.head_dim, (n + 1) * self.head_dim)
+
+
+def stacked_sinks(sinks: jax.Array, group: int, stacks: Stacks) -> jax.Array:
+    """sinks [q_heads] -> float32 [S, R, 128], each beside its query."""
+    each = (stacks.num_stacks, stacks.heads_each, 1, group)
+    by_head = sinks.astype(jnp.float32).reshape(each)
+    by_query = jnp.repeat(by_head, stacks.head_rows // group, axis=2)
+    rows = by_query.reshape(stacks.num_stacks, -1)
+    rows = jnp.pad(rows, ((0, 0), (0, stacks.rows - rows.shape[1])))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
+    """Each row's columns of its own head: x [R, C] -> [R, D]."""
+    row = lax.broadcasted_iota(jnp.int32, (stacks.rows, stacks.head_dim), 0)
+    result = x[:, : stacks.head_dim]
+    for head in range(1, stacks.heads_each):
+        _, first, columns = stacks.place(head)
+        result = jnp.where(row >= first, x[:, columns], result)
+    return result

@@ -1,0 +1,184 @@
+"""The records of one data-parallel rank: rows, pages, prefix cache, leases, and locks.
+
+`rank_memory.py` begins and grows leases on them, `release.py` ends leases. `pages/row_growth.py`
+and `row_states.py` work on these records, too.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.lease import KVLease, first_page_of
+from sgl_jax.mem_cache.pages.locked_pages import LockedPages
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
+from sgl_jax.mem_cache.session_leases import SessionLeases
+from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
+
+# If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
+# pages evicted ahead.
+_PAGES_PER_EVICTED = 512
+_MAX_EVICTED_AHEAD = 256
+
+
+class RankRecords:
+    """The records of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s.
+
+    `tables`, if given, hold the rows' columns: views of all ranks' columns.
+    """
+
+    def __init__(
+        self,
+        dp_rank: int,
+        sizes: EngineSizes,
+        *,
+        use_radix_cache: bool = True,
+        eviction_policy: str = "adaptive",
+        tables: RowTables | None = None,
+    ) -> None:
+        self.dp_rank = dp_rank
+        self.sizes = sizes
+        self.page_size = sizes.page_size
+        self.groups = sizes.groups
+        # Every row lists every page up to its allocated length.
+        self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
+        # The numbers of the recurrent group and of its pool of states; None without recurrent
+        # layers.
+        self.state_group = sizes.state_group
+        self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
+        if self.state_pool == 0:
+            raise ValueError("states need a pool of their own, after the first pool of pages")
+        num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
+        self.rows = ReqToTokenPool(
+            tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
+        )
+        # For each pool, the numbers of the groups in it.
+        self.groups_of = [
+            [number for number, group in enumerate(sizes.groups) if group.pool == pool]
+            for pool in range(num_pools)
+        ]
+        self._paged_groups = [
+            number for number, group in enumerate(sizes.groups) if not group.is_recurrent
+        ]
+        # For the first pool: its groups, and the pages that a row may list of each.
+        first = self.groups_of[0]
+        most = [sizes.row_pages(sizes.groups[number]) for number in first]
+        self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
+        # For each pool, the pages that a row takes for a page of tokens.
+        self._num_tables = [
+            sum(not sizes.groups[number].is_recurrent for number in numbers)
+            for numbers in self.groups_of
+        ]
+        self.allocators = tuple(
+            PageAllocator(num_pages, self._pool_name(pool))
+            for pool, num_pages in enumerate(sizes.pool_pages)
+        )
+        self.allocator = self.allocators[0]  # of the pool that limits admission
+        self._make_cache = partial(
+            RadixCache if use_radix_cache else ChunkCache,
+            sizes.groups,
+            self.allocators,
+            sizes.page_size,
+            eviction_policy=eviction_policy if use_radix_cache else "lru",
+        )
+        self.cache = self._make_cache()
+        self.sessions = SessionLeases()
+        self.leases: dict[int, KVLease] = {}  # by row
+        self.locked = self._no_locks()
+        self._num_evicted_ahead = [
+            min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
+            for num_pages in sizes.pool_pages
+        ]
+        # Pages that idle sessions own, by pool, excluding the tree's pages.
+        self.session_held = [0] * num_pools
+
+    def _pool_name(self, pool: int) -> str:
+        if len(self.groups) == 1:
+            return f"rank {self.dp_rank}"
+        if pool == self.state_pool:
+            return f"rank {self.dp_rank}, states"
+        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
+        kinds = ["full" if window is None else f"window {window}" for window in windows]
+        return f"rank {self.dp_rank}, {' and '.join(kinds)}"
+
+    def _no_locks(self) -> tuple[LockedPages, ...]:
+        return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
+
+    def rebuild(self) -> None:
+        """Reset all memory records without freeing pages one by one, since records may be
+        inconsistent.
+
+        Every page and row is free afterwards and every lease released; the old records are not
+        read. No step launched before may still run on the device.
+        """
+        for lease in self.leases.values():
+            lease.released, lease.node = True, None
+        self.leases.clear()
+        self.rows.reset()
+        for allocator in self.allocators:
+            allocator.reset()
+        self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+        self.sessions = SessionLeases()
+        self.locked = self._no_locks()
+        self.session_held = [0] * len(self.allocators)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages of the first pool that are free or can be made free by eviction."""
+        return self.allocator.num_free + self.cache.num_evictable[0]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of a group that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def sees_windows(self, lease: KVLease, length: int) -> bool:
+        """Return whether no window has passed the pages that the token after `length` reads."""
+        return self.lists_all or all(
+            group.sliding_window is None
+            or group.is_recurrent
+            or self.rows.first_pages[number, lease.row]
+            <= first_page_of(group.sliding_window, self.page_size, length)
+            for number, group in enumerate(self.groups)
+        )
+
+    def by_pool(self, pages: Int32Array) -> list[Int32Array]:
+        """The listed pages of `pages` int32[groups, n], for each pool."""
+        if self.lists_all:
+            return [pages[0]]
+        in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
+        return [listed[listed != 0] for listed in in_pools]
+
+    def lock(self, pages: Int32Array) -> None:
+        """Lock `pages` int32[groups, n] of the tree for a running request."""
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.lock(listed)
+
+    def unlock(self, pages: Int32Array) -> None:
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.unlock(listed)
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until so many pages are free for each group; False, evicting nothing, if
+        impossible.
+
+        Evicts a few pages more than needed: a decode step takes a few pages, and evicting many at
+        once costs the host little more than evicting few.
+        """
+        for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
+            if num_pages * num_tables > allocator.num_free:
+                return self._evict_for(num_pages)
+        return True
+
+    def _evict_for(self, num_pages: int) -> bool:
+        deficits = [
+            num_pages * num_tables - allocator.num_free
+            for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True)
+        ]
+        if deficits[0] > self.cache.num_evictable[0]:
+            return False
+        for pool, deficit in enumerate(deficits):
+            if deficit > 0:
+                self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)
+        return True

@@ -1,0 +1,283 @@
+"""The time of a step's kernels on one device, of which the compiler counts no cycles.
+
+Each kernel takes the longer of two times, which overlap: its bytes over the bandwidth of the
+memory, and the instructions of its schedule, one a cycle. The instructions were counted in compiled
+schedules (docs/inside/kernels.md), not measured on a chip.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
+from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
+from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
+from sgl_jax.kernels.qkv_heads import block_tokens
+from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.models.config import ModelConfig, MoeConfig
+from sgl_jax.planner.topology import Chip
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one rank in a step."""
+
+    tokens: int  # queries of all rows
+    kv_tokens_read: int  # by all rows together
+    query_key_pairs: int  # of attention
+    rows: int = 0  # whose states are read and written
+    is_prefill: bool = True  # decode's products hide behind its reads
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """The bytes that one device holds, by how they are read."""
+
+    layer_and_head_bytes: int  # read whole in every step, experts left out
+    expert_bytes: int
+    weight_itemsize: int  # also of an activation
+    kv_token_bytes: int  # of all layers
+    kv_itemsize: int
+    tp_size: int  # devices that share the heads and each expert
+    state_bytes: int = 0  # of one sequence, in all layers with a recurrence
+
+
+class KernelTime(NamedTuple):
+    """Seconds of all layers on one device."""
+
+    hbm_s: float
+    instructions_s: float
+    feeds_mxu: bool = False  # the instructions are there to feed the matrix units
+
+    @property
+    def total_s(self) -> float:
+        return max(self.hbm_s, self.instructions_s)
+
+    @property
+    def bound(self) -> str:
+        """The main wait: "HBM", "MXU" or "instructions"."""
+        if self.hbm_s >= self.instructions_s:
+            return "HBM"
+        return "MXU" if self.feeds_mxu else "instructions"
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+class AttentionBundles(NamedTuple):
+    """Instructions of the kernels' hot loops."""
+
+    decode: float  # for a token of KV of 8 heads of 128, in one layer
+    prefill: int  # for 10^9 operations
+
+
+# 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
+BUNDLES: Mapping[str, AttentionBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": AttentionBundles(1.50, 7610),
+        "TPU v6 lite": AttentionBundles(1.21, 4930),
+        "TPU v5": AttentionBundles(1.51, 7790),
+        "TPU7x": AttentionBundles(1.29, 5130),
+    }
+)
+BUNDLES_8_BITS: Mapping[str, AttentionBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": AttentionBundles(1.91, 8510),
+        "TPU v6 lite": AttentionBundles(1.74, 5430),
+        "TPU v5": AttentionBundles(1.89, 8410),
+        "TPU7x": AttentionBundles(1.39, 5140),
+    }
+)
+_COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, for which decode's bundles were counted
+
+
+def attention_time(
+    work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
+) -> KernelTime:
+    """The time of all rows of a step."""
+    bundles = (BUNDLES_8_BITS if memory.kv_itemsize == 1 else BUNDLES)[chip.device_kind]
+    kv_bytes = work.kv_tokens_read * memory.kv_token_bytes
+    if work.is_prefill:
+        # Smaller heads share a row of the cache, K beside V, and are multiplied with all of it.
+        lanes = max(config.head_dim, LANES)
+        heads = config.num_heads / memory.tp_size
+        flops = 4 * work.query_key_pairs * heads * lanes * config.num_attention_layers
+        cycles = flops / 1e9 * bundles.prefill
+    else:
+        cycles = kv_bytes / memory.kv_itemsize / _COUNTED_ELEMENTS * bundles.decode
+    return KernelTime(kv_bytes / chip.hbm_bytes_per_s, cycles / chip.clock_hz, work.is_prefill)
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+class VisitBundles(NamedTuple):
+    """Instructions of one visit of the kernel."""
+
+    any: int  # independent of its size
+    per_matrix_mib: int  # loading the matrix unit's weights
+    per_gflop: int  # of the whole tile of lines
+
+
+# Fitted to schedules with tiles of 64 to 256 lines of bfloat16 and 2048 inputs with 192 and 768
+# outputs: within 20 % of each, within 12 % of most.
+VISIT_BUNDLES: Mapping[str, VisitBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": VisitBundles(351, 0, 6866),
+        "TPU v6 lite": VisitBundles(215, 149, 1912),
+        "TPU v5": VisitBundles(416, 0, 6740),
+        "TPU7x": VisitBundles(333, 199, 738),
+    }
+)
+_PRODUCTS = 3  # gate, up, down
+
+
+def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> KernelTime:
+    """The time of a step's experts: three grouped products in each layer; zero without experts.
+
+    The bytes are of experts in use and of lines. A visit of the kernel computes a whole tile of
+    lines, though its group may have only one there (`kernels.grouped_matmul`).
+    """
+    moe, itemsize = config.moe, memory.weight_itemsize
+    if moe is None:
+        return KernelTime(0.0, 0.0)
+    touched = experts_touched(tokens, moe)
+    lines, inner = tokens * moe.top_k, moe.intermediate_size // memory.tp_size
+    products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
+    line_bytes = products * lines * (config.hidden_size + inner) * itemsize
+    tile = choose_tiles(lines, moe.num_experts, config.hidden_size, inner, itemsize).lines
+    # A tile that does not end where a group does is visited by the next group, too.
+    visits = moe.num_experts * touched + -(-lines // tile) - 1
+    bundles, weights = VISIT_BUNDLES[chip.device_kind], config.hidden_size * inner
+    visit = (
+        bundles.any
+        + bundles.per_matrix_mib * weights * 2 / 2**20
+        + bundles.per_gflop * 2 * tile * weights / 1e9
+    )
+    return KernelTime(
+        hbm_s=(memory.expert_bytes * touched + line_bytes) / chip.hbm_bytes_per_s,
+        instructions_s=products * visits * visit / chip.clock_hz,
+        feeds_mxu=True,
+    )
+
+
+def experts_touched(tokens: int, moe: MoeConfig) -> float:
+    """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
+    return 1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens
+
+
+# -- recurrences ----------------------------------------------------------------------------------
+
+
+class RecurrenceBundles(NamedTuple):
+    """Instructions of one layer, heads of 128."""
+
+    decode_token: int  # independent of the heads
+    decode_head: float  # of a token, for each value head
+    turn: int  # of a chunk, for each of the turns that its heads take
+    turn_head: int  # of a chunk, for each value head
+    conv_token: int  # independent of the channels
+    conv_channels: float  # of a token, for 128 channels
+
+
+# Lines through the schedules with 32 and with 4 value heads.
+RECURRENCE_BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": RecurrenceBundles(156, 75.6, 1987, 278, 147, 2.7),
+        "TPU v6 lite": RecurrenceBundles(192, 70.7, 2220, 216, 140, 1.5),
+        "TPU v5": RecurrenceBundles(150, 75.6, 1933, 286, 141, 2.7),
+        "TPU7x": RecurrenceBundles(195, 71.1, 1516, 246, 135, 1.5),
+    }
+)
+# Ordering a chunk by head and spreading its decays, for each value head; counted for a v6e.
+_ORDERING = 92
+
+
+def recurrences_time(
+    work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
+) -> KernelTime:
+    """The time of the convolution and the gated delta rule; zero without recurrent layers."""
+    own = config.recurrence
+    if own is None:
+        return KernelTime(0.0, 0.0)
+    count = RECURRENCE_BUNDLES[chip.device_kind]
+    heads = own.num_value_heads / memory.tp_size
+    channels = 2 * own.num_key_heads * own.key_dim + own.num_value_heads * own.value_dim
+    of_token = count.conv_token + count.conv_channels * (channels / memory.tp_size) / LANES
+    if work.is_prefill:
+        turns = max(heads / VALUE_HEADS, 1)
+        of_chunk = turns * count.turn + heads * (count.turn_head + _ORDERING)
+        of_token += of_chunk / CHUNK_TOKENS
+    else:
+        of_token += count.decode_token + count.decode_head * heads
+    layers = config.num_layers - config.num_attention_layers
+    return KernelTime(
+        hbm_s=2 * work.rows * memory.state_bytes / chip.hbm_bytes_per_s,
+        instructions_s=layers * work.tokens * of_token / chip.clock_hz,
+    )
+
+
+# -- heads ----------------------------------------------------------------------------------------
+
+
+class HeadsCycles(NamedTuple):
+    """Cycles of the kernel that normalises and rotates heads; instructions one a cycle."""
+
+    call: int  # the compiler's count for its own smallest operation
+    normalised: float  # instructions for a head of 128 of one token
+    plain: float  # where heads are only rotated
+
+
+# The more of 8 query heads and one KV head, and of 32 and 8; bfloat16.
+HEADS_CYCLES: Mapping[str, HeadsCycles] = MappingProxyType(
+    {
+        "TPU v5 lite": HeadsCycles(1827, 1.02, 0.80),
+        "TPU v6 lite": HeadsCycles(2122, 0.74, 0.51),
+        "TPU v5": HeadsCycles(2124, 1.03, 0.80),
+        "TPU7x": HeadsCycles(2298, 0.75, 0.51),
+    }
+)
+
+
+class HeadsTime(NamedTuple):
+    """Seconds of all layers on one device in a step."""
+
+    calls_s: float  # that a kernel runs at all
+    hbm_s: float  # reading the product of Q, K and V, and writing each
+    instructions_s: float
+    num_blocks: int  # of tokens: while one is computed, the next one comes and the last one goes
+
+    @property
+    def total_s(self) -> float:
+        """The first block's way in and the last one's way out overlap with nothing."""
+        shorter, longer = sorted((self.hbm_s, self.instructions_s))
+        return self.calls_s + longer + shorter / self.num_blocks
+
+
+def heads_time(
+    num_tokens: int,
+    config: ModelConfig,
+    itemsize: int,
+    tp_size: int,
+    chip: Chip,
+    *,
+    normalised: bool,
+) -> HeadsTime:
+    """The time of splitting, normalising and rotating heads (`kernels.qkv_heads`).
+
+    `num_tokens` are of the program's shape, padding included; `itemsize` is of an activation.
+    """
+    kv_heads = max(config.num_kv_heads // tp_size, 1)
+    width = (config.num_heads // tp_size + 2 * kv_heads) * config.head_dim
+    angle_bytes = 2 * config.head_dim // 2 * 4
+    token_bytes = 2 * width * itemsize + angle_bytes
+    cycles = HEADS_CYCLES[chip.device_kind]
+    instructions = num_tokens * width / LANES * (cycles.normalised if normalised else cycles.plain)
+    layers = config.num_attention_layers
+    return HeadsTime(
+        calls_s=layers * cycles.call / chip.clock_hz,
+        hbm_s=layers * num_tokens * token_bytes / chip.hbm_bytes_per_s,
+        instructions_s=layers * instructions / chip.clock_hz,
+        num_blocks=-(-num_tokens // block_tokens(num_tokens, width * itemsize)),
+    )

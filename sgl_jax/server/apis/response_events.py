@@ -1,0 +1,200 @@
+"""The answer of OpenAI's Responses API: its objects, and the events that announce them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct, field
+
+from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.server.apis.chat import AssistantMessage, message_of
+from sgl_jax.server.chat import AnswerPart, NamedEvent, PartKind, PartsFormat
+from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.references import References
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Struct, tag_field="type", tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[Any] = field(default_factory=list)
+
+
+class OutputCall(Struct, tag_field="type", tag="function_call"):
+    """A call; `arguments` is the text of a JSON object, unless the answer was cut off."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseUsage(Struct, frozen=True):
+    """Tokens; reasoning tokens as the tokenizer counts its text."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens_details: dict[str, int]
+
+
+class ResponseObject(Struct):
+    """A response, as far as it is made. `created_at` in seconds since 1970."""
+
+    id: str
+    created_at: int
+    model: str
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    instructions: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    tools: list[Any] = field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    store: bool = True
+    output: list[OutputItem] = field(default_factory=list)
+    status: str = "in_progress"  # then completed, incomplete or failed
+    usage: ResponseUsage | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    object: str = "response"
+    truncation: str = "disabled"
+    background: bool = False
+
+
+# Kind of part -> the beginning of its item's id, the name of the events about its text, and their
+# fields that are always the same.
+_EVENTS: dict[PartKind, tuple[str, str, dict[str, Any]]] = {
+    "content": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
+    "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
+    "call": ("fc", "function_call_arguments", {}),
+}
+# Kind of part with text -> its item, and the content of that.
+_ITEMS: dict[PartKind, Callable[..., OutputItem]] = {
+    "content": OutputMessage,
+    "reasoning": OutputReasoning,
+}
+_CONTENTS: dict[PartKind, Callable[[str], OutputText | ReasoningText]] = {
+    "content": OutputText,
+    "reasoning": ReasoningText,
+}
+# Reason in a chat -> status of the response.
+_STATUSES = {"length": "incomplete", "abort": "failed"}
+
+
+class ResponsesFormat(PartsFormat):
+    """One response: each part of the answer is an item."""
+
+    _object: ResponseObject
+
+    def __init__(
+        self,
+        refs: References,
+        chat: ChatRequest,
+        response: ResponseObject,
+        keep: Callable[[ResponseObject, AssistantMessage], None],
+    ) -> None:
+        """`response` is filled; `keep` gets it at the end, with its message, to be stored."""
+        super().__init__(refs, chat)
+        self._object, self._keep = response, keep
+        self._num_events = 0
+
+    def failure(self, error: ApiError) -> bytes:
+        fields = {"code": error.code, "message": str(error.detail), "param": error.param}
+        return self._write(("error", fields))
+
+    def _write(self, event: NamedEvent) -> bytes:
+        name, fields = event
+        self._num_events += 1
+        return super()._write((name, {"sequence_number": self._num_events - 1, **fields}))
+
+    def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]:
+        yield "response.created", {"response": self._object}
+        yield "response.in_progress", {"response": self._object}
+
+    def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
+        prefix, name, fields = _EVENTS[part.kind]
+        index, item_id = {"output_index": part.index}, f"{prefix}_{part.id}"
+        text_at = {"item_id": item_id, **index, **fields}
+        if gain:
+            yield f"response.{name}.delta", {**text_at, "delta": gain}
+            return
+        contents = [_CONTENTS[part.kind](part.text)] if part.kind in _CONTENTS else []
+        content_at = {"item_id": item_id, **index, "content_index": 0}
+        if gain is not None:
+            item = _item(part, item_id, "in_progress", [])
+            yield "response.output_item.added", {**index, "item": item}
+            for content in contents:
+                yield "response.content_part.added", {**content_at, "part": content}
+            return
+        is_cut_off = part is self._parts[-1] and self._status != "completed"
+        item = _item(part, item_id, "incomplete" if is_cut_off else "completed", contents)
+        self._object.output.append(item)
+        arguments = {"arguments": part.text, "name": part.name}
+        done = {"text": part.text} if contents else arguments
+        yield f"response.{name}.done", {**text_at, **done}
+        for content in contents:
+            yield "response.content_part.done", {**content_at, "part": content}
+        yield "response.output_item.done", {**index, "item": item}
+
+    @property
+    def _status(self) -> str:
+        return _STATUSES.get(self._finish.type, "completed") if self._finish else "completed"
+
+    def _ended(self, stream: RequestStream) -> Iterator[NamedEvent]:
+        response, finish = self._object, self._finish
+        if not self._parts:
+            self._parts.append(AnswerPart(0, "content"))
+            for gain in ("", None):
+                yield from self._changed(self._parts[0], gain)
+        response.status = self._status
+        if response.status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        elif finish is not None and response.status == "failed":
+            message = finish.message or "the request was aborted"
+            response.error = {"code": "server_error", "message": message}
+        thoughts = "".join(part.text for part in self._parts if part.kind == "reasoning")
+        num_thought = len(self._refs.frontend.tokenizer.encode(thoughts))
+        num_input, num_output = stream.num_prompt_tokens, stream.num_output_tokens
+        response.usage = ResponseUsage(
+            num_input,
+            num_output,
+            num_input + num_output,
+            {"cached_tokens": stream.cached_tokens},
+            {"reasoning_tokens": min(num_thought, num_output)},
+        )
+        if response.store:
+            self._keep(response, message_of(self._parts))
+        yield f"response.{response.status}", {"response": response}
+
+
+def _item(part: AnswerPart, item_id: str, status: str, contents: list[Any]) -> OutputItem:
+    if part.kind == "call":
+        return OutputCall(item_id, status, part.call_id, part.name, part.text)
+    return _ITEMS[part.kind](item_id, status, contents)
