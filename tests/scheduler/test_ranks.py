@@ -13,6 +13,7 @@ from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -132,7 +133,7 @@ def planned(prompt_lens: list[int]) -> tuple[Driver, StepPlan]:
     for dp_rank, length in enumerate(prompt_lens):
         if length:
             driver.submit(generate(f"r{dp_rank}", [7] * length, 4, dp_rank=dp_rank))
-    plan = driver.scheduler.plan()
+    plan = driver.scheduler.handle(PlanStep())
     assert plan is not None
     return driver, plan
 
