@@ -59,7 +59,7 @@ def kv_absmax(
     sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len)
     seen: list[Float32Array] = []
     for number, prompt in enumerate(prompts):
-        scheduler.submit(GenerateRequest(rid=str(number), input_ids=prompt, sampling=sampling))
+        scheduler.handle(GenerateRequest(rid=str(number), input_ids=prompt, sampling=sampling))
         while not scheduler.is_idle:
             loop.turn()
         seen.append(executor.kv_absmax())

@@ -117,7 +117,7 @@ def run(load: Load, args: SchedulerArgs) -> Outcome:
             max_new_tokens=request.limit, seed=i, stop_token_ids=(STOP_ID,), temperature=0.0
         )
         prompt = rng.integers(0, STOP_ID, request.prompt).tolist()
-        scheduler.submit(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
+        scheduler.handle(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
     loop = StepLoop(scheduler, executor)
     while not scheduler.is_idle:
         loop.turn()

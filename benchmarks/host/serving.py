@@ -98,7 +98,7 @@ class ServingLoad:
         else:
             for _ in range(100):
                 while self.scheduler.num_waiting < 64:
-                    self.scheduler.submit(self._request())
+                    self.scheduler.handle(self._request())
                 self.step()
         self._answer_lens = load.answer_lens
 
@@ -107,7 +107,7 @@ class ServingLoad:
         for number in range(NUM_STEMS):
             for dp_rank in range(SIZES.dp_size):
                 sampling = SamplingParams(max_new_tokens=1)
-                self.scheduler.submit(self._request_for(number, [0], sampling, dp_rank))
+                self.scheduler.handle(self._request_for(number, [0], sampling, dp_rank))
         while not self.scheduler.is_idle:
             self.step()
         num_wanted = SIZES.dp_size * min(ROWS_PER_RANK, num_rows - 1)
@@ -120,14 +120,14 @@ class ServingLoad:
                 message = GenerateRequest(
                     rid=str(next(self._ids)), input_ids=tokens, sampling=self._sampling()
                 )
-                self.scheduler.submit(message)
+                self.scheduler.handle(message)
             self.step()
 
     def _open_sessions(self) -> None:
         for number in range(NUM_SESSIONS):
             name = f"session {number}"
-            self.scheduler.session(OpenSession(rid="", session_id=name, streaming=True))
-            self.scheduler.submit(self._turn_of(name))
+            self.scheduler.handle(OpenSession(rid="", session_id=name, streaming=True))
+            self.scheduler.handle(self._turn_of(name))
         while not self.scheduler.is_idle:
             self.step()
 
@@ -149,7 +149,7 @@ class ServingLoad:
         while self.scheduler.num_waiting < NUM_WAITING:
             is_turn = bool(self._idle) and self._rng.random() < _TURN_SHARE
             message = self._turn_of(self._idle.popleft()) if is_turn else self._request()
-            seconds.append(timed_once(partial(self.scheduler.submit, message)))
+            seconds.append(timed_once(partial(self.scheduler.handle, message)))
         return seconds
 
     def _request(self) -> GenerateRequest:

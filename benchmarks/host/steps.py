@@ -13,6 +13,7 @@ from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
 DP_SIZE = 8
@@ -47,17 +48,17 @@ class StepLoop:
         """
         scheduler, executor = self.scheduler, self._executor
         start = time.thread_time()
-        plan = scheduler.plan()
+        plan = scheduler.handle(PlanStep())
         seconds = time.thread_time() - start
         launched = None if plan is None else (plan, executor.launch(plan))
         if self._before is not None:
             done, handle = self._before
             results = executor.result(handle)
             start = time.thread_time()
-            scheduler.apply_result(done, results)
+            scheduler.handle(ResultRead(done.step_id, results))
             seconds += time.thread_time() - start
         start = time.thread_time()
-        self.outputs = scheduler.take_outputs()
+        self.outputs = scheduler.handle(TakeOutputs())
         self._before = launched
         return seconds + time.thread_time() - start
 
@@ -77,7 +78,7 @@ def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
     for i in range(dp_size * ROWS_PER_RANK):
         prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
         sampling = SamplingParams(max_new_tokens=CONTEXT_LEN)
-        scheduler.submit(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
+        scheduler.handle(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
     loop = StepLoop(scheduler)
     for _ in range(100):
         loop.turn()

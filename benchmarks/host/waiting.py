@@ -58,7 +58,7 @@ class LongQueue:
         """Take steps; before each, as many requests come as have started."""
         for _ in range(num_steps):
             while self._scheduler.num_waiting < self._queue_len:
-                self._scheduler.submit(self._request())
+                self._scheduler.handle(self._request())
             self.seconds.append(self._loop.turn())
             collect_if_many(False)
 

@@ -50,7 +50,7 @@ def pages_by_step(sizes: EngineSizes, prompt_len: int) -> Int32Array:
     prompt = np.random.default_rng(0).integers(0, _VOCAB_SIZE, prompt_len).tolist()
     output_len = sizes.max_context_len - prompt_len
     sampling = SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
-    scheduler.submit(GenerateRequest(rid="long", input_ids=prompt, sampling=sampling))
+    scheduler.handle(GenerateRequest(rid="long", input_ids=prompt, sampling=sampling))
     loop, counts = StepLoop(scheduler), []
     (rank,) = scheduler.ranks
     while not scheduler.is_idle:

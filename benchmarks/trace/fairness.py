@@ -26,6 +26,7 @@ from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
@@ -74,7 +75,7 @@ def run(requests: Sequence[TracedRequest], fair_share: str, seconds: float) -> O
         while arriving and arriving[0][1].arrival_ms <= 1e3 * SPEED * now_s:
             number, request = arriving.popleft()
             sampling = SamplingParams(max_new_tokens=request.output_len, ignore_eos=True)
-            scheduler.submit(
+            scheduler.handle(
                 GenerateRequest(
                     rid=str(number),
                     input_ids=prompt_tokens(request).tolist(),
@@ -82,14 +83,14 @@ def run(requests: Sequence[TracedRequest], fair_share: str, seconds: float) -> O
                     tenant=tenant_of(request),
                 )
             )
-        plan = scheduler.plan()
+        plan = scheduler.handle(PlanStep())
         now_s += IDLE_S if plan is None else STEP_TIME.seconds(plan)
         if plan is not None:
             unread.append((plan, executor.launch(plan)))
         if unread and (plan is None or len(unread) > 1):
             done, handle = unread.popleft()
-            scheduler.apply_result(done, executor.result(handle))
-        scheduler.take_outputs()
+            scheduler.handle(ResultRead(done.step_id, executor.result(handle)))
+        scheduler.handle(TakeOutputs())
     counts = [scheduler.tenants()[str(tenant)] for tenant in range(NUM_TENANTS)]
     served = [
         PROMPT_WEIGHT * (count.prompt_tokens - count.cached_tokens)

@@ -7,19 +7,28 @@ row. Owns the columns; other files decide their contents.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.waiting.tenants import Tenants
+
+
+class Outlook(NamedTuple):
+    """The ends and the growth of a rank's running requests."""
+
+    soonest_end: int | None  # steps until the first may end (`expected_steps_to_ends`), if any run
+    most_growth: int  # pages that they may come to take, or more
+    longest: int  # tokens of the youngest at most; 0 if none runs
 
 
 class Ranks:
@@ -77,20 +86,27 @@ class Ranks:
         """Update the reserves with the lengths of running requests and with ended outputs."""
         self.output_lengths.update(self.running, self.active()[0])
 
-    def forecast(self, is_counted: BoolArray) -> Forecast:
-        """The pages that ranks leave for the further output of their running requests, of those
-        that are counted."""
-        forecast = Forecast(self.reserve, self.memories, self.tables, self.running)
-        forecast.add(*self.active(), is_counted)
-        return forecast
+    def forecast(self) -> Forecast:
+        """A forecast of the ranks' needs, to which their running requests are to be added."""
+        return Forecast(self.reserve, self.memories, self.tables, self.running)
 
-    def soonest_ends(self) -> list[int | None]:
-        """The number of steps after which the first of each rank's running requests may end; None
-        without requests. See `expected_steps_to_ends`."""
+    def outlooks(self) -> list[Outlook]:
+        """Each rank's `Outlook`."""
         rows, bounds = self.active()
         running = self.running
-        soonest = _soonest_ends(rows, bounds, running.max_len, running.planned_len).tolist()
-        return [None if steps < 0 else steps for steps in soonest]
+        columns = _outlooks(
+            rows,
+            bounds,
+            running.max_len,
+            running.planned_len,
+            self.tables.kv_allocated_len,
+            self.page_size,
+        )
+        num_tables = len(self.memories[0].first_tables[0])
+        return [
+            Outlook(None if soonest < 0 else soonest, num_tables * most_growth, longest)
+            for soonest, most_growth, longest in columns.tolist()
+        ]
 
     def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
         """The rank of a joint row, and its row there."""
@@ -108,19 +124,30 @@ def _make_joint(rows: RowIndex, bounds: IntpArray, num_rows: int) -> None:
             rows[i] += rank * num_rows
 
 
-@compiled("(int64[::1], int64[::1], int32[::1], int32[::1])")
-def _soonest_ends(
-    rows: RowIndex, bounds: IntpArray, max_len: Int32Array, planned_len: Int32Array
+@compiled("(int64[::1], int64[::1], int32[::1], int32[::1], int32[::1], int64)")
+def _outlooks(
+    rows: RowIndex,
+    bounds: IntpArray,
+    max_len: Int32Array,
+    planned_len: Int32Array,
+    allocated_len: Int32Array,
+    page_size: int,
 ) -> IntpArray:
-    """The least of each rank's `expected_steps_to_ends`, int64[ranks]; -1 for a rank without
-    rows."""
-    soonest = np.full(len(bounds) - 1, -1, np.int64)
+    """The fields of each rank's `Outlook` with one page table, int64[ranks, 3]; -1 for the first,
+    and 0, for a rank without rows."""
+    outlooks = np.zeros((len(bounds) - 1, 3), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
-    for rank in range(len(soonest)):
+    assert len(max_len) == len(planned_len) == len(allocated_len)
+    for rank in range(len(outlooks)):
+        soonest, most_growth, longest = -1, 0, 0
         for i in range(bounds[rank], bounds[rank + 1]):
             row = rows[i]
             assert 0 <= row < len(max_len)
-            steps = (max_len[row] - planned_len[row]) // 2
-            if soonest[rank] < 0 or steps < soonest[rank]:
-                soonest[rank] = steps
-    return soonest
+            longest = max_len[row]
+            steps = (longest - planned_len[row]) // 2
+            if soonest < 0 or steps < soonest:
+                soonest = steps
+            beyond = longest - allocated_len[row]
+            most_growth += max(beyond + page_size - 1, 0) // page_size
+        outlooks[rank, 0], outlooks[rank, 1], outlooks[rank, 2] = soonest, most_growth, longest
+    return outlooks

@@ -5,6 +5,7 @@ The first part of planning a step, done for the rows of all ranks at once. On a 
 memory, nothing is reserved here: `step_builder.py` chooses the rows that give way.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,10 @@ class Runnable(NamedTuple):
 
     decoding: RowIndex  # need one token, without drafts
     has_slots: bool  # whether every decode row has a slot; else none has
-    prefilling: list[int]  # need more, or are scored
-    num_prefill_tokens: int  # that these need, in this step or later
+    # By each row that needs more or is scored: the tokens that it needs, in this step or later, and
+    # the number of them before the first scored position.
+    prefilling: dict[int, tuple[int, int]]
+    num_prefill_tokens: int  # that they need together
 
 
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
@@ -55,15 +58,16 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         wanting.own_prefilling.tolist(),
         wanting.prefill_bounds.tolist(),
     )
+    needs = list(zip(wanting.num_wanted.tolist(), wanting.num_unscored.tolist(), strict=True))
     return [
         Runnable(
             decoding=wanting.own_decoding[decode_bounds[k] : decode_bounds[k + 1]],
             has_slots=fit,
-            prefilling=own_prefilling[prefill_bounds[k] : prefill_bounds[k + 1]],
+            prefilling=dict(zip(own_prefilling[first:end], needs[first:end], strict=True)),
             num_prefill_tokens=num_tokens,
         )
-        for k, (fit, num_tokens) in enumerate(
-            zip(fits, wanting.num_prefill_tokens.tolist(), strict=True)
+        for k, (fit, num_tokens, (first, end)) in enumerate(
+            zip(fits, wanting.num_prefill_tokens.tolist(), pairwise(prefill_bounds), strict=True)
         )
     ]
 
@@ -77,6 +81,8 @@ class _Wanting(NamedTuple):
     decode_bounds: IntpArray
     own_prefilling: RowIndex  # that need more, or are scored, as rows of their ranks
     prefill_bounds: IntpArray
+    num_wanted: Int32Array  # tokens that each of these needs
+    num_unscored: Int32Array  # of these, before the first scored position
     num_prefill_tokens: IntpArray  # [ranks] that these need
 
 
@@ -103,6 +109,8 @@ def _rows_that_want(
     own_decoding = np.empty(len(rows), np.int64)
     ends = np.empty(len(rows), np.int32)
     own_prefilling = np.empty(len(rows), np.int64)
+    num_wanted = np.empty(len(rows), np.int32)
+    num_unscored = np.empty(len(rows), np.int32)
     decode_bounds = np.zeros(num_ranks + 1, np.int64)
     prefill_bounds = np.zeros(num_ranks + 1, np.int64)
     num_prefill_tokens = np.zeros(num_ranks, np.int64)
@@ -114,16 +122,18 @@ def _rows_that_want(
             assert 0 <= row < len(planned_len)
             if planned_len[row] + unread_drafts[row] >= max_len[row]:
                 continue
-            num_wanted = planned_len[row] - committed_len[row]
-            if num_wanted == 1 and score_start[row] == NOT_SCORED:
+            wanted = planned_len[row] - committed_len[row]
+            if wanted == 1 and score_start[row] == NOT_SCORED:
                 decoding[num_decoding] = row
                 own_decoding[num_decoding] = row - rank * num_rows
                 ends[num_decoding] = committed_len[row] + unread_drafts[row] + 1
                 num_decoding += 1
             else:
                 own_prefilling[num_prefilling] = row - rank * num_rows
+                num_wanted[num_prefilling] = wanted
+                num_unscored[num_prefilling] = max(score_start[row] - committed_len[row], 0)
                 num_prefilling += 1
-                num_prefill_tokens[rank] += num_wanted
+                num_prefill_tokens[rank] += wanted
         decode_bounds[rank + 1] = num_decoding
         prefill_bounds[rank + 1] = num_prefilling
     return (
@@ -133,6 +143,8 @@ def _rows_that_want(
         decode_bounds,
         own_prefilling[:num_prefilling],
         prefill_bounds,
+        num_wanted[:num_prefilling],
+        num_unscored[:num_prefilling],
         num_prefill_tokens,
     )
 

@@ -62,8 +62,8 @@ class StepBuilder:
         # Needed, in this step or later.
         self.num_prefill_tokens = runnable.num_prefill_tokens
         self._has_slots = runnable.has_slots
-        self._prefilling = runnable.prefilling
-        self._needs: dict[int, tuple[int, int]] = {}  # of these: see `_count_needs`
+        self._prefilling = list(runnable.prefilling)
+        self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step

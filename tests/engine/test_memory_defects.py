@@ -29,6 +29,7 @@ from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.record.events import Rebuild
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import make_sizes
@@ -245,10 +246,10 @@ def test_a_rebuilt_scheduler_tells_the_device_of_no_request_it_lost(
     scheduler = make_core("off", "repair").scheduler
     (message,) = requests("a", count=1)
     assert isinstance(message, GenerateRequest)
-    scheduler.submit(message)
+    scheduler.handle(message)
     (request,) = scheduler._waiting
     assert scheduler.ranks[0].admit(request, scheduler._waiting.cursors(request)[0])
-    scheduler.rebuild("broken")
+    scheduler.handle(Rebuild("broken"))
     assert scheduler.ranks[0].take_admissions() == ()
     assert request.lease is None
     assert scheduler.num_running == 0

@@ -28,15 +28,15 @@ SABOTAGE = """
 import os
 import sgl_jax.scheduler.scheduler as module
 
-commit = module.Scheduler.apply_result
+commit = module.Scheduler._apply_result
 
-def commit_and_leak(self, plan, results):
+def commit_and_leak(self, event):
     if os.path.exists({flag!r}):
         os.remove({flag!r})
         self.ranks[0].memory.allocator.alloc(1, owner=1)
-    commit(self, plan, results)
+    commit(self, event)
 
-module.Scheduler.apply_result = commit_and_leak
+module.Scheduler._apply_result = commit_and_leak
 """
 
 

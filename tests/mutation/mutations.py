@@ -43,6 +43,7 @@ _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
+_LIVE_REQUESTS = "sgl_jax/scheduler/live_requests.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
 _SESSION_LEASES = "sgl_jax/mem_cache/session_leases.py"
 _STREAMING = "sgl_jax/sessions/streaming.py"
@@ -716,14 +717,14 @@ MUTATIONS = (
     Mutation(
         "keep what a failed device has written",
         _SCHEDULER,
-        "            self._end(request, finish, insert=False)\n        self._reset_caches()",
-        "            self._end(request, finish, insert=True)",
+        "            self._live.end(request, finish, insert=False)\n        self._reset_caches()",
+        "            self._live.end(request, finish, insert=True)",
     ),
     Mutation(
         "leave an aborted request in the queue",
-        "sgl_jax/scheduler/scheduler.py",
+        _LIVE_REQUESTS,
         "        elif request.state is RequestState.WAITING:\n"
-        "            self._waiting.remove(request)\n",
+        "            self.waiting.remove(request)\n",
         "",
     ),
     # -- sessions
@@ -965,7 +966,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a turn whose end its client did not see stays",
-        _SCHEDULER,
+        _LIVE_REQUESTS,
         "        self._amend(message)\n        rids",
         "        rids",
     ),
@@ -1001,7 +1002,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a turn that is replaced runs on",
-        _SCHEDULER,
+        _LIVE_REQUESTS,
         "        for request in replaced:\n            self._replace(request)\n",
         "",
     ),
@@ -1263,8 +1264,8 @@ MUTATIONS = (
     Mutation(
         "reserve nothing for what starts in the same step",
         "sgl_jax/scheduler/admission/step_room.py",
-        "        self._forecast.start(self.dp_rank, row)\n",
-        "",
+        "            self._forecast.start(self.dp_rank, row)\n",
+        "            pass\n",
     ),
     Mutation(
         "leave room for all known tokens but not for the next",
@@ -1469,15 +1470,15 @@ MUTATIONS = (
     ),
     Mutation(
         "leave out a request that needs all that is there, with what is in use",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
-        "is_short = needed > room[k]",
-        "is_short = needed >= room[k]",
+        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "            if needed > room:\n",
+        "            if needed >= room:\n",
     ),
     Mutation(
         "count nothing of a prefix as in use",
-        _QUEUE,
-        "np.minimum(in_use[places], cached)",
-        "0 * np.minimum(in_use[places], cached)",
+        _LINES,
+        "min(in_use[place[line]], cached_pages[line])",
+        "0 * min(in_use[place[line]], cached_pages[line])",
     ),
     Mutation(
         "forget where a cursor went",
@@ -2351,7 +2352,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: age in the wrong direction",
-        "sgl_jax/scheduler/scheduler.py",
+        _LIVE_REQUESTS,
         "self.args.importance(message.priority) - self._age()",
         "self.args.importance(message.priority) + self._age()",
     ),
@@ -2423,8 +2424,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: forget what waits at the gate among a tenant's requests",
-        "sgl_jax/scheduler/scheduler.py",
-        "            self._all_ranks.tenants.queue(request.tenant, 1)\n",
+        _LIVE_REQUESTS,
+        "            self._tenants.queue(request.tenant, 1)\n",
         "            pass\n",
     ),
 )

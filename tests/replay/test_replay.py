@@ -293,17 +293,17 @@ def test_a_damaged_file_never_ends_in_a_traceback(
 def test_an_exception_is_recorded_and_is_no_difference_when_it_comes_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Scheduler.apply_result
+    real = Scheduler._apply_result
 
-    def broken(self: Scheduler, plan: Any, results: Any) -> None:
-        if plan.step_id == 9:
+    def broken(self: Scheduler, event: ResultRead) -> None:
+        if event.step_id == 9:
             raise RuntimeError("the tenth commit fails")
-        real(self, plan, results)
+        real(self, event)
 
     driver = Driver(make_sizes())
     driver.submit(generate("a", [1, 2], 30))
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "apply_result", broken)
+        patch.setattr(Scheduler, "_apply_result", broken)
         with pytest.raises(RuntimeError, match="tenth"):
             driver.run()
         path = driver.save_recording(tmp_path)

@@ -5,6 +5,7 @@ from types import FrameType
 from typing import Any
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.record.events import PlanStep
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 MOST = 40
@@ -26,7 +27,7 @@ def test_a_decode_step_is_planned_by_few_functions() -> None:
             called.add((code.co_filename, code.co_qualname))
 
     sys.setprofile(note)
-    plan = driver.scheduler.plan()
+    plan = driver.scheduler.handle(PlanStep())
     sys.setprofile(None)
     assert plan is not None
     assert sum(len(rank_plan.rows) for rank_plan in plan.ranks) == 8

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -39,12 +40,12 @@ def test_a_request_alone_on_a_rank_without_pages_ends_once_with_an_error(overlap
     memory = driver.scheduler.ranks[0].memory
     lost = memory.allocator.alloc(memory.allocator.num_free, owner=8)
     for _ in range(20):
-        plan = driver.scheduler.plan()
+        plan = driver.scheduler.handle(PlanStep())
         if plan is not None:
             driver.in_flight.append((plan, driver.executor.launch(plan)))
         if driver.in_flight:
             done, handle = driver.in_flight.popleft()
-            driver.scheduler.apply_result(done, driver.executor.result(handle))
+            driver.scheduler.handle(ResultRead(done.step_id, driver.executor.result(handle)))
         driver.collect()
     assert driver.finish["a"].status_code == 500
     assert "needs more KV memory than rank 0 can free" in driver.finish["a"].message

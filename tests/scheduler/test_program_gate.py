@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest
+from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest, Tenant
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import AwaitPrograms, Configure, ProgramsReady, Rebuild, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -109,6 +109,18 @@ def test_they_end_as_any_request_while_they_wait(driver: Driver, end) -> None:
     driver.run()
     driver.check_tokens("late")
     driver.check_replay()
+
+
+def test_they_count_among_the_waiting_requests_of_their_tenant(driver: Driver) -> None:
+    tenant = Tenant(name="limited", max_queued=1)
+    submit(driver, "first", tenant=tenant)
+    submit(driver, "second", tenant=tenant)
+    assert driver.scheduler.tenants()["limited"].num_queued == 1
+    driver.collect()
+    assert driver.finish["second"].status_code == 429
+    open_gate(driver)
+    driver.run()
+    driver.check_tokens("first")
 
 
 def test_a_pause_holds_them_as_all_others(driver: Driver) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -26,7 +27,7 @@ def test_a_lone_request_reports_every_position_from_its_start(start: int, overla
 def test_a_lone_request_is_planned_at_once() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", [1, 2, 3], 2, logprob_start_len=0))
-    plan = driver.scheduler.plan()
+    plan = driver.scheduler.handle(PlanStep())
     assert plan is not None
     assert [admission.row for admission in plan.ranks[0].admissions] == plan.ranks[0].rows.tolist()
     assert plan.ranks[0].num_scored is not None

@@ -13,6 +13,7 @@ from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -71,7 +72,7 @@ def test_the_soonest_end_of_each_rank(lists: list[list[int]]) -> None:
         for row, count in enumerate(num_more, 1):
             rank.running.add(row, Request(generate("r", [1], 1), 0, 1 + count), ())
     expected = [min((count // 2 for count in part), default=None) for part in lists]
-    assert ranks.soonest_ends() == expected
+    assert [outlook.soonest_end for outlook in ranks.outlooks()] == expected
 
 
 def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
@@ -132,7 +133,7 @@ def planned(prompt_lens: list[int]) -> tuple[Driver, StepPlan]:
     for dp_rank, length in enumerate(prompt_lens):
         if length:
             driver.submit(generate(f"r{dp_rank}", [7] * length, 4, dp_rank=dp_rank))
-    plan = driver.scheduler.plan()
+    plan = driver.scheduler.handle(PlanStep())
     assert plan is not None
     return driver, plan
 

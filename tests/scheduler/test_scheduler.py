@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import FailAll, Flush
+from sgl_jax.scheduler.record.events import FailAll, Flush, TakeOutputs
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -210,8 +210,8 @@ def test_a_full_queue_refuses_with_503() -> None:
 def test_a_repeated_request_id_is_refused() -> None:
     driver = Driver(make_sizes())
     driver.submit(generate("a", [1], 2))
-    driver.scheduler.submit(generate("a", [2], 2))
-    outputs = driver.scheduler.take_outputs()
+    driver.scheduler.handle(generate("a", [2], 2))
+    outputs = driver.scheduler.handle(TakeOutputs())
     assert outputs is not None
     assert outputs.outputs[0].finish.status_code == 400
     driver.run()

@@ -16,6 +16,7 @@ from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
+from sgl_jax.scheduler.record.events import TakeOutputs
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -28,7 +29,7 @@ def test_a_retract_ends_nothing_and_says_nothing() -> None:
     for _ in range(5):
         driver.step()
     driver.retract("a")
-    assert driver.scheduler.take_outputs() is None
+    assert driver.scheduler.handle(TakeOutputs()) is None
     assert not driver.scheduler.is_idle
     assert driver.scheduler.num_waiting == 1
     counters = driver.scheduler.counters()

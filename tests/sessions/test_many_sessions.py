@@ -24,6 +24,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import generate, make_sizes
 
@@ -107,9 +108,9 @@ class Engine:
         self.memory = self.scheduler.ranks[0].memory
         for number in range(num_idle):
             message = OpenSession(rid="", session_id=self.name(number), streaming=True)
-            assert self.scheduler.session(message).ok
+            assert self.scheduler.handle(message).ok
         for number in range(num_idle):
-            self.scheduler.submit(self.turn(number, [number] * 4))
+            self.scheduler.handle(self.turn(number, [number] * 4))
         self.run()
         assert self.memory.sessions.num_idle == num_idle
         self.scheduler.audit()
@@ -123,10 +124,12 @@ class Engine:
         return generate(rid or f"first of {number}", new, count, session=turn)
 
     def step(self) -> None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.handle(PlanStep())
         assert plan is not None
-        self.scheduler.apply_result(plan, self.executor.result(self.executor.launch(plan)))
-        self.scheduler.take_outputs()
+        self.scheduler.handle(
+            ResultRead(plan.step_id, self.executor.result(self.executor.launch(plan)))
+        )
+        self.scheduler.handle(TakeOutputs())
 
     def run(self) -> None:
         while not self.scheduler.is_idle:
@@ -134,37 +137,37 @@ class Engine:
 
 
 def serve_a_plain_request(engine: Engine, rid: str) -> None:
-    engine.scheduler.submit(generate(rid, [2 * MANY - 1] * 9, 3))
+    engine.scheduler.handle(generate(rid, [2 * MANY - 1] * 9, 3))
     engine.run()
 
 
 def take_a_turn(engine: Engine, rid: str) -> None:
-    engine.scheduler.submit(engine.turn(7, [1, 2, 3], rid))
+    engine.scheduler.handle(engine.turn(7, [1, 2, 3], rid))
     engine.run()
 
 
 def abort_a_turn(engine: Engine, rid: str) -> None:
-    engine.scheduler.submit(engine.turn(8, [1, 2, 3], rid, 9))
+    engine.scheduler.handle(engine.turn(8, [1, 2, 3], rid, 9))
     engine.step()
-    engine.scheduler.abort(AbortRequest(rid=rid))
+    engine.scheduler.handle(AbortRequest(rid=rid))
     assert engine.scheduler.is_idle
 
 
 def stop_a_turn_late(engine: Engine, rid: str) -> None:
-    engine.scheduler.submit(engine.turn(9, [1, 2, 3], rid, 5))
+    engine.scheduler.handle(engine.turn(9, [1, 2, 3], rid, 5))
     engine.run()
     turn = SessionTurn(id=engine.name(9))
-    engine.scheduler.stop(StopRequest(rid=rid, num_output_tokens=1, session=turn))
+    engine.scheduler.handle(StopRequest(rid=rid, num_output_tokens=1, session=turn))
     # The cut may have released its lease; the next turn opens another.
-    engine.scheduler.submit(engine.turn(9, [4], f"{rid}, after"))
+    engine.scheduler.handle(engine.turn(9, [4], f"{rid}, after"))
     engine.run()
 
 
 def close_a_session_and_open_it_again(engine: Engine, rid: str) -> None:
-    assert engine.scheduler.session(CloseSession(rid="", session_id=engine.name(10))).ok
+    assert engine.scheduler.handle(CloseSession(rid="", session_id=engine.name(10))).ok
     message = OpenSession(rid="", session_id=engine.name(10), streaming=True)
-    assert engine.scheduler.session(message).ok
-    engine.scheduler.submit(engine.turn(10, [10] * 4, rid))
+    assert engine.scheduler.handle(message).ok
+    engine.scheduler.handle(engine.turn(10, [10] * 4, rid))
     engine.run()
 
 
@@ -201,7 +204,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
     for num_idle in (FEW, MANY):
         engine = Engine(num_idle, num_free=2, disable_radix_cache=not radix)
         # The first request of a limit begins a class of output lengths.
-        engine.scheduler.submit(generate("first", [2 * MANY - 1] * 3, 1))
+        engine.scheduler.handle(generate("first", [2 * MANY - 1] * 3, 1))
         engine.run()
         for num_evicted in (5, 10, 15):
             # It needs the pages that are free now, and as many as those sessions have.
@@ -209,7 +212,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(radix: bool) -> None:
             rid, before = f"evicts {num_evicted}", engine.memory.sessions.num_idle
             # Tokens of its own: of those of another that was evicted, the cache has a memory.
             prompt = [MANY + num_evicted] * (4 * num_pages - 1)
-            engine.scheduler.submit(generate(rid, prompt, 1))
+            engine.scheduler.handle(generate(rid, prompt, 1))
             with counted() as work:
                 engine.step()
             assert engine.memory.sessions.num_idle == before - num_evicted
@@ -230,10 +233,10 @@ def test_to_close_a_session_or_let_its_turn_move_costs_the_same_with_any_queue()
         engine = Engine(FEW, num_free=400)
         scheduler = engine.scheduler
         for number in range(num_waiting):
-            scheduler.submit(generate(f"waits {number}", [MANY + number] * 9, 2))
-        scheduler.submit(engine.turn(1, [1], "turn"))
+            scheduler.handle(generate(f"waits {number}", [MANY + number] * 9, 2))
+        scheduler.handle(engine.turn(1, [1], "turn"))
         with counted() as closing:
-            assert scheduler.session(CloseSession(rid="", session_id=engine.name(1))).ok
+            assert scheduler.handle(CloseSession(rid="", session_id=engine.name(1))).ok
         assert engine.memory.sessions.num_idle == FEW - 1
         costs.append(closing.num_lines)
         engine.run()

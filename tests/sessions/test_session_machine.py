@@ -84,8 +84,13 @@ class SessionMachine(SchedulerMachine):
         admit = rank.admit
 
         def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-            # It is kept up to date while requests start, and must be what a fresh count says.
-            assert num_reserved == rank.reserve.pages(rank.memory, rank.running)
+            # It is kept up to date while requests start, and must be what a fresh count says; or
+            # more, if even then no idle session gives way.
+            fresh = rank.reserve.pages(rank.memory, rank.running)
+            if num_reserved != fresh:
+                num_pages = num_reserved + rank.num_pages_at_most(request)
+                assert fresh < num_reserved
+                assert num_pages <= rank.memory.num_available_pages
             cache, matchable = rank.memory.cache, request.matchable()
             lease = None
             if request.kept_by is not None:

@@ -10,6 +10,7 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.mem_cache.tree import tree_shape
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import talk
@@ -59,11 +60,13 @@ def long_talk() -> Conversations:
 def take_turn(s: Conversations, rid: str) -> None:
     """A turn, without the driver's checks: they walk the whole tree."""
     driver, scheduler = s.driver, s.driver.scheduler
-    scheduler.submit(generate(rid, [3, 1, 4, 1, 5], 3, session=SessionTurn(id="s")))
+    scheduler.handle(generate(rid, [3, 1, 4, 1, 5], 3, session=SessionTurn(id="s")))
     while not scheduler.is_idle:
-        plan = scheduler.plan()
+        plan = scheduler.handle(PlanStep())
         assert plan is not None
-        scheduler.apply_result(plan, driver.executor.result(driver.executor.launch(plan)))
+        scheduler.handle(
+            ResultRead(plan.step_id, driver.executor.result(driver.executor.launch(plan)))
+        )
 
 
 def test_turns_visit_twelve_more_nodes_at_most_when_twice_as_many_came_before(
@@ -93,12 +96,12 @@ def test_a_prompt_in_chunks_visits_as_many_nodes_for_the_last_chunk_as_for_the_f
     s = long_talk()
     work = Work(monkeypatch)
     scheduler, executor = s.driver.scheduler, s.driver.executor
-    scheduler.submit(generate("long", [7] * 400, 1))
+    scheduler.handle(generate("long", [7] * 400, 1))
     costs = []
     while not scheduler.is_idle:
-        plan = scheduler.plan()
+        plan = scheduler.handle(PlanStep())
         assert plan is not None
-        scheduler.apply_result(plan, executor.result(executor.launch(plan)))
+        scheduler.handle(ResultRead(plan.step_id, executor.result(executor.launch(plan))))
         costs.append(work.take())
     assert len(costs) == 50
     assert costs[40] == costs[2]
@@ -113,15 +116,15 @@ def test_planning_looks_up_no_request_that_only_waits(
     s = Conversations(Driver(sizes, SchedulerArgs(schedule_policy=policy)))
     scheduler, executor = s.driver.scheduler, s.driver.executor
     for i in range(500):
-        scheduler.submit(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))
+        scheduler.handle(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))
     walk, tokens_walked = RadixTree._walk, []
     monkeypatch.setattr(
         RadixTree, "_walk", lambda *args: tokens_walked.append(args[1]) or walk(*args)
     )
     for _ in range(50):
-        plan = scheduler.plan()
+        plan = scheduler.handle(PlanStep())
         assert plan is not None
-        scheduler.apply_result(plan, executor.result(executor.launch(plan)))
+        scheduler.handle(ResultRead(plan.step_id, executor.result(executor.launch(plan))))
     assert scheduler.num_waiting > 400
     num_started = sum(len(rank.admissions) for rank in plan.ranks)
     # Those that share the prefix move when its first request has published it, once on each rank.

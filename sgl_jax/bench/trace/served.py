@@ -21,6 +21,7 @@ from sgl_jax.core.messages import GenerateRequest, OutputBatch
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ class _Replay:
                 sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True),
             )
             start = time.thread_time()
-            self._scheduler.submit(message)
+            self._scheduler.handle(message)
             self._run.arrivals_host_s += time.thread_time() - start
             self._num_arrived += 1
 
@@ -147,14 +148,14 @@ class _Replay:
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest if two are in flight or no step was planned."""
-        plan = self._timed(self._scheduler.plan)
+        plan = self._timed(self._scheduler.handle, PlanStep())
         if plan is not None:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             self._read_oldest()
         elif plan is None:
             self._wait_for_arrival()
-        batch = self._timed(self._scheduler.take_outputs)
+        batch = self._timed(self._scheduler.handle, TakeOutputs())
         if batch is not None:
             self._log_outputs(batch)
         if plan is not None:
@@ -183,7 +184,7 @@ class _Replay:
     def _read_oldest(self) -> None:
         plan, handle, end_s = self._in_flight.popleft()
         self._now_s = max(self._now_s, end_s)
-        self._timed(self._scheduler.apply_result, plan, self._executor.result(handle))
+        self._timed(self._scheduler.handle, ResultRead(plan.step_id, self._executor.result(handle)))
 
     def _wait_for_arrival(self) -> None:
         """Advance the clock to the next arrival."""

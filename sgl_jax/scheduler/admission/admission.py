@@ -77,13 +77,17 @@ class Admission:
             for builder in builders
         ):
             return
-        forecast = ranks.forecast(np.array([builder.rank.has_row for builder in builders]))
+        forecast = ranks.forecast()
         rooms = [
-            RankRoom(builder, forecast, num_reserved, end)
-            for builder, num_reserved, end in zip(
-                builders, forecast.pages(slice(None)), ranks.soonest_ends(), strict=True
-            )
+            RankRoom(builder, forecast, outlook)
+            for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
         ]
+        is_counted = np.array([room.needs_forecast for room in rooms])
+        if is_counted.any():
+            forecast.add(*ranks.active(), is_counted)
+            for room, num_reserved in zip(rooms, forecast.pages(slice(None)), strict=True):
+                if is_counted[room.dp_rank]:
+                    room.take_forecast(num_reserved)
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
         offer = Offer(
             num_pages=np.zeros(len(rooms), np.int32),

@@ -80,9 +80,7 @@ class OutputLengths:
 
     def add(self, number: int, num_tokens: int, *, has_ended: bool) -> None:
         """Count an ended output of class `number`; without `has_ended` it was cut off."""
-        bucket = int(np.searchsorted(self.starts, num_tokens, "right")) - 1
-        for each in {_ALL, number}:
-            _count(self._reached[each], self._ended[each], bucket, has_ended)
+        _count(number, num_tokens, has_ended, self.starts, self._reached, self._ended)
 
     def update(self, running: RowColumns, rows: RowIndex) -> None:
         """Compute `survival` anew, with the present lengths of the running requests in `rows`."""
@@ -102,18 +100,31 @@ class OutputLengths:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
-@compiled("(float64[::1], float64[::1], int64, boolean)")
-def _count(reached: Float64Array, ended: Float64Array, bucket: int, has_ended: bool) -> None:
-    """Count an output that reached `bucket`, and decay earlier ones."""
-    assert len(reached) == len(ended)
-    assert 0 <= bucket < len(reached)
-    for k in range(len(reached)):
-        reached[k] *= _KEPT
-        ended[k] *= _KEPT
-        if k < bucket or (k == bucket and has_ended):
-            reached[k] += 1
-    if has_ended:
-        ended[bucket] += 1
+@compiled("(int64, int64, boolean, int64[::1], float64[:, ::1], float64[:, ::1])")
+def _count(
+    number: int,
+    num_tokens: int,
+    has_ended: bool,
+    starts: IntpArray,
+    reached: Float64Array,
+    ended: Float64Array,
+) -> None:
+    """Count an output of `num_tokens` in class `number` and in the class of all, and decay earlier
+    ones."""
+    assert 0 <= number < len(reached) == len(ended)
+    assert reached.shape[1] == ended.shape[1] == len(starts)
+    bucket = np.searchsorted(starts, num_tokens, "right") - 1
+    assert bucket >= 0
+    for each in (_ALL, number):
+        for k in range(len(starts)):
+            reached[each, k] *= _KEPT
+            ended[each, k] *= _KEPT
+            if k < bucket or (k == bucket and has_ended):
+                reached[each, k] += 1
+        if has_ended:
+            ended[each, bucket] += 1
+        if number == _ALL:
+            break
 
 
 @compiled(

@@ -15,8 +15,10 @@ which changes for all rows as pages are shared.
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
@@ -29,15 +31,25 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 # The forecast's distance above the mean need, in standard deviations: at a moment the need is
 # higher with a chance of 40 %, at the peak of all moments less often.
 _NUM_DEVIATIONS = 0.25
-# Sums of `Forecast`. A row runs on with chance c, and then holds `own_part` * a + b pages. It adds
-# c a, c b, a, b (if c is not 0), and to the variance c (1 - c) times a a, 2 a b, b b.
-_MEAN_A, _MEAN_B, _MOST_A, _MOST_B, _VAR_AA, _VAR_AB, _VAR_BB = range(7)
-# The same of one more request like the youngest, which has no a.
-_MORE_MEAN, _MORE_MOST, _MORE_VAR = range(7, 10)
-_NUM_SUMS = 10
-# Counts of `Forecast`: the pages that rows list, lack for the tokens which they have, and for all
-# that they may come to have; and how long the youngest may become.
-_HELD, _KNOWN, _MOST, _LONGEST = range(4)
+_NUM_MOMENTS = len(MOMENTS) - 1
+# Counts and sums over a rank's rows, the latter for each moment. A row runs on with chance c, and
+# then holds `own_part` * a + b pages.
+_NEED_FIELDS = [
+    ("held", np.int64),  # pages that rows list
+    ("known", np.int64),  # pages that rows lack for their present tokens
+    ("most", np.int64),  # pages that rows lack for all tokens that they may come to have
+    ("longest", np.int64),  # tokens of the youngest at most
+    *(("mean_a", np.float64, _NUM_MOMENTS), ("mean_b", np.float64, _NUM_MOMENTS)),  # c a, c b
+    # a, b, if c is not 0
+    *(("most_a", np.float64, _NUM_MOMENTS), ("most_b", np.float64, _NUM_MOMENTS)),
+    # c (1 - c) times a a, 2 a b, b b
+    *((f"var_{terms}", np.float64, _NUM_MOMENTS) for terms in ("aa", "ab", "bb")),
+    # The same for one more request like the youngest, which has no a.
+    *((f"more_{of}", np.float64, _NUM_MOMENTS) for of in ("mean", "most", "var")),
+]
+_NEEDS = np.dtype((np.record, _NEED_FIELDS))
+_BOUNDS = ("known", "most", "longest")
+_Records = NDArray[Any]
 _ALL_OF_ONE: BoolArray = np.ones(1, np.bool_)
 # Bounds of an array with one row.
 _ONE_ROW: IntpArray = np.array((0, 1))
@@ -92,8 +104,7 @@ class Forecast:
         self._memories = memories
         self._tables = tables
         self._running = running
-        self._sums = np.zeros((len(memories), _NUM_SUMS, len(MOMENTS) - 1))
-        self._counts = np.zeros((len(memories), _LONGEST + 1), np.int64)
+        self._needs: _Records = np.zeros(len(memories), _NEEDS)
 
     def add(
         self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)
@@ -115,8 +126,7 @@ class Forecast:
             lengths.chances,
             lengths.is_current,
             MOMENTS,
-            self._sums[ranks],
-            self._counts[ranks],
+            self._needs[ranks],
         )
 
     def start(self, dp_rank: int, row: int) -> None:
@@ -126,7 +136,7 @@ class Forecast:
 
     def recount(self, dp_rank: int, active: RowIndex) -> None:
         """Other requests than before run on a rank: those in the rows `active`."""
-        self._sums[dp_rank], self._counts[dp_rank] = 0, 0
+        self._needs[dp_rank] = 0
         joint = self._memories[dp_rank].rows.first_row + active
         bounds = np.array((0, len(joint)))
         self.add(joint, bounds, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
@@ -137,13 +147,13 @@ class Forecast:
             each.allocator.num_pages - 1 - each.num_reclaimable_pages - num_freed
             for each in self._memories[ranks]
         ]
-        counts = self._counts[ranks]
-        peaks = _peaks(self._sums[ranks], counts, np.array(in_use)).tolist()
+        needs = self._needs[ranks]
+        peaks = _peaks(needs, np.array(in_use)).tolist()
         return [
             # Uncomputed prompts are no forecast.
             max(self._growth(peak - used, most, longest), known) if longest else 0
-            for peak, used, (_, known, most, longest) in zip(
-                peaks, in_use, counts.tolist(), strict=True
+            for peak, used, known, most, longest in zip(
+                peaks, in_use, *(needs[of].tolist() for of in _BOUNDS), strict=True
             )
         ]
 
@@ -191,7 +201,8 @@ def _find_chances(
 @compiled(
     "(int64[::1], int64[::1], boolean[::1], int32[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
     "int64[::1], float64[:, ::1], float64[:, :, ::1], boolean[:, ::1], int64[::1], "
-    "float64[:, :, ::1], int64[:, ::1])"
+    "needs[::1])",
+    needs=_NEEDS,
 )
 def _add_rows(
     rows: RowIndex,
@@ -206,10 +217,9 @@ def _add_rows(
     chances: Float64Array,
     is_current: BoolArray,
     moments: IntpArray,
-    sums: Float64Array,
-    counts: IntpArray,
+    needs: _Records,
 ) -> None:
-    """Add rows to the sums and counts of their ranks.
+    """Add rows to the needs of their ranks.
 
     Args:
         rows: joint, oldest first; rows of rank k lie in [bounds[k], bounds[k + 1]).
@@ -219,36 +229,33 @@ def _add_rows(
         pages: int32[4, n], from `pages_held_and_lacking` for `lens`.
         starts: as `survival`, `chances` and `is_current`, of `OutputLengths`.
         moments: `MOMENTS`.
-        sums: float64[ranks, _NUM_SUMS, moments - 1].
-        counts: int64[ranks, 4].
+        needs: `_NEEDS` records [ranks].
     """
     num_ranks, num_moments = len(bounds) - 1, len(moments) - 1
     ahead = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
     assert bounds[num_ranks] == len(rows)
-    assert sums.shape == (num_ranks, _NUM_SUMS, num_moments)
-    assert len(counts) == len(is_counted) == num_ranks
+    assert len(needs) == len(is_counted) == num_ranks
     assert lens.shape[1] == pages.shape[1] == len(rows)
     assert chances.shape[2] == num_moments
     for rank in range(num_ranks):
         first, end = bounds[rank], bounds[rank + 1]
         if first == end or not is_counted[rank]:
             continue
-        mean_a, mean_b, most_a, most_b, var_aa, var_ab, var_bb = sums[rank, :7]
-        more_mean, more_most, more_var = sums[rank, 7:]
-        counts[rank, _LONGEST] = lens[2, end - 1]
+        need = needs[rank]
+        need.longest = lens[2, end - 1]
         for i in range(first, end + 1):
-            last = min(i, end - 1)
+            last = min(i, end - 1)  # the youngest counts twice: for itself, and for one more
             row = rows[last]
             assert 0 <= row < len(prompt_len)
             output_len, left_len = lens[0, last] - prompt_len[row], lens[2, last] - lens[0, last]
             held, known, most = float(pages[0, last]), float(pages[2, last]), pages[3, last]
             growth = (most - known) / max(left_len, 1)  # pages a token
-            if i == end:  # one more
+            if i == end:
                 output_len, left_len, known = 0, output_len + left_len, 0.0
             else:
-                counts[rank, _HELD] += pages[0, i]
-                counts[rank, _KNOWN] += pages[1, i]
-                counts[rank, _MOST] += most
+                need.held += pages[0, i]
+                need.known += pages[1, i]
+                need.most += most
             of_class = length_class[row]
             bucket = np.searchsorted(starts, output_len, "right") - 1
             assert 0 <= of_class < len(survival)
@@ -262,44 +269,43 @@ def _add_rows(
             while goes_on[num_ahead - 1] == 0:
                 num_ahead -= 1
             if i == end:
-                # An earlier youngest may have had further moments ahead.
-                more_mean[:], more_most[:], more_var[:] = 0.0, 0.0, 0.0
-                for j in range(num_ahead):
-                    gained = growth * min(ahead[j], float(left_len))
-                    more_mean[j] = goes_on[j] * gained
-                    more_most[j] = gained
-                    more_var[j] = goes_on[j] * (1 - goes_on[j]) * gained * gained
+                for j in range(num_moments):
+                    # An earlier youngest may have had further moments ahead.
+                    chance = goes_on[j] if j < num_ahead else 0.0
+                    gained = growth * min(ahead[j], float(left_len)) if j < num_ahead else 0.0
+                    need.more_mean[j] = chance * gained
+                    need.more_most[j] = gained
+                    need.more_var[j] = chance * (1 - chance) * gained * gained
                 break
             for j in range(num_ahead):
                 gained = known + growth * min(ahead[j], float(left_len))
-                likely = goes_on[j] * gained
-                unlikely = 1 - goes_on[j]
-                mean_a[j] += goes_on[j] * held
-                mean_b[j] += likely
-                most_a[j] += held
-                most_b[j] += gained
-                var_aa[j] += goes_on[j] * unlikely * held * held
-                var_ab[j] += 2 * likely * unlikely * held
-                var_bb[j] += likely * unlikely * gained
+                likely, unlikely = goes_on[j] * gained, 1 - goes_on[j]
+                need.mean_a[j] += goes_on[j] * held
+                need.mean_b[j] += likely
+                need.most_a[j] += held
+                need.most_b[j] += gained
+                need.var_aa[j] += goes_on[j] * unlikely * held * held
+                need.var_ab[j] += 2 * likely * unlikely * held
+                need.var_bb[j] += likely * unlikely * gained
 
 
-@compiled("(float64[:, :, ::1], int64[:, ::1], int64[::1])")
-def _peaks(sums: Float64Array, counts: IntpArray, num_in_use: IntpArray) -> Float64Array:
+@compiled("(needs[::1], int64[::1])", needs=_NEEDS)
+def _peaks(needs: _Records, num_in_use: IntpArray) -> Float64Array:
     """The most pages that each rank's requests, and one more, will hold at any moment:
     float64[ranks].
 
     `num_in_use` are the pages that the requests of each rank list, each counted once.
     """
-    peaks = np.zeros(len(sums))
-    assert len(sums) == len(counts) == len(num_in_use)
-    for rank in range(len(sums)):
-        of_rank = sums[rank]
+    peaks = np.zeros(len(needs))
+    assert len(needs) == len(num_in_use)
+    for rank in range(len(needs)):
+        need = needs[rank]
         # A shared page is given back by the last that reads it: each has its part of it.
-        own_part = num_in_use[rank] / max(counts[rank, _HELD], 1)
-        for j in range(of_rank.shape[1]):
-            mean = own_part * of_rank[_MEAN_A, j] + of_rank[_MEAN_B, j] + of_rank[_MORE_MEAN, j]
-            most = own_part * of_rank[_MOST_A, j] + of_rank[_MOST_B, j] + of_rank[_MORE_MOST, j]
-            variance = (own_part * of_rank[_VAR_AA, j] + of_rank[_VAR_AB, j]) * own_part
-            variance += of_rank[_VAR_BB, j] + of_rank[_MORE_VAR, j]
+        own_part = num_in_use[rank] / max(need.held, 1)
+        for j in range(len(need.mean_a)):
+            mean = own_part * need.mean_a[j] + need.mean_b[j] + need.more_mean[j]
+            most = own_part * need.most_a[j] + need.most_b[j] + need.more_most[j]
+            variance = (own_part * need.var_aa[j] + need.var_ab[j]) * own_part
+            variance += need.var_bb[j] + need.more_var[j]
             peaks[rank] = max(peaks[rank], min(mean + _NUM_DEVIATIONS * np.sqrt(variance), most))
     return peaks

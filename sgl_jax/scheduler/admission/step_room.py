@@ -15,8 +15,10 @@ from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
 from sgl_jax.scheduler.admission.preemption import Preemptible, Preemption
 from sgl_jax.scheduler.admission.reserve import Forecast
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Outlook
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import NO_FLOOR, StepBuilder
+from sgl_jax.scheduler.waiting.waiting_lines import NEVER
 
 
 class Option(NamedTuple):
@@ -34,17 +36,15 @@ class RankRoom:
 
     Args:
         builder: the rank's share of the step.
-        forecast: of the needs of all ranks that have a row for another request.
-        num_reserved: the rank's reserve by that forecast.
-        soonest_end: in how many steps the first of its running requests may end; None without any.
+        forecast: of the ranks' needs, empty yet.
+        outlook: of the rank's running requests.
     """
 
     def __init__(
         self,
         builder: StepBuilder,
         forecast: Forecast,
-        num_reserved: int,
-        soonest_end: int | None,
+        outlook: Outlook,
     ) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
@@ -52,7 +52,12 @@ class RankRoom:
         self._builder = builder
         self._forecast = forecast
         self.chunk_size = builder.chunk_size
-        self._soonest_end = soonest_end
+        self._soonest_end = outlook.soonest_end
+        # More than the reserve, whatever the forecast: pages that running requests may come to
+        # take, and as many as another like the youngest may.
+        self._most_growth = outlook.most_growth
+        self._most_of_youngest = self.rank.memory.request_pages(outlook.longest)
+        self._enough = self.rank.memory.request_pages(self.rank.memory.sizes.max_request_tokens)
         self._held_above = NO_FLOOR
         # Computed when they are first read.
         self._num_reserved: int | None = None
@@ -60,10 +65,8 @@ class RankRoom:
         self._sorted_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
+        self._is_counted = False
         self._look()
-        self._is_counted = self._has_row
-        if self._is_counted:
-            self._num_reserved = num_reserved
 
     def _look(self) -> None:
         """Compute the rank's room and load, which change only as requests start here."""
@@ -73,11 +76,38 @@ class RankRoom:
         self.is_open = self._has_row and self._builder.can_admit
 
     @property
+    def needs_forecast(self) -> bool:
+        """Return whether it depends on the forecast which requests fit here."""
+        return self._has_row and not self._is_ample()
+
+    def _is_ample(self) -> bool:
+        """Return whether any request fits if the running ones come to take all that they may."""
+        return self._num_pages_at_least() >= self._enough
+
+    def _num_pages_at_least(self) -> int:
+        return self.rank.memory.num_reclaimable_pages - self._most_growth - self._most_of_youngest
+
+    def take_forecast(self, num_reserved: int) -> None:
+        """The rank's requests are in the forecast now, by which their reserve is `num_reserved`."""
+        self._is_counted, self._num_reserved = True, num_reserved
+
+    @property
     def num_pages(self) -> int:
-        """Pages that another request may take, excluding the reserve."""
+        """Pages that another request may take, excluding the reserve. If any request fits, these
+        are fewer: there is no need to forecast the reserve."""
         if self._num_pages is None:
-            self._num_pages = self.rank.memory.num_reclaimable_pages - self._reserve()
+            if self._is_ample():
+                self._num_pages = self._num_pages_at_least()
+            else:
+                self._num_pages = self.rank.memory.num_reclaimable_pages - self._reserve()
         return self._num_pages
+
+    def _reserve_for(self, num_pages: int) -> int:
+        """The reserve; or more, if even then no session must be evicted for `num_pages` more."""
+        most = self._most_growth + self._most_of_youngest
+        if self.rank.memory.num_available_pages >= num_pages + most:
+            return most
+        return self._reserve()
 
     def _reserve(self) -> int:
         if self._num_reserved is None:
@@ -168,6 +198,7 @@ class RankRoom:
         for row in rows:
             self._builder.preempt(row)
         self._count()
+        self._enough = NEVER  # another request is the youngest now
         self._num_pages = self._num_reserved = self._in_flight = self._preemptible = None
         self._sorted_ends = None
         ends = self.rank.expected_steps_to_ends()
@@ -180,9 +211,14 @@ class RankRoom:
         Returns whether others may fit now that did not before: it takes more pages than others can
         come to share with it, unless the forecast of the reserve has fallen.
         """
+        was_ample = self._is_ample()
         num_pages = self.num_pages - self.rank.num_pages_needed(request, cursor)
-        row = self._builder.admit(request, cursor, self._reserve())
-        self._forecast.start(self.dp_rank, row)
+        num_reserved = self._reserve_for(self.rank.num_pages_at_most(request))
+        row = self._builder.admit(request, cursor, num_reserved)
+        if self._is_counted:
+            self._forecast.start(self.dp_rank, row)
+        self._most_of_youngest = self.rank.memory.request_pages(request.max_len)
+        self._most_growth += self._most_of_youngest
         self._num_reserved, self._num_pages = None, None
         self._preemptible = None
         self._sorted_ends = None
@@ -191,7 +227,7 @@ class RankRoom:
         self._look()
         if self._in_flight is not None:
             self._in_flight.add(row)
-        return self.is_open and self.num_pages > num_pages
+        return self.is_open and not was_ample and self.num_pages > num_pages
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""

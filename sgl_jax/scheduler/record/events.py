@@ -46,57 +46,83 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class AwaitPrograms(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """The programs of steps with a grammar are being compiled: such requests wait."""
 
 
 class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
+    """These programs are compiled; with an `error`, requests that need them end with it."""
+
     error: str
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Empty all prefix caches. Its decision is False, and nothing changes, while requests run."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Plan no step until `Resume`. Running requests stay, are retracted, or end together with all
+    waiting ones."""
+
     mode: PauseMode
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Plan steps again."""
 
 
 class RetractAll(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Take the memory of every running request; with its tokens, it waits to run again."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
+    """Other settings from the next step on: order, balance, deadlines, the threshold of preemption,
+    and the prompt tokens of a step on a rank, no more than the sizes allow."""
+
     args: SchedulerArgs
     chunk_tokens: int
 
 
 class FailAll(msgspec.Struct, frozen=True, tag=True):
+    """The device lost its state: end every request, and keep no cached page."""
+
     reason: str
 
 
 class Rebuild(msgspec.Struct, frozen=True, tag=True):
+    """The memory's records are wrong: end every request, reset all memory, check it is empty.
+
+    Nothing is released one by one, since a release would read these records. No launched step may
+    still run on the device.
+    """
+
     reason: str
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
+    """The time, in seconds from any origin: requests and sessions past their limits end.
+
+    Needed only now and then (`Scheduler.needs_tick`), and before all events that depend on the
+    time: a request arrives at the time of the last tick, a session is used at the time of the next.
+    """
+
     now_s: float
 
 
 class PlanStep(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Plan the next step. Its decision is a `StepPlan`, its memory taken and its lengths committed,
+    or None if nothing can run. The caller must launch the step, or send `FailAll`."""
 
 
 class ResultRead(msgspec.Struct, frozen=True, tag=True):
+    """The result of a launched step was read. Results are read in launch order; those of a step
+    from before `FailAll` or `Rebuild` are dropped."""
+
     step_id: int
     results: tuple[RankResult, ...]
 
 
 class TakeOutputs(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Its decision is the `OutputBatch` that requests gained since the last, or None."""
 
 
 Event: TypeAlias = (

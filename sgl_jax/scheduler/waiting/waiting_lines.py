@@ -207,6 +207,51 @@ def least_pages(
     return least, doubtful[:num_doubtful]
 
 
+@compiled("(int64[::1], int32[::1], int64, int32[::1], int64)")
+def places_of(
+    lines: Int64Array, least: Int32Array, room: int, place: Int32Array, num_places: int
+) -> IntpArray:
+    """The places, each once, of the cursors of those `lines` that may fit `room` pages of a rank.
+
+    `least` are the pages that lines take at least; `place` is the queue's column. Both are of that
+    rank. There are `num_places` places.
+    """
+    is_used = np.zeros(num_places, np.bool_)
+    assert len(least) <= len(place)
+    for line in lines:
+        assert 0 <= line < len(least)
+        if least[line] <= room:
+            assert 0 <= place[line] < num_places
+            is_used[place[line]] = True
+    return is_used.nonzero()[0]
+
+
+@compiled("(int64[::1], int32[::1], int64, int32[::1], int32[::1], int32[::1], int32[::1])")
+def count_in_use(
+    lines: Int64Array,
+    least: Int32Array,
+    room: int,
+    place: Int32Array,
+    in_use: Int32Array,
+    num_pages: Int32Array,
+    cached_pages: Int32Array,
+) -> None:
+    """Raise `least` for those `lines` that do not fit `room` pages of a rank: a line takes all its
+    pages but those in use.
+
+    `in_use` are the pages in use by place. Other parameters are as in `places_of`, or columns of
+    the queue for that rank.
+    """
+    assert len(least) <= len(place) == len(cached_pages) == len(num_pages)
+    for line in lines:
+        assert 0 <= line < len(least)
+        if least[line] <= room:
+            assert 0 <= place[line] < len(in_use)
+            needed = num_pages[line] - min(in_use[place[line]], cached_pages[line])
+            if needed > room:
+                least[line] = needed
+
+
 @compiled(
     "(int32[:, ::1], int32[::1], int32[:, ::1], boolean, int64, int64[::1], int32[::1], "
     "boolean[::1], int32[::1], int32[::1], int64[::1])"

@@ -32,11 +32,13 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     NO_RANK,
     NUM_REUSES,
     Int64Array,
+    count_in_use,
     drop_leaders,
     least_pages,
     most_cached,
     order_keys,
     pass_over,
+    places_of,
     read_cursors,
     reuse_order,
     rule_out,
@@ -418,18 +420,13 @@ class WaitingQueue:
         """Raise `least` for those `lines` that do not fit but might if all their cached pages were
         in use: a line takes all pages of its prefix that are not in use."""
         for k, dp_rank in enumerate(ranks.tolist()):
-            on_rank = lines[least[k, lines] <= room[k]]
-            if not len(on_rank):
-                continue
-            memory, places = self._memories[dp_rank], self._place[dp_rank, on_rank]
-            nodes = memory.cache.cursors.nodes
+            memory, place = self._memories[dp_rank], self._place[dp_rank]
+            nodes, most = memory.cache.cursors.nodes, int(room[k])
             in_use = np.zeros(len(nodes), np.int32)
-            for place in np.flatnonzero(np.bincount(places)).tolist():
-                in_use[place] = memory.in_use_len(nodes[place]) // memory.page_size
-            cached = self._cached_pages[dp_rank, on_rank]
-            needed = self._num_pages[on_rank] - np.minimum(in_use[places], cached)
-            is_short = needed > room[k]
-            least[k, on_rank[is_short]] = needed[is_short]
+            for number in places_of(lines, least[k], most, place, len(nodes)).tolist():
+                in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
+            cached_pages = self._cached_pages[dp_rank]
+            count_in_use(lines, least[k], most, place, in_use, self._num_pages, cached_pages)
 
     def _order_keys(
         self,

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve
-from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -76,7 +74,7 @@ def reserve_of(driver: Driver, lengths: OutputLengths, conservativeness: float =
 
 
 def test_the_reserve_shrinks_where_outputs_are_short_and_scales() -> None:
-    driver = Driver(make_sizes(num_pages=200, max_context_len=300), SchedulerArgs())
+    driver = Driver(make_sizes(num_pages=140, max_context_len=300), SchedulerArgs())
     lengths = driver.scheduler._all_ranks.output_lengths
     assert reserve_of(driver, lengths) == 0
     for rid in "abc":
@@ -96,16 +94,13 @@ def test_the_sums_of_a_step_count_one_more_like_the_youngest_alone() -> None:
     driver = Driver(
         make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=64), SchedulerArgs()
     )
-    rank, reserves = driver.scheduler.ranks[0], []
-    admit = rank.admit
-
-    def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-        reserves.append((num_reserved, rank.reserve.pages(rank.memory, rank.running)))
-        return admit(request, cursor, num_reserved)
-
-    rank.admit = watched  # type: ignore[method-assign]
-    for rid, max_new_tokens in (("long", 250), ("short", 3), ("last", 3)):
-        driver.submit(generate(rid, [len(reserves)] * 4, max_new_tokens))
+    for number, max_new_tokens in enumerate((250, 3)):
+        driver.submit(generate(f"r{number}", [number] * 4, max_new_tokens))
     driver.step()
-    assert len(reserves) == 3
-    assert all(kept == fresh for kept, fresh in reserves)
+    ranks = driver.scheduler._all_ranks
+    running = ranks.ranks[0].running.active
+    assert len(running) == 2
+    forecast = ranks.forecast()
+    forecast.recount(0, running[:1])
+    forecast.start(0, int(running[1]))
+    assert forecast.pages(slice(0, 1)) == [reserve_of(driver, ranks.output_lengths)]

@@ -5,6 +5,7 @@ import numpy as np
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission.victims import by_cost, is_protected, recompute_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.record.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 STEM = list(range(16))
@@ -58,7 +59,7 @@ def test_what_lost_tokens_is_spared_until_it_has_gained_as_many() -> None:
     for _ in range(3):
         driver.step()
     driver.retract("a")
-    driver.scheduler.flush()  # the tree has none of it any more
+    driver.scheduler.handle(Flush())  # the tree has none of it any more
     driver.step()
     spared = []
     for _ in range(20):
@@ -77,7 +78,7 @@ def test_a_debt_outlives_a_retract_that_could_not_be_helped() -> None:
         for _ in range(3 if computed == 12 else 2):
             driver.step()
         driver.retract("a")
-        driver.scheduler.flush()
+        driver.scheduler.handle(Flush())
         lost += computed
     driver.step()
     rank, rows = rows_of(driver, "a")

@@ -1,0 +1,303 @@
+"""The requests that wait or run: how they enter, and how they end.
+
+A request that cannot be served gets its last output at once and never enters. One that enters waits
+in the queue, or behind the gate for programs, and leaves by `forget`, whatever ended it.
+"""
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import (
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    StopRequest,
+)
+from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.scheduler.deadlines import Deadlines
+from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.program_gate import ProgramGate
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.record.events import Expect
+from sgl_jax.scheduler.request import Request, RequestState, max_request_len
+from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
+from sgl_jax.sessions.service import SessionService
+from sgl_jax.sessions.store import SessionsFullError
+
+
+class LiveRequests:
+    """All requests of an engine that have not ended, over all its data-parallel ranks.
+
+    Attributes:
+        by_rid: the requests, by the engine's id.
+        waiting: the requests without memory, except those at the gate.
+        gate: the requests that wait for programs.
+        sessions: the open sessions; a request may be a turn of one.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sizes: EngineSizes,
+        args: SchedulerArgs,
+        max_passed_over: int,
+        outputs: GainedOutputs,
+    ) -> None:
+        """`outputs` get the last outputs of requests that end before their time."""
+        self.args = args
+        self.sizes = sizes
+        self.by_rid: dict[str, Request] = {}
+        self.ranks = ranks.ranks
+        self._tenants = ranks.tenants
+        # Running requests wait, too: before their first step, and after a retract.
+        self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
+        self.waiting = WaitingQueue(
+            args.schedule_policy,
+            ranks.memories,
+            ranks.tables,
+            self._max_requests,
+            ranks.tenants,
+            max_passed_over,
+        )
+        self.gate = ProgramGate()
+        self.deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
+        self.sessions: SessionService[Request] = SessionService(
+            ranks.memories,
+            self.by_rid,
+            self._known_tokens,
+            args.max_sessions,
+            args.max_session_tokens,
+        )
+        self._outputs = outputs
+        self.num_arrived = 0
+        self.num_finished = 0
+        self.num_timed_out = 0
+
+    def submit(self, message: GenerateRequest) -> None:
+        """A request arrives. One that cannot be served ends at once with a clear reason."""
+        if message.rid in self.by_rid:
+            self._refuse(message, f"request id {message.rid!r} is already in use", 400)
+            return
+        if len(self.by_rid) >= self._max_requests:
+            text = (
+                f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
+                "beside those that run or can start"
+            )
+            self._refuse(message, text, 503)
+            return
+        if not self._tenants.may_queue(message.tenant):
+            self._refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
+            return
+        if self.gate.error and message.sampling.grammar is not None:
+            self._refuse(message, self.gate.error, 500)
+            return
+        try:
+            request = self._make_request(message)
+        except InvalidRequestError as error:
+            self._refuse(message, str(error), 400, error.code, error.param)
+            return
+        except SessionsFullError as error:
+            self._refuse(message, str(error), 503, code="too_many_sessions")
+            return
+        self.num_arrived += 1
+        request.priority = self.args.importance(message.priority) - self._age()
+        request.tenant = self._tenants.enter(message.tenant)
+        self.by_rid[request.rid] = request
+        self.deadlines.add(request.rid)
+        if self.gate.holds(request):
+            self._tenants.queue(request.tenant, 1)
+        else:
+            self.waiting.add(request)
+
+    def _refuse(
+        self,
+        message: GenerateRequest,
+        text: str,
+        status_code: int,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        """Answer a request that never entered the queue."""
+        finish = FinishReason(
+            "abort", message=text, status_code=status_code, code=code, param=param
+        )
+        self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
+
+    def abort(self, message: AbortRequest) -> None:
+        """End one request, or all, wherever they are. Unknown ids have ended already."""
+        self._amend(message)
+        rids = list(self.by_rid) if message.abort_all else [message.rid]
+        for rid in rids:
+            request = self.by_rid.get(rid)
+            if request is not None:
+                self.end(request, FinishReason("abort", message=message.message))
+
+    def expect(self, event: Expect) -> None:
+        request = self.by_rid.get(event.rid)
+        if request is not None:
+            request.expected = (event.first, event.tokens)
+
+    def open_gate(self, error: str) -> None:
+        """Let requests with a grammar wait in the queue; with an `error`, they end with it."""
+        for request in self.gate.open(error):
+            if error:
+                self.end(request, FinishReason("abort", message=error, status_code=500))
+            else:
+                self._leave_gate(request)
+                self.waiting.add(request)
+
+    def stop(self, message: StopRequest) -> None:
+        """The front found a stop string: keep that many output tokens, forget the rest."""
+        self._amend(message)
+        request = self.by_rid.get(message.rid)
+        if request is None:
+            return
+        num_tokens = request.prompt_len + message.num_output_tokens
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request), num_tokens=num_tokens)
+        else:
+            request.tokens = request.tokens[:num_tokens]
+        self.forget(request, succeeded=True)
+
+    def expire(self, now_s: float) -> None:
+        """End requests that have waited or run too long at `now_s`, in seconds from any origin."""
+        expired = self.deadlines.tick(now_s)
+        for rid in expired.to_finish:
+            text = f"the request did not finish within {self.args.request_timeout:g} s"
+            self._time_out(rid, text, 504)
+        for rid in expired.to_start:
+            request = self.by_rid.get(rid)
+            if request is not None and not request.has_started:
+                text = f"the request waited longer than {self.args.waiting_timeout:g} s to start"
+                self._time_out(rid, text, 503)
+
+    def drop_all(self, reason: str) -> None:
+        """End all requests, and release no memory, since its records are wrong.
+
+        Tokens of the step that found this are dropped; ends that were already stated stand.
+        """
+        ends = [output for output in self._outputs.outputs if output.finish is not None]
+        ended = {output.rid for output in ends}
+        succeeded = {o.rid for o in ends if o.finish is not None and o.finish.type != "abort"}
+        finish = FinishReason("abort", message=reason, status_code=500)
+        for request in list(self.by_rid.values()):
+            if request.rid not in ended:
+                ends.append(_last_output(request, finish))
+            request.state, request.lease = RequestState.FINISHED, None
+            self.forget(request, succeeded=request.rid in succeeded)
+        self._outputs.clear_to(ends)
+        self.waiting.clear()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
+        """End a request before its time, in any state, with its reason."""
+        self.forget(request)
+        # Stated before the release, which may raise: the request then has its answer.
+        self._outputs.outputs.append(_last_output(request, finish))
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).end(_row(request), insert=insert)
+
+    def end_unservable(self, builder: StepBuilder) -> None:
+        """End the requests that do not fit their rank even alone."""
+        rank = builder.rank
+        for row in builder.take_unservable():
+            view = rank.memory.view()
+            text = (
+                f"the request needs more KV memory than rank {rank.dp_rank} can free: "
+                f"{view.leased_pages} of {view.total_pages} pages are its own"
+            )
+            reason = FinishReason("abort", message=text, status_code=500)
+            self.end(rank.running.request(row), reason)
+
+    def forget(self, request: Request, *, succeeded: bool = False) -> None:
+        del self.by_rid[request.rid]
+        self.num_finished += 1
+        self._tenants.leave(request.tenant)
+        self.deadlines.forget(request.rid)
+        if request in self.gate:
+            self._leave_gate(request)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        self.sessions.end_turn(request, succeeded=succeeded)
+
+    def _known_tokens(self, request: Request) -> Int32Array:
+        """Prompt and output of a request in flight, as far as results were read."""
+        if request.lease is None or request.dp_rank is None:
+            return request.tokens
+        return self.ranks[request.dp_rank].running.known_tokens(request.lease.row)
+
+    def _make_request(self, message: GenerateRequest) -> Request:
+        """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
+        if message.session is None:
+            max_len = max_request_len(message, len(message.input_ids), self.sizes)
+            return Request(message, self.num_arrived, max_len)
+        session, prompt, replaced = self.sessions.compose_turn(message)
+        max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
+        for request in replaced:
+            self._replace(request)
+        self.sessions.begin_turn(session, message, prompt)
+        return Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
+
+    def _leave_gate(self, request: Request) -> None:
+        self.gate.remove(request)
+        self._tenants.queue(request.tenant, -1)
+
+    def _age(self) -> int:
+        """The intervals of ageing that have passed. A request that arrived so much earlier than
+        another counts as so much more important, while it waits as well as while it runs."""
+        interval_s = self.args.priority_aging_s
+        return int(self.deadlines.now_s // interval_s) if interval_s else 0
+
+    def _rank_of(self, request: Request) -> RankScheduler:
+        assert request.dp_rank is not None, "a running request is on a rank"
+        return self.ranks[request.dp_rank]
+
+    def _replace(self, request: Request) -> None:
+        """End a turn that another replaces: it keeps its tokens, as after a stop."""
+        finish = FinishReason("abort", message="replaced by another turn of its session")
+        self._outputs.outputs.append(_last_output(request, finish))
+        if request.state is RequestState.RUNNING:
+            self._rank_of(request).finish(_row(request))
+        self.forget(request, succeeded=True)
+
+    def _amend(self, message: StopRequest | AbortRequest) -> None:
+        """If the request was a turn and has ended well, its session has more than its client saw.
+
+        Turns that were sent before that was known, to continue it, would have been refused had it
+        still been in flight; so they are now.
+        """
+        text = "it continues a turn whose end its client had not seen; send it again"
+        for request in self.sessions.built_on(message):
+            self.end(request, FinishReason("abort", message=text, status_code=400))
+        self.sessions.amend_turn(message)
+
+    def _time_out(self, rid: str, text: str, status_code: int) -> None:
+        self.num_timed_out += 1
+        self.end(self.by_rid[rid], FinishReason("abort", message=text, status_code=status_code))
+
+
+def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
+    """The last output of a request that ends before its time."""
+    return RequestOutput(
+        rid=request.rid,
+        token_ids=[],
+        cached_tokens=request.cached_tokens,
+        dp_rank=request.dp_rank or 0,
+        finish=finish,
+        prompt_tokens=request.tell_prompt_len(),
+    )
+
+
+def _too_many_queued(message: GenerateRequest) -> str:
+    tenant = message.tenant
+    assert tenant is not None, "requests of no tenant have no limit"
+    return f"{tenant.max_queued} requests of tenant {tenant.name!r} wait already, as many as may"
+
+
+def _row(request: Request) -> int:
+    assert request.lease is not None, "a running request holds a lease"
+    return request.lease.row
