@@ -1,5 +1,6 @@
 """A real server process for tests, on a free loopback port, ended by its pid."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -146,9 +147,8 @@ def _wait_until_healthy(server: LiveServer) -> None:
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise AssertionError(f"the server ended: {server.log.read_text()[-2000:]}")
-        try:
+        with contextlib.suppress(httpx.TransportError):  # not listening yet
             if httpx.get(server.url + "/health", timeout=5, verify=False).status_code == 200:
                 return
-        except httpx.TransportError:
-            time.sleep(0.2)  # not listening yet
+        time.sleep(0.2)  # the processor is the compiler's meanwhile
     raise AssertionError(f"not healthy in time: {server.log.read_text()[-2000:]}")
