@@ -48,7 +48,6 @@ _NEED_FIELDS = [
     *((f"more_{of}", np.float64, _NUM_MOMENTS) for of in ("mean", "most", "var")),
 ]
 _NEEDS = np.dtype((np.record, _NEED_FIELDS))
-_BOUNDS = ("known", "most", "longest")
 _Records = NDArray[Any]
 _ALL_OF_ONE: BoolArray = np.ones(1, np.bool_)
 # Bounds of an array with one row.
@@ -148,13 +147,14 @@ class Forecast:
             for each in self._memories[ranks]
         ]
         needs = self._needs[ranks]
+        known, most, longest = (needs[of].tolist() for of in ("known", "most", "longest"))
         peaks = _peaks(needs, np.array(in_use)).tolist()
         return [
             # Uncomputed prompts are no forecast.
-            max(self._growth(peak - used, most, longest), known) if longest else 0
-            for peak, used, known, most, longest in zip(
-                peaks, in_use, *(needs[of].tolist() for of in _BOUNDS), strict=True
-            )
+            max(self._growth(peaks[k] - in_use[k], most[k], longest[k]), known[k])
+            if longest[k]
+            else 0
+            for k in range(len(needs))
         ]
 
     def _growth(self, growth: float, at_most: int, longest: int) -> int:
