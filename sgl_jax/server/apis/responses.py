@@ -104,7 +104,7 @@ class ChosenTool(StrictModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(StrictModel):
+class ChosenTools(StrictModel):
     """The tools that the model may call, or one of which it must."""
 
     type: Literal["allowed_tools"]
@@ -166,7 +166,7 @@ class ResponsesBody(RequestFields):
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[ChosenTool | AllowedTools, Field(discriminator="type")]
+        | Annotated[ChosenTool | ChosenTools, Field(discriminator="type")]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
