@@ -40,8 +40,8 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         let_go_windows(tables, ranks.memories, rows, lens)
         if ranks.has_states:
             keep_up_with_rows(ranks, rows, lens)
-    wanting = _Wanting(
-        *_rows_that_want(
+    to_compute = _RowsToCompute(
+        *_rows_to_compute(
             rows,
             bounds,
             ranks.num_rows,
@@ -52,27 +52,29 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
             tables.kv_committed_len,
         )
     )
-    decode_bounds = wanting.decode_bounds.tolist()
-    fits = grow_rows(tables, ranks.memories, wanting.decoding, wanting.decode_ends, decode_bounds)
-    own_prefilling, prefill_bounds = (
-        wanting.own_prefilling.tolist(),
-        wanting.prefill_bounds.tolist(),
+    decode_bounds = to_compute.decode_bounds.tolist()
+    fits = grow_rows(
+        tables, ranks.memories, to_compute.decoding, to_compute.decode_ends, decode_bounds
     )
-    needs = list(zip(wanting.num_wanted.tolist(), wanting.num_unscored.tolist(), strict=True))
+    own_prefilling, prefill_bounds = (
+        to_compute.own_prefilling.tolist(),
+        to_compute.prefill_bounds.tolist(),
+    )
+    needs = list(zip(to_compute.num_wanted.tolist(), to_compute.num_unscored.tolist(), strict=True))
     return [
         Runnable(
-            decoding=wanting.own_decoding[decode_bounds[k] : decode_bounds[k + 1]],
+            decoding=to_compute.own_decoding[decode_bounds[k] : decode_bounds[k + 1]],
             has_slots=fit,
             prefilling=dict(zip(own_prefilling[first:end], needs[first:end], strict=True)),
             num_prefill_tokens=num_tokens,
         )
         for k, (fit, num_tokens, (first, end)) in enumerate(
-            zip(fits, wanting.num_prefill_tokens.tolist(), pairwise(prefill_bounds), strict=True)
+            zip(fits, to_compute.num_prefill_tokens.tolist(), pairwise(prefill_bounds), strict=True)
         )
     ]
 
 
-class _Wanting(NamedTuple):
+class _RowsToCompute(NamedTuple):
     """Rows that need tokens, rank by rank: rank k's rows lie in [bounds[k], bounds[k + 1])."""
 
     decoding: RowIndex  # joint rows that need one token
@@ -89,7 +91,7 @@ class _Wanting(NamedTuple):
 @compiled(
     "(int64[::1], int64[::1], int64, int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])"
 )
-def _rows_that_want(
+def _rows_to_compute(
     rows: RowIndex,
     bounds: IntpArray,
     num_rows: int,
@@ -99,7 +101,7 @@ def _rows_that_want(
     score_start: Int32Array,
     committed_len: Int32Array,
 ) -> tuple[Any, ...]:
-    """The fields of `_Wanting`, for the joint `rows` of ranks of `num_rows` rows each.
+    """The fields of `_RowsToCompute`, for the joint `rows` of ranks of `num_rows` rows each.
 
     A row whose last permitted token was sampled, or may have been, waits for its result: it needs
     no token.

@@ -18,7 +18,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.engine.controls import Controls
 from sgl_jax.engine.core import EngineCore
-from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.server.admin.calls import body_of, message_of
 from sgl_jax.server.guards.keys import ANONYMOUS, Caller, SessionOwner
 from sgl_jax.sessions.service import SessionService
@@ -46,7 +46,7 @@ def test_each_message_has_one_row() -> None:
 def test_its_handler_takes_that_message(call: Call) -> None:
     owner: type = SessionService if call in SESSION_CALLS else EngineCore
     if call.message in (AbortRequest, StopRequest):
-        owner = Scheduler
+        owner = LiveRequests
     if call.message in typing.get_args(ControlMessage):
         owner = Controls
     hints = typing.get_type_hints(getattr(owner, call.handler))

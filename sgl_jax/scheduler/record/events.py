@@ -114,8 +114,8 @@ class PlanStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResultRead(msgspec.Struct, frozen=True, tag=True):
-    """The result of a launched step was read. Results are read in launch order; those of a step
-    from before `FailAll` or `Rebuild` are dropped."""
+    """The result of a launched step was read. Results are read in launch order. After `FailAll` or
+    `Rebuild`, results of earlier steps are dropped."""
 
     step_id: int
     results: tuple[RankResult, ...]
