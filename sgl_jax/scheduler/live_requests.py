@@ -1,7 +1,7 @@
 """The requests that wait or run: how they enter, and how they end.
 
 A request that cannot be served gets its last output at once and never enters. One that enters waits
-in the queue, or behind the gate for programs, and leaves by `forget`, whatever ended it.
+in the queue, or behind the gate for programs, and every end removes it by `forget`.
 """
 
 from sgl_jax.core.engine_sizes import EngineSizes

@@ -45,8 +45,8 @@ class SessionStore:
     Ticks may be far apart while no session needs one, so a session counts as used at the first
     tick after its use, not at the last one before.
 
-    `num_kept` counts the tokens that the sessions keep on the host, all together: whoever changes
-    a session calls `note_use` or `recount` afterwards.
+    `num_kept` counts the tokens that the sessions keep on the host, all together: every change of
+    a session is followed by `note_use` or `recount`.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:

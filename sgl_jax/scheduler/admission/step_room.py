@@ -40,12 +40,7 @@ class RankRoom:
         outlook: of the rank's running requests.
     """
 
-    def __init__(
-        self,
-        builder: StepBuilder,
-        forecast: Forecast,
-        outlook: Outlook,
-    ) -> None:
+    def __init__(self, builder: StepBuilder, forecast: Forecast, outlook: Outlook) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
         self.num_staying = 0  # requests that wait for room here though other ranks have it
@@ -53,8 +48,7 @@ class RankRoom:
         self._forecast = forecast
         self.chunk_size = builder.chunk_size
         self._soonest_end = outlook.soonest_end
-        # More than the reserve, whatever the forecast: pages that running requests may come to
-        # take, and as many as another like the youngest may.
+        # Pages that running requests may come to take, and that another like the youngest may.
         self._most_growth = outlook.most_growth
         self._most_of_youngest = self.rank.memory.request_pages(outlook.longest)
         self._enough = self.rank.memory.request_pages(self.rank.memory.sizes.max_request_tokens)
@@ -85,7 +79,12 @@ class RankRoom:
         return self._num_pages_at_least() >= self._enough
 
     def _num_pages_at_least(self) -> int:
-        return self.rank.memory.num_reclaimable_pages - self._most_growth - self._most_of_youngest
+        return self.rank.memory.num_reclaimable_pages - self._most_reserved
+
+    @property
+    def _most_reserved(self) -> int:
+        """A bound of the reserve that holds for every forecast."""
+        return self._most_growth + self._most_of_youngest
 
     def take_forecast(self, num_reserved: int) -> None:
         """The rank's requests are in the forecast now, by which their reserve is `num_reserved`."""
@@ -104,9 +103,8 @@ class RankRoom:
 
     def _reserve_for(self, num_pages: int) -> int:
         """The reserve; or more, if even then no session must be evicted for `num_pages` more."""
-        most = self._most_growth + self._most_of_youngest
-        if self.rank.memory.num_available_pages >= num_pages + most:
-            return most
+        if self.rank.memory.num_available_pages >= num_pages + self._most_reserved:
+            return self._most_reserved
         return self._reserve()
 
     def _reserve(self) -> int:
@@ -198,7 +196,7 @@ class RankRoom:
         for row in rows:
             self._builder.preempt(row)
         self._count()
-        self._enough = NEVER  # another request is the youngest now
+        self._most_growth = NEVER  # without a bound: another request is the youngest now
         self._num_pages = self._num_reserved = self._in_flight = self._preemptible = None
         self._sorted_ends = None
         ends = self.rank.expected_steps_to_ends()

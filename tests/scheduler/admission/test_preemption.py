@@ -3,9 +3,10 @@
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.admission.step_room import RankRoom
-from sgl_jax.scheduler.request import RequestState
+from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
@@ -388,6 +389,28 @@ def test_a_preemption_raises_no_reserve() -> None:
     driver.step()
     assert running(driver) == {"low"}
     assert rank.reserve.pages(rank.memory, rank.running) <= before
+    finish(driver)
+
+
+def test_the_reserve_counts_the_youngest_of_those_that_a_preemption_leaves() -> None:
+    """A victim with a short limit was the youngest; one with a long limit is now."""
+    driver = make_driver(num_running=2, conservativeness=1.0, num_pages=200)
+    start(driver, "long", 3, priority=50)
+    driver.submit(generate("short", [40] * 4, 8, priority=0))
+    decode(driver, "short")
+    rank, reserves = driver.scheduler.ranks[0], []
+    admit = rank.admit
+
+    def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
+        reserves.append((num_reserved, rank.reserve.pages(rank.memory, rank.running)))
+        return admit(request, cursor, num_reserved)
+
+    rank.admit = watched  # type: ignore[method-assign]
+    ask(driver, "high", 2, priority=50)
+    driver.step()
+    assert running(driver) == {"long", "high"}
+    assert len(reserves) == 1
+    assert all(kept >= fresh for kept, fresh in reserves)
     finish(driver)
 
 
