@@ -57,12 +57,8 @@ async def health_generate(request: Request) -> Response:
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     probe = refs.frontend.checks.prepare([0], sampling)
     try:
-        async with (
-            asyncio.timeout(_HEALTH_TIMEOUT_S),
-            StreamGroup(request, [probe], streaming=False, names={}) as group,
-        ):
-            while group.num_open:
-                await group.next_batch()
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            await StreamGroup(request, [probe], streaming=False, names={}).collect()
     except TimeoutError as error:
         if not refs.is_paused:
             raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
