@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from tests.kernels.attention import reference
+from tests.quick_compilation import quick_jit
 
 SCALE = 0.3
 NO_PAGE = 2**30  # out of any cache's range
@@ -194,3 +196,22 @@ def with_new_tokens(problem: Problem, program: Program) -> np.ndarray:
 def pack(kv_cache: np.ndarray) -> np.ndarray:
     """The same cache with K and V of each head side by side."""
     return np.concatenate(np.split(kv_cache, 2, axis=2), axis=4)
+
+
+def simulated(kernel: Any, program: Program, interpret: Any, blocks: Any) -> Any:
+    """A TPU kernel of attention for `program`, compiled for the simulator: takes a problem and the
+    cache as it is after this step's write."""
+
+    @quick_jit
+    def run(problem, cache):
+        with force_tpu_interpret_mode(interpret):
+            return kernel(
+                problem.q,
+                cache,
+                jnp.int32(LAYER),
+                make_batch(problem, program),
+                program.options._replace(sinks=problem.sinks),
+                blocks=blocks,
+            )
+
+    return run

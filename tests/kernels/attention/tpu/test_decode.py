@@ -7,20 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.tpu import decode
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks
 from tests.kernels.attention.problems import (
-    LAYER,
     Case,
     Program,
     build,
     cases,
     expected,
-    make_batch,
+    simulated,
     with_new_tokens,
 )
 from tests.kernels.simulation import (
@@ -32,7 +30,6 @@ from tests.kernels.simulation import (
     assert_close,
     simulate,
 )
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),
@@ -63,21 +60,7 @@ BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have s
 
 
 def attend(program, interpret, blocks=BLOCKS):
-    """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
-
-    @quick_jit
-    def run(problem, cache):
-        with force_tpu_interpret_mode(interpret):
-            return decode_attention(
-                problem.q,
-                cache,
-                jnp.int32(LAYER),
-                make_batch(problem, program),
-                program.options._replace(sinks=problem.sinks),
-                blocks=blocks,
-            )
-
-    return run
+    return simulated(decode_attention, program, interpret, blocks)
 
 
 compiled = lru_cache(attend)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.tpu import prefill, query_blocks
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
@@ -15,17 +14,15 @@ from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
 from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import (
-    LAYER,
     Case,
     Program,
     build,
     cases,
     expected,
-    make_batch,
+    simulated,
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, NoWait, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 MAX_CHUNK = 80  # more than a block of queries
 PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)
@@ -85,21 +82,7 @@ def blocks_of(program):
 
 
 def attend(program, interpret):
-    """The kernel of a program, compiled; it reads the cache as it is after this step's write."""
-
-    @quick_jit
-    def run(problem, cache):
-        with force_tpu_interpret_mode(interpret):
-            return prefill_attention(
-                problem.q,
-                cache,
-                jnp.int32(LAYER),
-                make_batch(problem, program),
-                program.options._replace(sinks=problem.sinks),
-                blocks=blocks_of(program),
-            )
-
-    return run
+    return simulated(prefill_attention, program, interpret, blocks_of(program))
 
 
 compiled = lru_cache(attend)
