@@ -110,7 +110,7 @@ class RankMemory(RankRecords):
         if self.groups[0].sliding_window is not None:
             return 0  # windows are locked separately
         while node is not None and node.parent is not None:
-            if self.locked[0].is_running(int(node.values[0][0])):
+            if self.locked[0].is_running(node.values[0].item(0)):
                 return node.end
             node = node.parent
         return 0

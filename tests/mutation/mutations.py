@@ -56,6 +56,7 @@ _ARGS = "sgl_jax/core/server_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
 _ROOM = "sgl_jax/scheduler/admission/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
+_COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/admission/reserve.py"
@@ -1434,26 +1435,26 @@ MUTATIONS = (
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
-        _QUEUE,
-        "        self._passed_over[line] = 0\n",
+        _COLUMNS,
+        "        self.passed_over[line] = 0\n",
         "",
     ),
     Mutation(
         "a request inherits what the last one of its line waited for",
         _QUEUE,
-        "        self._has_leader[line] = False\n        self._stay_rank",
-        "        self._stay_rank",
+        "        columns.has_leader[line] = False\n        columns.stay_rank",
+        "        columns.stay_rank",
     ),
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
         _QUEUE,
-        "        self._stay_rank[line] = NO_RANK\n",
+        "        columns.stay_rank[line] = NO_RANK\n",
         "",
     ),
     Mutation(
         "never try a request that is pinned",
         _QUEUE,
-        "            self._may_run[pinned, line] = True\n",
+        "            columns.may_run[pinned, line] = True\n",
         "            pass\n",
     ),
     Mutation(
@@ -1500,15 +1501,15 @@ MUTATIONS = (
     ),
     Mutation(
         "take what one rank has cached for what all have",
-        _QUEUE,
-        "            self._cached_pages[dp_rank, start:end],\n",
-        "            self._cached_pages[0, start:end],\n",
+        _COLUMNS,
+        "            self.cached_pages[dp_rank, start:end],\n",
+        "            self.cached_pages[0, start:end],\n",
     ),
     Mutation(
         "try the least important first",
         "sgl_jax/scheduler/waiting/waiting_queue.py",
-        "level, num_levels = highest - self._priority[:end],",
-        "level, num_levels = self._priority[:end] - lowest,",
+        "level, num_levels = highest - columns.priority[:end],",
+        "level, num_levels = columns.priority[:end] - lowest,",
     ),
     Mutation(
         "take far priorities for the same",
@@ -1652,8 +1653,8 @@ MUTATIONS = (
     Mutation(
         "a line reads the moves of one rank alone",
         _QUEUE,
-        "            if has_moved:\n                self._read_cursors(",
-        "            if has_moved and not dp_rank:\n                self._read_cursors(",
+        "            if has_moved:\n                cursors =",
+        "            if has_moved and not dp_rank:\n                cursors =",
     ),
     Mutation(
         "a cursor ends before the last page of its tokens",
@@ -2396,7 +2397,7 @@ MUTATIONS = (
         "pressure: no turn among tenants of one level",
         "sgl_jax/scheduler/waiting/waiting_queue.py",
         "turn, num_levels = turns.order[tenant], num_levels",
-        "turn, num_levels = self._no_turns[:end], num_levels",
+        "turn, num_levels = columns.no_turns[:end], num_levels",
     ),
     Mutation(
         "pressure: turns of tenants after the requests that others would read",

@@ -39,8 +39,6 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
 )
 from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
 
-_MAX_UNREAD = 16  # paths, which the shadows read together
-
 
 class AdaptivePolicy(EvictionPolicy):
     """For a cache of `num_pages` pages.
@@ -86,7 +84,7 @@ class AdaptivePolicy(EvictionPolicy):
     def next_victim(self, now: int) -> TreeNode | None:
         """The first leaf, by the favourite's order, that the favourite does not keep; else the
         first."""
-        if self._shadows.num_unread:
+        if self._shadows.has_changed or self._shadows.is_due:
             self._follow(self._shadows.read())
         leaf = self._first(self._queues, now)
         if not self._shadows.has_changed:
@@ -189,7 +187,7 @@ class AdaptivePolicy(EvictionPolicy):
         """Add `node` to the open path if its parent was used last, else start another path."""
         if node.parent is not self._path_end:
             self._end_path()
-            if self._shadows.num_unread == _MAX_UNREAD:
+            if self._shadows.is_due:
                 self._follow(self._shadows.read())
         self._shadows.use(node.page_hashes, now)
         self._path_end = node

@@ -31,6 +31,7 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
 
 GHOSTS_PER_PAGE = 4
 MAX_SAMPLED = 2048  # pages of a shadow
+UNREAD_PART = 16  # of the cache's pages, which may wait to be read
 _NO_HASHES = np.zeros(0, np.int64)
 
 
@@ -59,12 +60,16 @@ class ShadowCaches:
         self._edges: list[UInt64Array] = []
         self._ends: list[int] = []
         self._times: list[int] = []
+        self._num_unread = 0  # pages
+        # So many are read at once, which costs little more than to read few.
+        self._most_unread = num_pages // UNREAD_PART
         self.path_used_at = 0
         self.clear()
 
     def clear(self) -> None:
         for unread in (self._edges, self._ends, self._times):
             unread.clear()
+        self._num_unread = 0
         state, pages = self._states[0], self._pages
         state.queues, state.counts = NONE, 1.0
         state.num_pages = state.hits = 0
@@ -76,8 +81,9 @@ class ShadowCaches:
         self.favourite, self.has_changed = ADAPTIVE, False
 
     @property
-    def num_unread(self) -> int:
-        return len(self._ends)
+    def is_due(self) -> bool:
+        """Return whether enough pages are unread to read them now."""
+        return self._num_unread > self._most_unread
 
     def use(self, hashes: UInt64Array, now: int) -> None:
         """Extend the open path by pages with these prefixes.
@@ -85,6 +91,7 @@ class ShadowCaches:
         A path is read as a whole: otherwise LFU would evict its new pages for one another.
         """
         self._edges.append(hashes)
+        self._num_unread += len(hashes)
         self.path_used_at = now
 
     def end_path(self) -> None:
@@ -100,6 +107,7 @@ class ShadowCaches:
         num_changes = self._states["num_changes"][0]
         edges, self._edges = self._edges[: self._ends[-1]], self._edges[self._ends[-1] :]
         num_pages = np.array(list(accumulate(map(len, edges), initial=0)))
+        self._num_unread -= int(num_pages[-1])
         ends, times = num_pages[self._ends], np.array(self._times)
         self._ends.clear()
         self._times.clear()

@@ -46,7 +46,7 @@ class LockedPages:
         self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 
     def is_running(self, page: int) -> bool:
-        return bool(self._running[page])
+        return self._running.item(page) > 0
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
         """The number of running requests that locked each of `pages`, int32[len(pages)]."""

@@ -240,25 +240,14 @@ class Admission:
 
     # -- choice of a rank ---------------------------------------------------------------------
 
-    def _options(self, rooms: list[RankRoom], request: Request) -> list[Option]:
-        """All ranks that a request may run on; none if it fits none of them now."""
-        cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        num_pages = allowed[0].rank.num_pages_at_most(request)
-        has_room = [room.has_room(num_pages, cursors[room.dp_rank]) for room in allowed]
-        if not any(
-            fits and room.takes(request) for room, fits in zip(allowed, has_room, strict=True)
-        ):
-            return []
-        bound = _num_unskewed(rooms)
-        return [
-            room.option(request, cursors[room.dp_rank], fits, bound)
-            for room, fits in zip(allowed, has_room, strict=True)
-        ]
-
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
         """The best rank for a request that fits on one now, even if it must wait there; else
         None."""
-        options = self._options(rooms, request)
+        cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
+        num_pages, bound = rooms[0].rank.num_pages_at_most(request), _num_unskewed(rooms)
+        options = [
+            room.option(request, num_pages, cursors[room.dp_rank], bound) for room in allowed
+        ]
         fitting = [option for option in options if option.fits]
         if not fitting:
             return None

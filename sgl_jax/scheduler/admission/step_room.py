@@ -119,10 +119,6 @@ class RankRoom:
         self._forecast.recount(self.dp_rank, self.rank.running.active)
         self._is_counted = True
 
-    def has_room(self, num_pages: int, cursor: PrefixCursor) -> bool:
-        """Return whether there are a row and enough pages for a request of `num_pages` pages."""
-        return self._has_row and self.num_short(num_pages, cursor) <= 0
-
     def num_short(self, num_pages: int, cursor: PrefixCursor) -> int:
         """Pages that a request of `num_pages` pages lacks here, or more; not above 0 if it has
         enough."""
@@ -143,10 +139,10 @@ class RankRoom:
         return max(self._held_above, self._builder.priority_floor)
 
     def option(
-        self, request: Request, cursor: PrefixCursor, has_room: bool, num_unskewed: int
+        self, request: Request, num_pages: int, cursor: PrefixCursor, num_unskewed: int
     ) -> Option:
-        """The cost of running `request` here, with or without room for it; more requests than
-        `num_unskewed` are too many."""
+        """The cost of running `request` of `num_pages` pages here, with or without room for it;
+        more requests than `num_unskewed` are too many."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         if leader is not None:
@@ -154,6 +150,7 @@ class RankRoom:
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
+        has_room = self._has_row and self.num_short(num_pages, cursor) <= 0
         if not (has_room and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
         cost = len(request.tokens) - num_read + num_ahead

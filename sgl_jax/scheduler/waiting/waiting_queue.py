@@ -11,7 +11,6 @@ prefix most other waiting requests continue; then arrival.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,9 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS, NUM_LEVELS, Tenants, Turns
+from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
+from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 from sgl_jax.scheduler.waiting.waiting_lines import (
     LAST,
     MOST_LEVELS,
@@ -35,11 +35,9 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     count_in_use,
     drop_leaders,
     least_pages,
-    most_cached,
     order_keys,
     pass_over,
     places_of,
-    read_cursors,
     reuse_order,
     rule_out,
     take_offer,
@@ -87,36 +85,8 @@ class WaitingQueue:
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
-        # Lines in use lie below `_end`, close together: the lowest free line is taken first.
-        self._end = 0
-        self._free_lines: list[int] = []  # a heap; entries from `_end` on are invalid
+        self._columns = WaitingColumns(len(memories), capacity)
         self._priorities = PriorityCounts()
-        # Columns, indexed by line, and one for each rank if ranks differ; the operating system
-        # zeroes pages at their first use.
-        ranks = len(memories)
-        self._is_waiting = np.zeros(capacity, np.bool_)
-        self._num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
-        self._cached_pages = np.zeros((ranks, capacity), np.int32)  # of these, on each rank's tree
-        self._most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
-        self._cursor = np.zeros((ranks, capacity), np.int32)  # its number on each rank's tree
-        self._place = np.zeros((ranks, capacity), np.int32)  # of the cursor's stop
-        self._may_run = np.zeros((ranks, capacity), np.bool_)
-        self._arrival = np.zeros(capacity, np.int64)
-        self._priority = np.zeros(capacity, np.int64)
-        self._tenant = np.zeros(capacity, np.int32)
-        self._is_retracted = np.zeros(capacity, np.bool_)
-        # Younger requests that started before; 0 for lines not in use.
-        self._passed_over = np.zeros(capacity, np.int32)
-        # The running request whose prefix a request waits for: its row among all ranks' rows, the
-        # row's epoch, and the protected length that includes the prefix.
-        self._has_leader = np.zeros(capacity, np.bool_)
-        self._leader = np.zeros((capacity, 3), np.int32)
-        # The rank that a request waits for though another has room, and the step at which the wait
-        # ends.
-        self._stay_rank = np.full(capacity, NO_RANK, np.int32)
-        self._stay_until = np.zeros(capacity, np.int64)
-        # By line, or by tenant if tenants have no shares.
-        self._no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
 
     def set_policy(self, policy: str) -> None:
         """Set the order: fcfs or lpm."""
@@ -132,7 +102,8 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Add a new or retracted request."""
-        line = request.line = self._take_line()
+        columns = self._columns
+        line = request.line = columns.take_line()
         self._requests[request.rid] = self._by_line[line] = request
         tokens = request.matchable()
         cursors = []
@@ -142,32 +113,23 @@ class WaitingQueue:
             known = lease.node if lease else None
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
-        self._is_waiting[line] = True
-        self._num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
-        self._cursor[:, line] = [cursor.number for cursor in cursors]
+        columns.num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
+        columns.cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
-        self._may_run[:, line] = pinned is None
+        columns.may_run[:, line] = pinned is None
         if pinned is not None:
-            self._may_run[pinned, line] = True
-        for dp_rank in range(len(self._memories)):
-            self._read_cursors(dp_rank, line, line + 1)
-        self._note_most_cached(line, line + 1)
-        self._arrival[line] = request.arrival
-        self._priority[line] = request.priority
+            columns.may_run[pinned, line] = True
+        for dp_rank, memory in enumerate(self._memories):
+            columns.read_cursors(dp_rank, memory.cache.cursors.columns, line, line + 1)
+        columns.note_most_cached(line, line + 1)
+        columns.arrival[line] = request.arrival
+        columns.priority[line] = request.priority
         self._priorities.add(request.priority)
-        self._tenant[line] = request.tenant
+        columns.tenant[line] = request.tenant
         self._tenants.queue(request.tenant, 1)
-        self._is_retracted[line] = request.num_retractions > 0
-        self._has_leader[line] = False
-        self._stay_rank[line] = NO_RANK
-
-    def _take_line(self) -> int:
-        line = heappop(self._free_lines) if self._free_lines else self._end
-        if line >= self._end:
-            self._free_lines.clear()
-            line = self._end
-            self._end += 1
-        return line
+        columns.is_retracted[line] = request.num_retractions > 0
+        columns.has_leader[line] = False
+        columns.stay_rank[line] = NO_RANK
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request; the caller decides about it."""
@@ -175,13 +137,9 @@ class WaitingQueue:
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.cursors.unfollow(cursor)
-        self._priorities.remove(int(self._priority[line]))
+        self._priorities.remove(int(self._columns.priority[line]))
         self._tenants.queue(request.tenant, -1)
-        self._is_waiting[line] = False
-        self._passed_over[line] = 0
-        heappush(self._free_lines, line)
-        while self._end and not self._is_waiting[self._end - 1]:
-            self._end -= 1
+        self._columns.free_line(line)
 
     def started(self, request: Request, dp_rank: int) -> None:
         """Remove a request that got memory on a rank, and count that it passed over earlier, no
@@ -190,21 +148,22 @@ class WaitingQueue:
         If it was due, passes over later requests are counted anew: so in a long queue, one request
         in so many starts because it is due, and the others by their order.
         """
+        columns = self._columns
         was_due, turns = self.is_due(request), self._tenants.turns()
         self.remove(request)
         pass_over(
-            self._end,
+            columns.end,
             request.arrival,
             request.priority,
             request.tenant,
             was_due,
-            self._is_waiting,
-            self._may_run[dp_rank],
-            self._arrival,
-            self._priority,
-            self._tenant,
-            self._no_turns if turns is None else turns.order,
-            self._passed_over,
+            columns.is_waiting,
+            columns.may_run[dp_rank],
+            columns.arrival,
+            columns.priority,
+            columns.tenant,
+            columns.no_turns if turns is None else turns.order,
+            columns.passed_over,
         )
 
     def clear(self) -> None:
@@ -214,11 +173,8 @@ class WaitingQueue:
         self._requests.clear()
         self._by_line.clear()
         self._cursors.clear()
-        self._free_lines.clear()
+        self._columns.clear()
         self._priorities = PriorityCounts()
-        self._is_waiting[: self._end] = False
-        self._passed_over[: self._end] = 0
-        self._end = 0
 
     def waits_due(self, rid: str) -> bool:
         """Return whether a request of that id waits and is due."""
@@ -242,46 +198,46 @@ class WaitingQueue:
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
-        return int(self._passed_over[request.line]) >= self._max_passed_over
+        return int(self._columns.passed_over[request.line]) >= self._max_passed_over
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
         """Delay `request` until `row` has published `length` tokens, or its request has left."""
         row += self._memories[dp_rank].rows.first_row
-        self._leader[request.line] = (row, self._tables.epoch[row], length)
-        self._has_leader[request.line] = True
+        self._columns.leader[request.line] = (row, self._tables.epoch[row], length)
+        self._columns.has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Rank and row of the request whose prefix it waits for; None without one."""
         line = request.line
         self._drop_leaders(slice(line, line + 1))
-        if not self._has_leader[line]:
+        if not self._columns.has_leader[line]:
             return None
-        dp_rank, row = divmod(int(self._leader[line, 0]), self._memories[0].rows.num_rows)
+        dp_rank, row = divmod(int(self._columns.leader[line, 0]), self._memories[0].rows.num_rows)
         return dp_rank, row
 
     def _drop_leaders(self, lines: slice) -> None:
         """Clear leaders that have computed the prefix, or have left."""
         drop_leaders(
-            self._has_leader[lines],
-            self._leader[lines],
+            self._columns.has_leader[lines],
+            self._columns.leader[lines],
             self._tables.epoch,
             self._tables.cache_protected_len,
         )
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Delay `request` until that rank has room or that step is planned."""
-        self._stay_rank[request.line] = dp_rank
-        self._stay_until[request.line] = until_step
+        self._columns.stay_rank[request.line] = dp_rank
+        self._columns.stay_until[request.line] = until_step
 
     def stays_for(self, request: Request) -> int | None:
         """The rank that it has waited for though another had room; None if it never did."""
-        dp_rank = int(self._stay_rank[request.line])
+        dp_rank = int(self._columns.stay_rank[request.line])
         return None if dp_rank == NO_RANK else dp_rank
 
     def is_staying(self, request: Request, step: int) -> bool:
         """Return whether it still waits for that rank when that step is planned."""
-        return int(self._stay_until[request.line]) > step
+        return int(self._columns.stay_until[request.line]) > step
 
     # -- candidates ---------------------------------------------------------------------------
 
@@ -296,8 +252,9 @@ class WaitingQueue:
             preemptible: of each rank, if requests may preempt; else empty.
             threshold: by which a request's priority must exceed a preempted one's.
         """
+        columns = self._columns
         self._take_moves()
-        end = self._end
+        end = columns.end
         ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
         self._drop_leaders(slice(end))
         room, floor = np.zeros(len(ranks), np.int32), np.zeros(len(ranks), np.int64)
@@ -309,24 +266,24 @@ class WaitingQueue:
             offer.is_open,
             floor,
             step,
-            self._is_waiting,
-            self._has_leader,
-            self._stay_until,
-            self._stay_rank,
-            self._may_run,
-            self._priority,
-            self._num_pages,
-            self._cached_pages,
+            columns.is_waiting,
+            columns.has_leader,
+            columns.stay_until,
+            columns.stay_rank,
+            columns.may_run,
+            columns.priority,
+            columns.num_pages,
+            columns.cached_pages,
         )
         if len(doubtful):
             self._count_in_use(doubtful, ranks, room, least)
         is_full = self._tenants.is_full
         if is_full.any():
-            least[:, is_full[self._tenant[:end]]] = NEVER
+            least[:, is_full[columns.tenant[:end]]] = NEVER
         most_room = self._most_room(ranks, preemptible, threshold)
-        turns, passed_over = self._tenants.turns(), self._passed_over
+        turns, passed_over = self._tenants.turns(), columns.passed_over
         if turns is not None and turns.is_lagging.any():
-            is_lagging = turns.is_lagging[self._tenant[:end]]
+            is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
         keys = self._order_keys(least, room, most_room, turns, passed_over)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
@@ -340,7 +297,7 @@ class WaitingQueue:
                     floor,
                     most_room,
                     self._max_passed_over,
-                    self._priority,
+                    columns.priority,
                     passed_over,
                 )
 
@@ -351,8 +308,9 @@ class WaitingQueue:
         -1 if none does: int32[len(ranks), end]; int32[len(ranks), 0] if none may preempt."""
         if not preemptible:
             return np.zeros((len(ranks), 0), np.int32)
-        below = self._priority[: self._end] - threshold
-        most = np.empty((len(ranks), self._end), np.int32)
+        end = self._columns.end
+        below = self._columns.priority[:end] - threshold
+        most = np.empty((len(ranks), end), np.int32)
         for k, dp_rank in enumerate(ranks.tolist()):
             counts = np.searchsorted(preemptible[dp_rank].priorities, below)
             most[k] = np.where(counts > 0, preemptible[dp_rank].most_pages[counts], -1)
@@ -369,14 +327,15 @@ class WaitingQueue:
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
+        columns = self._columns
         self._take_moves()
-        lines = np.flatnonzero(self._is_waiting[: self._end])
-        self._drop_leaders(slice(self._end))
-        is_limited = self._tenants.is_full[self._tenant[lines]]
-        is_following = self._has_leader[lines] & ~is_limited
-        is_staying = (self._stay_until[lines] > step) & ~is_following & ~is_limited
-        least = self._num_pages[lines] - self._cached_pages[:, lines]
-        may_run = self._may_run[:, lines] & has_row[:, None]
+        lines = np.flatnonzero(columns.is_waiting[: columns.end])
+        self._drop_leaders(slice(columns.end))
+        is_limited = self._tenants.is_full[columns.tenant[lines]]
+        is_following = columns.has_leader[lines] & ~is_limited
+        is_staying = (columns.stay_until[lines] > step) & ~is_following & ~is_limited
+        least = columns.num_pages[lines] - columns.cached_pages[:, lines]
+        may_run = columns.may_run[:, lines] & has_row[:, None]
         may_fit = (may_run & (least <= room[:, None])).any(axis=0)
         has_any_row = may_run.any(axis=0)
         rest = ~is_following & ~is_staying & ~is_limited
@@ -396,37 +355,25 @@ class WaitingQueue:
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:
-                self._read_cursors(dp_rank, 0, self._end)
+                cursors = self._memories[dp_rank].cache.cursors.columns
+                self._columns.read_cursors(dp_rank, cursors, 0, self._columns.end)
         if any(have_moved):
-            self._note_most_cached(0, self._end)
-
-    def _read_cursors(self, dp_rank: int, start: int, end: int) -> None:
-        columns = self._memories[dp_rank].cache.cursors.columns
-        read_cursors(
-            self._cursor[dp_rank, start:end],
-            columns.above,
-            columns.usable_pages,
-            columns.place,
-            self._cached_pages[dp_rank, start:end],
-            self._place[dp_rank, start:end],
-        )
-
-    def _note_most_cached(self, start: int, end: int) -> None:
-        most_cached(start, end, self._may_run, self._cached_pages, self._most_cached)
+            self._columns.note_most_cached(0, self._columns.end)
 
     def _count_in_use(
         self, lines: Int64Array, ranks: IntpArray, room: Int32Array, least: Int32Array
     ) -> None:
         """Raise `least` for those `lines` that do not fit but might if all their cached pages were
         in use: a line takes all pages of its prefix that are not in use."""
+        columns = self._columns
         for k, dp_rank in enumerate(ranks.tolist()):
-            memory, place = self._memories[dp_rank], self._place[dp_rank]
+            memory, place = self._memories[dp_rank], columns.place[dp_rank]
             nodes, most = memory.cache.cursors.nodes, int(room[k])
             in_use = np.zeros(len(nodes), np.int32)
             for number in places_of(lines, least[k], most, place, len(nodes)).tolist():
                 in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
-            cached_pages = self._cached_pages[dp_rank]
-            count_in_use(lines, least[k], most, place, in_use, self._num_pages, cached_pages)
+            cached_pages = columns.cached_pages[dp_rank]
+            count_in_use(lines, least[k], most, place, in_use, columns.num_pages, cached_pages)
 
     def _order_keys(
         self,
@@ -437,11 +384,12 @@ class WaitingQueue:
         passed_over: Int32Array,
     ) -> Int64Array:
         """`order_keys`; the arguments are `candidates`'."""
-        end = self._end
-        tenant = self._tenant[:end]
+        columns = self._columns
+        end = columns.end
+        tenant = columns.tenant[:end]
         highest, lowest = self._priorities.highest or 0, self._priorities.lowest or 0
-        level, num_levels = highest - self._priority[:end], highest - lowest + 1
-        turn = self._no_turns[:end]
+        level, num_levels = highest - columns.priority[:end], highest - lowest + 1
+        turn = columns.no_turns[:end]
         if turns is not None:
             level = level * NUM_LEVELS + turns.level[tenant]
             turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
@@ -457,21 +405,21 @@ class WaitingQueue:
             self._max_passed_over,
             level,
             turn,
-            self._is_retracted,
-            self._most_cached,
+            columns.is_retracted,
+            columns.most_cached,
             passed_over,
-            self._arrival,
+            columns.arrival,
         )
         return keys
 
     def _reuse_order(self) -> Int32Array:
-        end = self._end
+        columns, end = self._columns, self._columns.end
         stems = self._memories[0].cache.cursors.columns  # equal on every rank
         order: Int32Array = reuse_order(
-            self._is_waiting[:end],
-            self._num_pages[:end],
-            self._most_cached[:end],
-            self._cursor[0, :end],
+            columns.is_waiting[:end],
+            columns.num_pages[:end],
+            columns.most_cached[:end],
+            columns.cursor[0, :end],
             stems.parent,
             stems.end_pages,
         )

@@ -1,0 +1,84 @@
+"""The columns of the waiting queue: a line for each request, and the lines in use."""
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
+from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
+from sgl_jax.scheduler.waiting.waiting_lines import NO_RANK, most_cached, read_cursors
+
+
+class WaitingColumns:
+    """Columns for at most `capacity` requests, before `num_ranks` ranks.
+
+    Lines in use lie below `end`, close together: the lowest free line is taken first. A column is
+    indexed by line, or by rank and line if ranks differ. The operating system zeroes pages at their
+    first use.
+    """
+
+    def __init__(self, num_ranks: int, capacity: int) -> None:
+        self.end = 0
+        self._free_lines: list[int] = []  # a heap; entries from `end` on are invalid
+        self.is_waiting = np.zeros(capacity, np.bool_)
+        self.num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
+        self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # of these, on a rank's tree
+        self.most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
+        self.cursor = np.zeros((num_ranks, capacity), np.int32)  # its number on each rank's tree
+        self.place = np.zeros((num_ranks, capacity), np.int32)  # of the cursor's stop
+        self.may_run = np.zeros((num_ranks, capacity), np.bool_)
+        self.arrival = np.zeros(capacity, np.int64)
+        self.priority = np.zeros(capacity, np.int64)
+        self.tenant = np.zeros(capacity, np.int32)
+        self.is_retracted = np.zeros(capacity, np.bool_)
+        # Younger requests that started before; 0 for lines not in use.
+        self.passed_over = np.zeros(capacity, np.int32)
+        # The running request whose prefix a request waits for: its row among all ranks' rows, the
+        # row's epoch, and the protected length that includes the prefix.
+        self.has_leader = np.zeros(capacity, np.bool_)
+        self.leader = np.zeros((capacity, 3), np.int32)
+        # The rank that a request waits for though another has room, and the step at which the wait
+        # ends.
+        self.stay_rank = np.full(capacity, NO_RANK, np.int32)
+        self.stay_until = np.zeros(capacity, np.int64)
+        # By line, or by tenant if tenants have no shares.
+        self.no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
+
+    def take_line(self) -> int:
+        """Return a free line; the caller writes all its columns but `passed_over`."""
+        line = heappop(self._free_lines) if self._free_lines else self.end
+        if line >= self.end:
+            self._free_lines.clear()
+            line = self.end
+            self.end += 1
+        self.is_waiting[line] = True
+        return line
+
+    def free_line(self, line: int) -> None:
+        self.is_waiting[line] = False
+        self.passed_over[line] = 0
+        heappush(self._free_lines, line)
+        while self.end and not self.is_waiting[self.end - 1]:
+            self.end -= 1
+
+    def clear(self) -> None:
+        """Free all lines."""
+        self._free_lines.clear()
+        self.is_waiting[: self.end] = False
+        self.passed_over[: self.end] = 0
+        self.end = 0
+
+    def read_cursors(self, dp_rank: int, cursors: CursorColumns, start: int, end: int) -> None:
+        """Write the places of the lines' cursors on the tree of a rank."""
+        read_cursors(
+            self.cursor[dp_rank, start:end],
+            cursors.above,
+            cursors.usable_pages,
+            cursors.place,
+            self.cached_pages[dp_rank, start:end],
+            self.place[dp_rank, start:end],
+        )
+
+    def note_most_cached(self, start: int, end: int) -> None:
+        """Call it after the lines' places were written for all ranks."""
+        most_cached(start, end, self.may_run, self.cached_pages, self.most_cached)
