@@ -3,21 +3,38 @@
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from sgl_jax.core.closed_schema import closed
+
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 MAX_GRAMMAR_CHARS = 1 << 16
-# With free spaces, a model that is not sure writes nothing else.
+# With free spaces, a model that is not sure writes nothing else: by default there are none but
+# Python's, and at most one where the schema's own options allow any number.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
 _OPTIONS = "x-guidance"  # the key under which llguidance finds its options in a schema
+_OPEN = "open_objects"  # our own among these options
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` of JSON as Python writes it, unless it sets its own style."""
-    return _with_options(schema, _JSON_STYLE, {})
+    """`schema` for llguidance: of JSON as Python writes it, and with closed objects
+    (`closed_schema.py`), unless its options say otherwise."""
+    own = schema.get(_OPTIONS, {})
+    if not isinstance(own, Mapping):
+        return dict(schema)  # llguidance reports the fault
+    style = _FREE_STYLE if own.get("whitespace_flexible") is True else _JSON_STYLE
+    options = {**style, **own}
+    is_open = options.pop(_OPEN, False)
+    return {**(schema if is_open else closed(schema)), _OPTIONS: options}
+
+
+def opened(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` with objects that may have properties that it does not name."""
+    return _with_options(schema, {_OPEN: True})
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` without the keywords that no grammar can hold, such as `not`."""
-    return _with_options(schema, {}, {"lenient": True, "coerce_one_of": True})
+    return _with_options(schema, {"lenient": True, "coerce_one_of": True})
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
@@ -26,13 +43,11 @@ def is_lenient(schema: Mapping[str, Any]) -> bool:
     return isinstance(options, Mapping) and options.get("lenient") is True
 
 
-def _with_options(
-    schema: Mapping[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_options(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     own = schema.get(_OPTIONS, {})
     if not isinstance(own, Mapping):
         return dict(schema)  # llguidance reports the fault
-    return {**schema, _OPTIONS: {**defaults, **own, **options}}
+    return {**schema, _OPTIONS: {**own, **options}}
 
 
 class Grammar(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.grammar import Grammar, opened
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.grammar.row_grammar import RowGrammar
@@ -85,6 +85,54 @@ def test_any_text_drawn_by_a_schema_is_valid(
     assert isinstance(value["age"], int)
     assert value["age"] <= 99
     assert text == json.dumps(value, ensure_ascii=False)
+
+
+def keeps_to(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, text: str) -> bool:
+    """True if each token of `text` is allowed, and the end after it."""
+    row, tokens = compiler.follow(Grammar("json_schema", json.dumps(schema))), []
+    for token in [*tokenizer.encode(text), tokenizer.eos_token_id]:
+        if token not in allowed(row, tokens):
+            return False
+        tokens.append(token)
+    return True
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        (PERSON, False),
+        (PERSON | {"additionalProperties": True}, True),
+        (PERSON | {"x-guidance": {"open_objects": True}}, True),
+        (opened(PERSON), True),
+        (PERSON | {"x-guidance": {"open_objects": False}}, False),
+        ({"type": "object"}, True),
+    ],
+)
+def test_a_key_is_invented_only_where_the_schema_allows_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, is_open: bool
+) -> None:
+    assert keeps_to(compiler, tokenizer, schema, '{"name": "Ada"}')
+    assert keeps_to(compiler, tokenizer, schema, '{"name": "Ada", "Madrid": 1}') is is_open
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ('{"name": "Ada"}', True),
+        ('{"name":"Ada"}', True),
+        ('{ "name":\n"Ada" }', True),
+        ('{  "name": "Ada"}', False),
+        ('{"name": \n"Ada"}', False),
+    ],
+)
+def test_free_white_space_is_one_character_at_most(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, is_allowed: bool
+) -> None:
+    schema = PERSON | {"x-guidance": {"whitespace_flexible": True}}
+    assert keeps_to(compiler, tokenizer, schema, text) is is_allowed
 
 
 @pytest.mark.parametrize("seed", range(5))
