@@ -1,13 +1,13 @@
-"""Closes the objects of a JSON schema: no properties but those that it names.
+"""Closes the objects of a JSON schema: they have the named properties and no others.
 
-By the standard, an object without `additionalProperties` may have any further properties. Few who
-write a schema mean that, and a model that may invent keys can go on doing so up to its token limit.
+By the standard, an object without `additionalProperties` may have any further properties. Few
+schemas are written for that, and a model that may invent keys can go on up to its token limit.
 
 An object stays open if its schema
 
-- says so by `additionalProperties` or `unevaluatedProperties`, or names no properties at all;
+- has `additionalProperties` or `unevaluatedProperties`, or names no properties at all;
 - is joined with another by `allOf`, `$ref` or alternatives beside its own properties: each part
-  describes some of the properties, and a closed part would forbid those of the others.
+  describes some of the properties, and a closed part would forbid all others.
 """
 
 from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ _OPEN = "open_objects"  # our own among these options
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` for llguidance: of JSON as Python writes it, and with closed objects
-    (`closed_schema.py`), unless its options say otherwise."""
+    (`closed_schema.py`), except where its options differ."""
     own = schema.get(_OPTIONS, {})
     if not isinstance(own, Mapping):
         return dict(schema)  # llguidance reports the fault
