@@ -15,6 +15,7 @@ from sgl_jax.mem_cache.pages.locked_pages import LockedPages
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.session_leases import SessionLeases
+from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 
 # If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
@@ -119,10 +120,20 @@ class RankRecords:
         self.rows.reset()
         for allocator in self.allocators:
             allocator.reset()
+        block_log = self.cache.tree.block_log
         self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+        self.cache.tree.block_log = block_log
+        if block_log is not None:
+            block_log.cleared()
         self.sessions = SessionLeases()
         self.locked = self._no_locks()
         self.session_held = [0] * len(self.allocators)
+
+    def log_blocks(self) -> BlockLog:
+        """Return a log of each page of tokens that enters or leaves the prefix cache from now on.
+        Call it before the first lease."""
+        log = self.cache.tree.block_log = BlockLog()
+        return log
 
     @property
     def num_available_pages(self) -> int:

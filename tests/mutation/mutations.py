@@ -201,9 +201,9 @@ MUTATIONS = (
     ),
     Mutation(
         "hash an edge as if it began the prompt",
-        _ADAPTIVE,
-        "    if parent is not None and len(parent.page_hashes):\n",
-        "    if False:\n",
+        "sgl_jax/mem_cache/tree/tree_shape.py",
+        "        if parent is not None and len(parent.page_hashes):\n",
+        "        if False:\n",
     ),
     Mutation(
         "a shadow that is followed gives up the path that was just used",

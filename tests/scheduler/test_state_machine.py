@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 )
 
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.block_log import AllBlocksCleared, BlocksRemoved, BlocksStored
 from sgl_jax.scheduler.record.events import Flush, Note, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
@@ -38,6 +40,29 @@ OPTIONS: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 STEMS = [[stem * 10 + i % (5 + stem) for i in range(40)] for stem in range(3)]
+
+
+class LoggedBlocks:
+    """The blocks of one rank's cache, by its log alone."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        self.memory = memory
+        self.log = memory.log_blocks()
+        self.blocks: set[int] = set()
+
+    def check(self) -> None:
+        for event in self.log.take():
+            match event:
+                case BlocksStored():
+                    assert event.parent is None or event.parent in self.blocks
+                    assert not self.blocks & {*event.hashes.tolist()}
+                    self.blocks |= {*event.hashes.tolist()}
+                case BlocksRemoved():
+                    assert self.blocks >= {*event.hashes.tolist()}
+                    self.blocks -= {*event.hashes.tolist()}
+                case AllBlocksCleared():
+                    self.blocks.clear()
+        assert self.blocks == self.memory.cache.held_blocks()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -57,6 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_passed_over=setup.max_passed_over,
         )
         self.liveness = Liveness(self.driver.scheduler)
+        ranks = self.driver.scheduler.ranks
+        self.logged_blocks = [LoggedBlocks(rank.memory) for rank in ranks]
         self.driver.after_plan = self.liveness.check
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
@@ -290,6 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.num_checked.get(rid) != len(tokens):
                 self.num_checked[rid] = len(tokens)
                 self.driver.check_tokens(rid)
+        for logged in self.logged_blocks:
+            logged.check()
         self.driver.check_namespaces()
         self.check_priorities()
         for rid in self.driver.cached:

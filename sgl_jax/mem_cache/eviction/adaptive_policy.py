@@ -15,7 +15,6 @@ Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. On
 leads, the cache follows it: leaves that the leader keeps go after all others.
 """
 
-from hashlib import blake2b
 from math import sqrt
 
 import numpy as np
@@ -26,7 +25,6 @@ from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
 from sgl_jax.mem_cache.eviction.ghost_pages import (
     GhostPages,
     Int64Array,
-    PrefixHasher,
     RecalledPages,
 )
 from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
@@ -37,20 +35,16 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
     MAX_USES,
     NUM_CLASSES,
 )
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """For a cache of `num_pages` pages.
-
-    `page_hashes` of a node are uint64, one for each page of its edge: of the prefix to its end.
-    """
+    """For a cache of `num_pages` pages."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(NUM_CLASSES)
         self._num_pages = num_pages
         self._page_size = page_size
-        self._hasher = PrefixHasher(page_size)
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._shadows = ShadowCaches(num_pages - 1)  # without the null page
         self._path_end: TreeNode | None = None  # the last node that was used
@@ -149,7 +143,6 @@ class AdaptivePolicy(EvictionPolicy):
         return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
-        node.page_hashes = self._hasher.hashes(node.key, _hash_before(node))
         self._go_along(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
@@ -199,13 +192,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Both halves keep the number of uses."""
-        cut = len(upper.key) // self._page_size
         upper.num_uses = lower.num_uses
-        upper.page_hashes = lower.page_hashes[:cut].copy()
-        lower.page_hashes = lower.page_hashes[cut:].copy()
-
-    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """Count the pages that leave, and remember them."""
@@ -214,7 +201,6 @@ class AdaptivePolicy(EvictionPolicy):
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]
         self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
-        leaf.page_hashes = front(leaf.page_hashes, keep)
         self._num_left[leaf.num_uses] += len(gone)
         self._num_left_since_halved += len(gone)
         if self._num_left_since_halved >= HALVED_AFTER * self._num_pages:
@@ -244,16 +230,6 @@ class AdaptivePolicy(EvictionPolicy):
 def _last_hash(node: TreeNode) -> int:
     """The hash of the prefix that ends with the edge; shadows identify the leaf by it."""
     return int(node.page_hashes.view(np.int64)[-1])
-
-
-def _hash_before(node: TreeNode) -> int:
-    """The hash of the prefix before `node`'s edge; the namespace's hash if that prefix is empty."""
-    parent = node.parent
-    if parent is not None and len(parent.page_hashes):
-        return int(parent.page_hashes[-1])
-    if not node.namespace:
-        return 0
-    return int.from_bytes(blake2b(node.namespace.encode(), digest_size=8).digest())
 
 
 def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:

@@ -78,9 +78,6 @@ class EvictionPolicy:
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
 
-    def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge is about to take over `upper`'s, in front; `num_uses` is equal."""
-
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """`leaf` is about to lose the tokens past `keep_tokens` of its edge."""
 

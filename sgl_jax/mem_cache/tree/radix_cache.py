@@ -248,6 +248,8 @@ class RadixCache:
         for pool, num_pages in enumerate(self.num_evictable):
             self.evict(num_pages, pool)
         self._policy.clear()
+        if self.tree.block_log is not None:
+            self.tree.block_log.cleared()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
         """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 for
@@ -277,6 +279,10 @@ class RadixCache:
     def nodes(self) -> Sequence[TreeNode]:
         """All nodes but the root, parents before children."""
         return list(self.tree.nodes())
+
+    def held_blocks(self) -> set[int]:
+        """The hashes of all pages of tokens that the cache holds, as in `BlockLog`."""
+        return {block for node in self.nodes() for block in node.page_hashes.tolist()}
 
     def held_pages(self, pool: int = 0) -> Int32Array:
         """All pages of the pool that the cache holds, in no particular order."""

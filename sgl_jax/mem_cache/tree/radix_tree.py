@@ -7,6 +7,7 @@ determines the resumable positions; without them, every position is resumable.
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
 from sgl_jax.mem_cache.tree.tree_node import TreeNode, front, parent_of
 from sgl_jax.mem_cache.tree.tree_shape import TreeShape
@@ -16,11 +17,13 @@ class RadixTree(TreeShape):
     """A tree whose paths leases lock; constructed as `TreeShape`.
 
     `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
-    each locked node, summed over the locks: both must equal the sums over the live leases.
+    each locked node, summed over the locks: both must equal the sums over the live leases. The
+    `block_log`, if set, gets each page of tokens that enters or leaves the tree.
     """
 
     num_locks = 0
     num_locked_tokens = 0
+    block_log: BlockLog | None = None
 
     # -- matching -------------------------------------------------------------------------
 
@@ -131,6 +134,9 @@ class RadixTree(TreeShape):
         is_new = length < len(tokens)
         if is_new:
             node = self._add_child(node, tokens[length:].copy(), offer.namespace)
+            if self.block_log is not None:
+                parent = self.hash_before(node) if len(parent_of(node).key) else None
+                self.block_log.stored(parent, node.page_hashes, node.key)
         # An old node may lack window pages only.
         added = [node] if self.resumable is None else self.path_to(node, start)
         for step in added:
@@ -191,6 +197,10 @@ class RadixTree(TreeShape):
         for component in self.components:
             component.drop(leaf, keep_tokens)
         self._policy.drop(leaf, keep_tokens, self._clock)
+        keep_pages = keep_tokens // self.page_size
+        if self.block_log is not None:
+            self.block_log.removed(leaf.page_hashes[keep_pages:])
+        leaf.page_hashes = front(leaf.page_hashes, keep_pages)
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = front(leaf.key, keep_tokens)

@@ -48,10 +48,11 @@ class ReadTime:
 class TreeNode:
     """A node and the edge that leads to it. `end` counts tokens from the root to the node.
 
-    `child_key` is its key in its parent's `children`. `namespace` applies to its whole path. The
-    eviction policy owns `num_uses` and `page_hashes`; `last_access` is the tree's clock. The
-    components own `values` and `locks`, each at its index. With windows, `resumable.py` owns
-    `read`, `is_usable` (whether the end of each page of the edge is resumable) and `runs`.
+    `child_key` is its key in its parent's `children`. `namespace` applies to its whole path.
+    `page_hashes` has a hash for each page of the edge: of the prefix to the page's end. The
+    eviction policy owns `num_uses`; `last_access` is the tree's clock. The components own `values`
+    and `locks`, each at its index. With windows, `resumable.py` owns `read`, `is_usable` (whether
+    the end of each page of the edge is resumable) and `runs`.
     """
 
     __slots__ = (

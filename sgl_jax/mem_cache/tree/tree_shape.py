@@ -14,11 +14,13 @@ Components, `resumable.py`, the eviction policy and the cursors get a report of 
 """
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
+from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 from sgl_jax.mem_cache.tree.cursor_index import CursorIndex
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
@@ -46,6 +48,7 @@ class TreeShape:
         self.components: tuple[TreeComponent, ...] = (full, *windows)
         self.resumable: Resumable | None = None  # before the root is made
         self._policy = policy
+        self._hasher = PrefixHasher(page_size)
         self._clock = 0
         self._next_id = 0
         self.root = self._new_node(np.zeros(0, np.int32), None, b"", "")
@@ -92,6 +95,16 @@ class TreeShape:
         """The `child_key` for a parent that ends at `start`."""
         first_page = tokens[: self.page_size].tobytes()
         return first_page if start else first_page + namespace.encode()
+
+    @staticmethod
+    def hash_before(node: TreeNode) -> int:
+        """The hash of the prefix before `node`'s edge; the namespace's hash if that is empty."""
+        parent = node.parent
+        if parent is not None and len(parent.page_hashes):
+            return int(parent.page_hashes[-1])
+        if not node.namespace:
+            return 0
+        return int.from_bytes(blake2b(node.namespace.encode(), digest_size=8).digest())
 
     def _walk(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
@@ -144,6 +157,7 @@ class TreeShape:
     def _add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
         child_key = self.child_key(parent, key, namespace)
         child = self._new_node(key, parent, child_key, namespace)
+        child.page_hashes = self._hasher.hashes(key, self.hash_before(child))
         parent.children[child_key] = child
         self._refresh(parent)
         self.cursors.child_added(parent, child)
@@ -165,6 +179,9 @@ class TreeShape:
             upper.read.num_uses = upper.num_uses = lower.num_uses
         parent.children[upper.child_key] = upper
         lower.key = lower.key[num_tokens:].copy()
+        cut = num_tokens // self.page_size
+        upper.page_hashes = lower.page_hashes[:cut].copy()
+        lower.page_hashes = lower.page_hashes[cut:].copy()
         lower.parent = upper
         lower.child_key = self.child_key(upper, lower.key, namespace)
         upper.children[lower.child_key] = lower
@@ -199,8 +216,8 @@ class TreeShape:
         parent = parent_of(upper)
         for component in self.components:
             component.merge(upper, lower)
-        self._policy.merge(upper, lower)
         lower.key = np.concatenate([upper.key, lower.key])
+        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
         lower.parent = parent
         lower.child_key = upper.child_key
         parent.children[lower.child_key] = lower

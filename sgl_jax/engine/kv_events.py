@@ -1,0 +1,244 @@
+"""Publishes the blocks of the prefix caches, for routers that send a request where its prefix is.
+
+The format is that of vLLM and SGLang: msgpack over ZeroMQ. Each data-parallel rank has a PUB socket
+at its own port, with messages of three frames: topic, sequence number (8 bytes, big-endian), batch
+(`KVEventBatch`). A subscriber that finds a gap in the numbers sends a first number to the ROUTER
+socket, and gets the buffered messages from there on, then one with the number -1.
+
+The engine's loop hands the events of a turn to a thread, which encodes and sends them.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Literal, TypeAlias
+
+import msgspec
+import zmq
+
+from sgl_jax.mem_cache.tree.block_log import AllBlocksCleared as Cleared
+from sgl_jax.mem_cache.tree.block_log import BlockEvent, BlockLog, BlocksStored
+
+logger = logging.getLogger(__name__)
+_END = -1
+_DEVICE = "GPU"  # the medium's name in the format, for device memory of any kind
+_WAKE = "inproc://kv-events"
+_NUMBER_BYTES = 8
+_Socket: TypeAlias = "zmq.Socket[bytes]"
+_Context: TypeAlias = "zmq.Context[_Socket]"
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of `--kv-events-config`, JSON.
+
+    Attributes:
+        endpoint: of rank 0's PUB socket; rank k has the port k above, or the suffix `_dpk`.
+        replay_endpoint: of the ROUTER socket, likewise; None: no replay.
+        buffer_steps: batches kept for a replay, for each rank.
+        hwm: messages that wait for a slow subscriber before it loses some.
+        max_queue_size: batches that wait for the thread; later events join a later batch.
+        topic: of all messages.
+    """
+
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "KVEventsConfig":
+        """Raises ValueError for text that is no such JSON."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"--kv-events-config: {error}") from error
+
+
+class KVCacheEvent(
+    msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True, tag=True
+):
+    """An array: the type's name, then its fields."""
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Blocks of `block_size` tokens each, one behind the other."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """Blocks that left."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """All blocks of the rank left."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """The events of a turn of the engine's loop; `ts` in seconds since 1970."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class _RankSockets:
+    """The sockets of one rank, its next sequence number, and the batches kept for a replay."""
+
+    def __init__(self, config: KVEventsConfig, dp_rank: int, context: "_Context") -> None:
+        self._topic = config.topic.encode()
+        self._next = 0
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._publisher = context.socket(zmq.PUB)
+        self._publisher.set_hwm(config.hwm)
+        self.router: _Socket | None = None
+        try:
+            _open(self._publisher, _of_rank(config.endpoint, dp_rank))
+            if config.replay_endpoint is not None:
+                self.router = context.socket(zmq.ROUTER)
+                _open(self.router, _of_rank(config.replay_endpoint, dp_rank))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"--kv-events-config: rank {dp_rank}: {error}") from error
+
+    def send(self, payload: bytes) -> None:
+        number = self._next.to_bytes(_NUMBER_BYTES)
+        self._next += 1
+        self._kept.append((number, payload))
+        self._publisher.send_multipart((self._topic, number, payload))
+
+    def replay(self) -> None:
+        """Answer one subscriber; anything but a sequence number gets the end alone."""
+        assert self.router is not None
+        client, *_, first = self.router.recv_multipart()
+        if len(first) == _NUMBER_BYTES:
+            for number, payload in self._kept:
+                if number >= first:
+                    self.router.send_multipart((client, b"", number, payload))
+        end = _END.to_bytes(_NUMBER_BYTES, signed=True)
+        self.router.send_multipart((client, b"", end, b""))
+
+    def close(self) -> None:
+        for socket in (self._publisher, self.router):
+            if socket is not None:
+                socket.close(linger=0)
+
+
+class KVEventPublisher:
+    """Publishes the events of `logs`, one of each rank, with blocks of `block_size` tokens.
+
+    Raises ValueError if an endpoint cannot be opened.
+    """
+
+    def __init__(self, config: KVEventsConfig, logs: Sequence[BlockLog], block_size: int) -> None:
+        self._logs = logs
+        self._block_size = block_size
+        self._most_queued = config.max_queue_size
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context: _Context = zmq.Context()
+        self._ranks: list[_RankSockets] = []
+        try:
+            for dp_rank in range(len(logs)):
+                self._ranks.append(_RankSockets(config, dp_rank, self._context))
+        except ValueError:
+            self._close_sockets()
+            raise
+        self._batches: SimpleQueue[tuple[int, float, list[BlockEvent]]] = SimpleQueue()
+        self._wake = self._context.socket(zmq.PUSH)
+        self._woken = self._context.socket(zmq.PULL)
+        self._woken.bind(_WAKE)
+        self._wake.connect(_WAKE)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        """Send the events since the last call, soon."""
+        if self._batches.qsize() >= self._most_queued:
+            return
+        has_any = False
+        for dp_rank, log in enumerate(self._logs):
+            if events := log.take():
+                self._batches.put((dp_rank, time.time(), events))
+                has_any = True
+        if has_any:
+            self._wake.send(b"")
+
+    def close(self) -> None:
+        """Send all events so far, and close the sockets."""
+        self.publish()
+        self._is_closing = True
+        self._wake.send(b"")
+        self._thread.join()
+        self._wake.close(linger=0)
+        self._woken.close(linger=0)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        self._context.term()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        routers = {rank.router: rank for rank in self._ranks if rank.router is not None}
+        for router in routers:
+            poller.register(router, zmq.POLLIN)
+        while True:
+            for socket, _ in poller.poll():
+                if socket in routers:
+                    routers[socket].replay()
+                else:
+                    self._woken.recv()
+                    is_closing = self._is_closing  # before the queue is emptied
+                    while not self._batches.empty():
+                        self._send(*self._batches.get())
+                    if is_closing:
+                        return
+
+    def _send(self, dp_rank: int, ts: float, events: list[BlockEvent]) -> None:
+        batch = KVEventBatch(ts, [self._written(event) for event in events], dp_rank)
+        self._ranks[dp_rank].send(self._encoder.encode(batch))
+
+    def _written(self, event: BlockEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
+        if isinstance(event, Cleared):
+            return AllBlocksCleared()
+        hashes = event.hashes.tolist()
+        if not isinstance(event, BlocksStored):
+            return BlockRemoved(hashes, _DEVICE)
+        tokens = event.tokens.tolist()
+        return BlockStored(hashes, event.parent, tokens, self._block_size, None, _DEVICE)
+
+
+def _of_rank(endpoint: str, dp_rank: int) -> str:
+    """The endpoint of a rank: rank 0 has the given one."""
+    if not dp_rank:
+        return endpoint
+    address, colon, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp:") and port.isdigit():
+        return f"{address}{colon}{int(port) + dp_rank}"
+    return f"{endpoint}_dp{dp_rank}"
+
+
+def _open(socket: _Socket, endpoint: str) -> None:
+    """Bind to an address of this machine, connect to any other, as vLLM does."""
+    is_own = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    if is_own or "127.0.0.1" in endpoint:
+        socket.bind(endpoint)
+    else:
+        socket.connect(endpoint)

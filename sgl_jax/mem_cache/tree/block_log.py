@@ -1,0 +1,56 @@
+"""The pages of tokens that enter and leave a prefix tree, for routers outside of the process.
+
+A block is a page of tokens with all tokens before it. It is named by the hash of these
+(`TreeNode.page_hashes`), which depends on the namespace, too.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import Int32Array
+
+
+class BlocksStored(NamedTuple):
+    """Consecutive blocks that the tree now has behind the block `parent`, if any; `tokens`
+    int32[n * page_size] are theirs."""
+
+    parent: int | None
+    hashes: NDArray[np.uint64]
+    tokens: Int32Array
+
+
+class BlocksRemoved(NamedTuple):
+    """Blocks that the tree no longer has."""
+
+    hashes: NDArray[np.uint64]
+
+
+class AllBlocksCleared(NamedTuple):
+    """The tree has no block any more."""
+
+
+BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
+
+
+class BlockLog:
+    """Collects the events of one rank's tree, in order, until they are taken."""
+
+    def __init__(self) -> None:
+        self._events: list[BlockEvent] = []
+
+    def stored(self, parent: int | None, hashes: NDArray[np.uint64], tokens: Int32Array) -> None:
+        self._events.append(BlocksStored(parent, hashes, tokens))
+
+    def removed(self, hashes: NDArray[np.uint64]) -> None:
+        self._events.append(BlocksRemoved(hashes))
+
+    def cleared(self) -> None:
+        """Record that all blocks left at once."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[BlockEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,257 @@
+"""An independent subscriber rebuilds the caches' blocks from the published events."""
+
+import random
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from sgl_jax.engine.kv_events import KVEventPublisher, KVEventsConfig
+from sgl_jax.mem_cache.tree.block_log import BlockLog
+from sgl_jax.scheduler.record.events import Flush
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+TIMEOUT_MS = 10_000
+
+
+class Subscriber:
+    """Written by the format alone: nothing of the publisher's code is used."""
+
+    def __init__(self, folder: Path, dp_rank: int) -> None:
+        suffix = f"_dp{dp_rank}" if dp_rank else ""
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe(b"blocks")
+        self.socket.connect(f"ipc://{folder}/events{suffix}")
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(f"ipc://{folder}/replay{suffix}")
+        self.socket.rcvtimeo = self.replay.rcvtimeo = TIMEOUT_MS
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}  # parent and tokens
+        self.next_number = 0
+        self.num_events = 0
+        self.dp_rank = dp_rank
+
+    def read(self, num_batches: int, lost: frozenset[int] = frozenset()) -> None:
+        """Read up to batch number `num_batches`, except the `lost` ones; replay what lacks."""
+        while self.next_number < num_batches:
+            topic, number, payload = self.socket.recv_multipart()
+            assert topic == b"blocks"
+            if int.from_bytes(number) in lost:
+                continue
+            if int.from_bytes(number) > self.next_number:
+                self.fill_gap()
+            if int.from_bytes(number) == self.next_number:
+                self.apply(payload)
+
+    def fill_gap(self) -> None:
+        self.replay.send_multipart((b"", self.next_number.to_bytes(8)))
+        while True:
+            _, number, payload = self.replay.recv_multipart()
+            if int.from_bytes(number, signed=True) == -1:
+                return
+            assert int.from_bytes(number) == self.next_number
+            self.apply(payload)
+
+    def apply(self, payload: bytes) -> None:
+        self.next_number += 1
+        _, events, dp_rank = msgspec.msgpack.decode(payload)
+        assert dp_rank == self.dp_rank
+        for name, *fields in events:
+            self.num_events += 1
+            match name:
+                case "BlockStored":
+                    self.store(*fields)
+                case "BlockRemoved":
+                    for block in fields[0]:
+                        del self.blocks[block]
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+
+    def store(
+        self,
+        hashes: list[int],
+        parent: int | None,
+        tokens: list[int],
+        block_size: int,
+        lora_id: None,
+        medium: str,
+    ) -> None:
+        assert len(tokens) == len(hashes) * block_size
+        assert parent is None or parent in self.blocks
+        for i, block in enumerate(hashes):
+            assert block not in self.blocks
+            self.blocks[block] = parent, tuple(tokens[i * block_size : (i + 1) * block_size])
+            parent = block
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class Published:
+    """A scheduler of two ranks that evicts all the time, its publisher, and its subscribers."""
+
+    def __init__(self, folder: Path, buffer_steps: int) -> None:
+        sizes = make_sizes(dp_size=2, page_size=4, num_pages=40, num_rows=6)
+        self.driver = Driver(sizes)
+        self.ranks = self.driver.scheduler.ranks
+        config = KVEventsConfig(
+            endpoint=f"ipc://{folder}/events",
+            replay_endpoint=f"ipc://{folder}/replay",
+            buffer_steps=buffer_steps,
+            topic="blocks",
+        )
+        logs = [rank.memory.log_blocks() for rank in self.ranks]
+        self.publisher = KVEventPublisher(config, logs, sizes.page_size)
+        self.subscribers = [Subscriber(folder, dp_rank) for dp_rank in range(2)]
+        self.num_batches = [0, 0]
+        self.rng = random.Random(0)
+        self.num_requests = 0
+
+    def step(self) -> None:
+        if self.driver.scheduler.num_waiting < 4:
+            stem = [self.rng.randrange(3)] * self.rng.randint(1, 24)
+            prompt = stem + self.rng.choices(range(9), k=self.rng.randint(1, 30))
+            self.num_requests += 1
+            self.driver.submit(
+                generate(
+                    str(self.num_requests),
+                    prompt,
+                    self.rng.randint(1, 8),
+                    namespace=self.rng.choice(["", "other"]),
+                )
+            )
+        self.driver.step()
+        self.publish()
+
+    def publish(self) -> None:
+        for dp_rank, rank in enumerate(self.ranks):
+            log = rank.memory.cache.tree.block_log
+            assert log is not None
+            self.num_batches[dp_rank] += bool(log._events)
+        self.publisher.publish()
+
+    def flush(self) -> None:
+        self.driver.run()
+        self.driver.scheduler.handle(Flush())
+        self.publish()
+
+    def check(self, lost: frozenset[int] = frozenset()) -> None:
+        for rank, subscriber, count in zip(
+            self.ranks, self.subscribers, self.num_batches, strict=True
+        ):
+            subscriber.read(count, lost)
+            cache = rank.memory.cache
+            assert subscriber.blocks.keys() == cache.held_blocks()
+            expected = set()
+            for node in cache.nodes():
+                pages = node.key.reshape(-1, 4).tolist()
+                expected |= {*zip(node.page_hashes.tolist(), map(tuple, pages), strict=True)}
+            found = {(block, tokens) for block, (_, tokens) in subscriber.blocks.items()}
+            assert found == expected
+
+    def close(self) -> None:
+        self.publisher.close()
+        for subscriber in self.subscribers:
+            subscriber.close()
+
+
+@pytest.fixture
+def published(tmp_path: Path):
+    ranks = Published(tmp_path, buffer_steps=1000)
+    yield ranks
+    ranks.close()
+
+
+def run(published: Published, num_events: int) -> None:
+    while sum(each.num_events for each in published.subscribers) < num_events:
+        for _ in range(100):
+            published.step()
+        published.check()
+        if published.rng.random() < 0.1:
+            published.flush()
+            published.check()
+
+
+def test_events_rebuild_the_blocks_of_each_rank(published: Published) -> None:
+    run(published, num_events=2000)
+
+
+@pytest.mark.long
+def test_many_events_rebuild_the_blocks_of_each_rank(published: Published) -> None:
+    run(published, num_events=100_000)
+
+
+def test_a_gap_is_filled_by_a_replay(published: Published) -> None:
+    for _ in range(300):
+        published.step()
+    published.check(lost=frozenset(range(5, 40)) | {0, 60})
+
+
+def test_a_replay_has_the_kept_batches_alone(tmp_path: Path) -> None:
+    published = Published(tmp_path, buffer_steps=10)
+    try:
+        while min(published.num_batches) < 30:
+            published.step()
+        subscriber = published.subscribers[0]
+        subscriber.socket.recv_multipart()  # the thread has begun
+        numbers = []
+        while not numbers or numbers[-2] + 1 < published.num_batches[0]:
+            subscriber.replay.send_multipart((b"", (0).to_bytes(8)))
+            numbers = []
+            while not numbers or numbers[-1] >= 0:
+                _, number, _ = subscriber.replay.recv_multipart()
+                numbers.append(int.from_bytes(number, signed=True))
+        assert numbers[:-1] == list(range(published.num_batches[0]))[-10:]
+    finally:
+        published.close()
+
+
+def test_a_malformed_replay_request_gets_the_end_alone(published: Published) -> None:
+    subscriber = published.subscribers[0]
+    subscriber.replay.send_multipart((b"", b"first"))
+    assert subscriber.replay.recv_multipart() == [b"", b"\xff" * 8, b""]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{", "truncated"),
+        ('{"publisher": "kafka"}', "publisher"),
+        ('{"endpont": "tcp://*:1"}', "endpont"),
+    ],
+)
+def test_a_wrong_config_is_refused(text: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        KVEventsConfig.read(text)
+
+
+def test_an_endpoint_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = KVEventsConfig(endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ValueError, match="rank 0: Address already in use"):
+            KVEventPublisher(config, [BlockLog()], 4)
+
+
+def test_each_rank_has_a_port_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    logs = [BlockLog(), BlockLog()]
+    publisher = KVEventPublisher(KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}"), logs, 4)
+    try:
+        for each in (port, port + 1):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", each)).close()
+    finally:
+        publisher.close()
+
+
+def test_events_wait_while_the_thread_is_behind(tmp_path: Path) -> None:
+    log = BlockLog()
+    config = KVEventsConfig(endpoint=f"ipc://{tmp_path}/events", max_queue_size=0)
+    publisher = KVEventPublisher(config, [log], 4)
+    log.cleared()
+    publisher.publish()
+    assert log.take()
+    publisher.close()
