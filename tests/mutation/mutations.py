@@ -2282,8 +2282,20 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt and start elsewhere",
         "sgl_jax/scheduler/admission/admission.py",
-        "        room.preempt(found.rows)\n        self._start(room, request)\n",
+        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=True)\n",
         "        room.preempt(found.rows)\n",
+    ),
+    Mutation(
+        "pressure: replace a request in the step of its start",
+        "sgl_jax/scheduler/admission/preemption.py",
+        "        rows = rows[~np.isin(rows, started)]\n",
+        "",
+    ),
+    Mutation(
+        "pressure: try no preemption again after a start that made the reserve smaller",
+        "sgl_jax/scheduler/admission/step_room.py",
+        "if was_ample or not (self.is_open or may_preempt):",
+        "if was_ample or not self.is_open:",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
