@@ -489,8 +489,8 @@ MUTATIONS = (
     Mutation(
         "off by one in the pages that a row lacks",
         _GROWTH,
-        "            if lens[i] - held_len > num_left:\n                lacking[num",
-        "            if lens[i] - held_len > num_left + 1:\n                lacking[num",
+        "            if lens[i] - held_len > num_left:\n                growing[num",
+        "            if lens[i] - held_len > num_left + 1:\n                growing[num",
     ),
     Mutation(
         "evict without a need",
@@ -525,7 +525,7 @@ MUTATIONS = (
     Mutation(
         "let the executor go on with the pages of a row that was given back",
         _ROWS,
-        "        self.page_log.note(listed, np.zeros(len(listed), np.int32))\n",
+        "        self.page_log.note(listed)\n",
         "",
     ),
     Mutation(
@@ -1911,8 +1911,8 @@ MUTATIONS = (
     Mutation(
         "windows: take a page for the first group alone",
         _GROWTH,
-        "    for number, group in enumerate(memories[0].groups):\n        if group",
-        "    for number, group in enumerate(memories[0].groups[:1]):\n        if group",
+        "        for number, group in enumerate(memories[0].groups):\n            if group",
+        "        for number, group in enumerate(memories[0].groups[:1]):\n            if group",
     ),
     Mutation(
         "windows: tell the executor of one group's pages as another's",
@@ -2112,8 +2112,8 @@ MUTATIONS = (
     Mutation(
         "states: take a slot for each page of a row",
         _GROWTH,
-        "        if group.is_recurrent:\n            continue",
-        "        if False:\n            continue",
+        "            if group.is_recurrent:\n                continue",
+        "            if False:\n                continue",
     ),
     Mutation(
         "states: give a row back with its states",

@@ -16,40 +16,30 @@ NO_STATE = -1
 # For a row that has written no states: both halves, the half written last, the length of its last
 # return, the drafts of both halves.
 _NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0, 0, 0], np.int32)
+_NO_CELLS = np.zeros(0, np.intp)
 
 
 class PageChangeLog:
-    """Cells of `pages` that were written since the last `take`, in order."""
+    """Cells of `pages` that were written since the last `take`."""
 
     def __init__(self, pages: Int32Array) -> None:
         self._pages = pages
-        self._forget()
-
-    def _forget(self) -> None:
-        # Not empty, so that concatenation always has an array.
-        self._cells: list[IntpArray] = [np.zeros(0, np.intp)]
-        self._written: list[Int32Array] = [np.zeros(0, np.int32)]
+        self._cells: list[IntpArray] = []
         self._num_written = 0
-        self._is_too_long = False
 
-    def note(self, cells: IntpArray, pages: Int32Array) -> None:
-        """Record that cells, by their index into the flattened table, now hold `pages`. Keeps the
-        arrays."""
+    def note(self, cells: IntpArray) -> None:
+        """Record that cells, by their index into the flattened table, were written. Keeps the
+        array."""
         self._cells.append(cells)
-        self._written.append(pages)
         self._num_written += len(cells)
         if self._num_written > self._pages.size:  # `take` was not called for long
-            self._forget()
-            self._is_too_long = True
+            self._cells, self._num_written = [np.arange(self._pages.size)], 0
 
     def take(self) -> PageChanges:
         """The changes, in new arrays."""
-        if self._is_too_long:
-            changes = PageChanges(np.arange(self._pages.size), self._pages.reshape(-1).copy())
-        else:
-            changes = PageChanges(np.concatenate(self._cells), np.concatenate(self._written))
-        self._forget()
-        return changes
+        cells = np.concatenate(self._cells) if self._cells else _NO_CELLS
+        self._cells, self._num_written = [], 0
+        return PageChanges(cells, self._pages.reshape(-1)[cells])
 
 
 class RowTables:
@@ -130,8 +120,7 @@ class RowTables:
         )
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
-        """List `pages` int32[groups, n], which must not change afterwards, in `row` from column
-        `first` on."""
+        """List `pages` int32[groups, n] in `row` from column `first` on."""
         for group, listed in enumerate(pages):
             self.list_pages_of(row, group, first, listed)
 
@@ -140,16 +129,15 @@ class RowTables:
         end = first + len(pages)
         self.pages[row, group, first:end] = pages
         start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-        self.page_log.note(np.arange(start + first, start + end), pages)
+        self.page_log.note(np.arange(start + first, start + end))
 
     def list_page_each(
         self, group: int, rows: IntpArray, columns: Int32Array, pages: Int32Array
     ) -> None:
-        """List `pages[i]` of `group` at `columns[i]` of row `rows[i]`; `pages` must not change
-        afterwards."""
+        """List `pages[i]` of `group` at `columns[i]` of row `rows[i]`."""
         cells: IntpArray = (rows * self.num_groups + group) * self.pages_per_row + columns
         self.pages.reshape(-1)[cells] = pages
-        self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row, pages)
+        self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row)
 
     def unlist_pages(self, row: int, first: int = 0) -> None:
         """Clear the columns of `row` from `first` on."""
@@ -168,7 +156,7 @@ class RowTables:
         listed += first
         table[listed] = 0
         listed += ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-        self.page_log.note(listed, np.zeros(len(listed), np.int32))
+        self.page_log.note(listed)
 
 
 class ReqToTokenPool(RowTables):
