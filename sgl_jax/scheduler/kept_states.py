@@ -28,7 +28,7 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
         let_go_snapshots(rank.memory, row, length)
 
 
-def learn_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Array) -> None:
+def record_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Array) -> None:
     """Record where the next step continued, after reading the result of a step.
 
     Args:

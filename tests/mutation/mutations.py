@@ -38,6 +38,7 @@ _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
+_LAUNCHED = "sgl_jax/scheduler/launched_rows.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
@@ -513,7 +514,7 @@ MUTATIONS = (
     Mutation(
         "go on publishing for a request that left",
         _RANK,
-        "[:num_tokens]\n        self._unpublished.pop(row, None)\n",
+        "[:num_tokens]\n        self.unpublished.pop(row, None)\n",
         "[:num_tokens]\n",
     ),
     Mutation(
@@ -604,13 +605,13 @@ MUTATIONS = (
     ),
     Mutation(
         "commit a result to the row's present holder",
-        _RUNNING,
-        "if not samples[i] or epoch[row] != epochs[i]:",
-        "if not samples[i]:",
+        _LAUNCHED,
+        "if step.samples and epoch[number] == step.epoch:",
+        "if step.samples:",
     ),
     Mutation(
         "keep the overshoot past a stop",
-        _RUNNING,
+        _LAUNCHED,
         "while end == GOES_ON and count < width and (",
         "while count < width and (",
     ),
@@ -659,8 +660,8 @@ MUTATIONS = (
     Mutation(
         "fetch named tokens for the row with the fewest of them",
         _BUILDER,
-        "int(ranks.running.num_logprob_ids[step.rows[part]].max())",
-        "int(ranks.running.num_logprob_ids[step.rows[part]].min())",
+        'int(ranks.running.num_logprob_ids[rows["row"]].max())',
+        'int(ranks.running.num_logprob_ids[rows["row"]].min())',
     ),
     Mutation(
         "keep the slots of refused drafts while others are retracted",
@@ -670,7 +671,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lose the tokens of every full block",
-        _RUNNING,
+        _LAUNCHED,
         "                if place == TOKEN_BLOCK - 1:\n",
         "                if False:\n",
     ),
@@ -683,8 +684,8 @@ MUTATIONS = (
     Mutation(
         "commit drafts at launch",
         _BUILDER,
-        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)",
-        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends + step.num_drafts)",
+        'rows["row"], rows["kv_end"])',
+        'rows["row"], rows["kv_start"] + rows["q_len"])',
     ),
     Mutation(
         "draft past the tokens asked for",
@@ -703,9 +704,9 @@ MUTATIONS = (
     ),
     Mutation(
         "admit a retracted request twice on the device",
-        _RANK,
-        "        self._unsent_admissions.clear()\n        return admissions",
-        "        return admissions",
+        _BUILDER,
+        "    builder.rank.unsent_admissions.clear()\n",
+        "",
     ),
     Mutation(
         "retract from a rank that has room",

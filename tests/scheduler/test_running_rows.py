@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
+from sgl_jax.scheduler import launched_rows
+from sgl_jax.scheduler.launched_rows import GOES_ON, LAUNCHED, TOO_LONG, Records
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import GOES_ON, TOO_LONG, Gains, RowColumns, RunningRows
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from tests.scheduler.driver import generate
 
@@ -39,25 +40,29 @@ def test_a_row_knows_the_tokens_that_it_was_given(
         for k, count in enumerate(counts):
             new = list(range(next_token, next_token + count))[: MAX_LEN - len(known[k])]
             known[k] += new
-            assert gained.counts[k] == len(new)
-            assert gained.ends[k] == (TOO_LONG if new and len(known[k]) == MAX_LEN else GOES_ON)
+            assert gained["num_gained"][k] == len(new)
+            assert gained["end"][k] == (TOO_LONG if new and len(known[k]) == MAX_LEN else GOES_ON)
         next_token += 10
     for rank, tokens_of_row in zip(ranks, known, strict=True):
         assert rank.known_tokens(1).tolist() == tokens_of_row
         assert rank.remove(1).tolist() == tokens_of_row
 
 
-def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Gains:
+def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Records:
     """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
-    return columns.append(
-        np.array([1, 4]),
-        np.array([0, 1, 2]),
-        np.zeros(2, np.int32),
-        np.array(samples),
-        epoch=np.zeros(6, np.int32),
-        tokens=tokens,
-        num_stop_ids=MAX_STOP_TOKEN_IDS,
+    launched = np.zeros(2, LAUNCHED)
+    launched["row"], launched["samples"] = (1, 4), samples
+    num_tokens = launched_rows.append(
+        launched,
+        tokens,
+        columns.records,
+        np.zeros(len(columns.records), np.int32),
+        columns.tokens,
+        columns.latest,
+        columns.stop_ids,
     )
+    assert num_tokens == launched["num_gained"].sum()
+    return launched
 
 
 def test_a_row_that_does_not_exist_is_refused() -> None:

@@ -78,7 +78,7 @@ _LACKING = np.dtype(
 )
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], int32[::1], int32, int64)")
+@compiled("(int64[:], int32[:], int64[::1], int32[::1], int32, int64)")
 def _lacking_pages(
     rows: RowIndex,
     lens: Int32Array,
@@ -117,7 +117,7 @@ def _lacking_pages(
     return lacking, num_lacking
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], boolean[::1], int32[::1])")
+@compiled("(int64[:], int32[:], int64[::1], boolean[::1], int32[::1])")
 def _reserve(
     rows: RowIndex,
     lens: Int32Array,
@@ -152,7 +152,7 @@ def commit_rows(
         )
 
 
-@compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
+@compiled("(int64[:], int32[:], int32[::1], int32[::1])")
 def _commit(
     rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, committed_len: Int32Array
 ) -> int:
