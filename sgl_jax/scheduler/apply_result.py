@@ -26,7 +26,6 @@ from sgl_jax.scheduler.kept_states import record_starts
 from sgl_jax.scheduler.launched_rows import (
     GOES_ON,
     STOPPED,
-    Gains,
     LaunchedRows,
     Records,
     append,
@@ -73,11 +72,13 @@ def apply_result(
         _count_drafts(ranks, rows, tokens)
         if ranks.has_states:
             _record_starts(ranks, plan, rows, tokens)
-    gains = Gains(*split_gains(rows, launched.bounds, tokens, running.records))
-    outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
+    plain_rows, plain_tokens, plain_bounds, detailed = split_gains(
+        rows, launched.bounds, tokens, running.records
+    )
+    outputs.add_plain(ranks, plain_rows, plain_bounds.tolist(), plain_tokens)
 
     done = []
-    for i in gains.detailed.tolist():
+    for i in detailed.tolist():
         step = rows[i]
         rank, row = ranks.locate(int(step["row"]))
         gained = tokens[i, : step["num_gained"]].tolist()

@@ -207,15 +207,6 @@ def append(
     return num_tokens
 
 
-class Gains(NamedTuple):
-    """The rows of a step that gained tokens."""
-
-    plain_rows: RowIndex  # joint rows that gained a token and nothing else,
-    plain_tokens: Int32Array  # the token of each,
-    plain_bounds: IntpArray  # [ranks + 1] and each rank's bounds
-    detailed: IntpArray  # the others: their indices in the step
-
-
 @compiled(
     "(launched[::1], int64[::1], int32[:, ::1], row[::1])",
     launched=LAUNCHED,
@@ -224,7 +215,12 @@ class Gains(NamedTuple):
 def split_gains(
     launched: Records, bounds: IntpArray, new_tokens: Int32Array, records: Records
 ) -> tuple[RowIndex, Int32Array, IntpArray, IntpArray]:
-    """`Gains` after `append`, for the same arrays; `bounds` are of each rank's part."""
+    """Split the rows that gained tokens by `append`, which had the same arrays.
+
+    Returns the joint rows that gained one token and nothing else, int64[m], the token of each, and
+    the bounds of each rank's part; and the indices of the other rows. `bounds` are of the ranks'
+    parts of all rows.
+    """
     num_rows = len(launched)
     assert len(new_tokens) == num_rows == bounds[len(bounds) - 1]
     rows, tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)

@@ -6,6 +6,7 @@ The loops are compiled (`core/compiled.py`).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,22 +48,20 @@ def grow_rows(
         memories[0].rows.num_rows,
     )
     if len(lacking):
-        fits = [
-            memory.make_room(count)
-            for memory, count in zip(memories, num_lacking.tolist(), strict=True)
-        ]
+        counts: list[int] = num_lacking.tolist()
+        fits = [memory.make_room(count) for memory, count in zip(memories, counts, strict=True)]
         if not all(fits):
-            lacking = lacking[np.repeat(fits, num_lacking)]
-            num_lacking *= fits
-        ends = np.cumsum(num_lacking).tolist()
+            lacking = lacking[np.repeat(fits, counts)]
+            counts = [count if fit else 0 for count, fit in zip(counts, fits, strict=True)]
+        owners, parts = lacking["owner"], list(pairwise([0, *accumulate(counts)]))
         for number, group in enumerate(memories[0].groups):
             if group.is_recurrent:
                 continue  # snapshots are taken one by one: `row_states.py`
             pages = np.empty(len(lacking), np.int32)
-            for memory, first, end in zip(memories, [0, *ends], ends, strict=False):
+            for memory, (first, end) in zip(memories, parts, strict=True):
                 if first < end:
-                    owners = lacking["owner"][first:end]
-                    pages[first:end] = memory.allocators[group.pool].alloc_each(owners)
+                    allocator = memory.allocators[group.pool]
+                    pages[first:end] = allocator.alloc_each(owners[first:end])
             tables.list_page_each(number, lacking["row"], lacking["column"], pages)
     _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
     return fits
