@@ -71,7 +71,7 @@ def apply_result(
     if tokens.shape[1] > 1:
         _count_drafts(ranks, rows, tokens)
         if ranks.has_states:
-            _record_starts(ranks, plan, rows, tokens)
+            record_starts(ranks, plan, rows, tokens)
     plain_rows, plain_tokens, plain_bounds, detailed = split_gains(
         rows, launched.bounds, tokens, running.records
     )
@@ -117,20 +117,6 @@ def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
     rate_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
-
-
-def _record_starts(ranks: Ranks, plan: StepPlan, launched: Records, tokens: Int32Array) -> None:
-    """Record the state starts of the rows with new tokens.
-
-    On the device, a row that ended continues from all of `tokens`, its overshoot included.
-    """
-    states = [rank_plan.states for rank_plan in plan.ranks]
-    halves = np.concatenate([each.halves for each in states if each is not None])
-    index = launched["num_gained"].nonzero()[0]
-    gained, counts = launched["row"][index], launched["num_gained"][index]
-    overshoot = (tokens[index] >= 0).sum(axis=1) - counts
-    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)
-    record_starts(ranks, gained, halves[index], lens)
 
 
 def _output(

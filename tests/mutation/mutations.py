@@ -42,6 +42,7 @@ _LAUNCHED = "sgl_jax/scheduler/launched_rows.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
+_KEPT = "sgl_jax/scheduler/kept_states.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _LIVE_REQUESTS = "sgl_jax/scheduler/live_requests.py"
@@ -2136,7 +2137,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: take a stop amid drafts for where the step in flight began",
-        _COMMIT,
+        _KEPT,
         "    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)\n",
         "    lens = ranks.running.known_len[gained]\n",
     ),
