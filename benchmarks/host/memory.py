@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.host.steps import ROWS_PER_RANK, VOCAB_SIZE
 from benchmarks.host.timing import Timing, timed, timed_once
 from sgl_jax.core.cache_groups import FULL_ATTENTION
-from sgl_jax.mem_cache.pages.page_allocator import PageAllocator, alloc_each
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
@@ -77,7 +77,7 @@ def bench_allocator(repeats: int) -> Iterator[Timing]:
         owners = np.full(num_pages, _ROW, np.int32)
 
         def alloc(owners: np.ndarray = owners, held: list[np.ndarray] = held) -> None:
-            held.append(alloc_each([allocator], owners, [0, len(owners)]))
+            held.append(allocator.alloc_each(owners))
 
         def free(held: list[np.ndarray] = held) -> None:
             allocator.free(held.pop(), _ROW)

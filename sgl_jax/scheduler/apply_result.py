@@ -6,6 +6,7 @@ again.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,18 +17,23 @@ from sgl_jax.core.step_plan import (
     PromptLogprobs,
     RankPlan,
     RankResult,
-    RowIndex,
     StepPlan,
 )
 from sgl_jax.mem_cache.pages.row_growth import commit_rows
-from sgl_jax.scheduler.draft_policy import learn_from_drafts
+from sgl_jax.scheduler.draft_policy import rate_drafts
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
-from sgl_jax.scheduler.kept_states import learn_starts
+from sgl_jax.scheduler.kept_states import record_starts
+from sgl_jax.scheduler.launched_rows import (
+    GOES_ON,
+    STOPPED,
+    LaunchedRows,
+    Records,
+    append,
+    split_gains,
+)
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import GOES_ON, STOPPED
-from sgl_jax.scheduler.step_arrays import LaunchedRows
 
 
 def apply_result(
@@ -41,31 +47,46 @@ def apply_result(
 
     Adds the requests' new tokens to `outputs`; returns the finished requests.
     """
-    bounds = launched.bounds.tolist()
-    _collect_prompt_logprobs_of_each(ranks, plan, launched, results)
+    rows, bounds = launched.rows, launched.bounds.tolist()
+    running, epoch = ranks.running, ranks.tables.epoch
+    for rank, rank_plan, result, (first, end) in zip(
+        ranks.ranks, plan.ranks, results, pairwise(bounds), strict=True
+    ):
+        if rank_plan.num_scored is not None:
+            part = rows[first:end]
+            _collect_prompt_logprobs(rank, rank_plan, result, epoch[part["row"]] == part["epoch"])
     tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
-    gains = ranks.running.append(
-        *launched, epoch=ranks.tables.epoch, tokens=tokens, num_stop_ids=num_stop_ids
+    num_tokens = append(
+        rows,
+        tokens,
+        running.records,
+        epoch,
+        running.tokens,
+        running.latest,
+        running.stop_ids[:, :num_stop_ids],
     )
-    num_tokens = int(gains.num_tokens)
     ranks.num_generated_tokens += num_tokens
-    ranks.tenants.serve_outputs(ranks.running.tenant, launched.rows, gains.counts, num_tokens)
+    ranks.tenants.serve_outputs(running.tenant, rows["row"], rows["num_gained"], num_tokens)
     if tokens.shape[1] > 1:
-        _count_drafts(ranks, plan, launched.rows, gains.counts, tokens)
+        _count_drafts(ranks, rows, tokens)
         if ranks.has_states:
-            _learn_starts(ranks, plan, launched.rows, gains.counts, tokens)
-    outputs.add_plain(ranks, gains.plain_rows, gains.plain_bounds.tolist(), gains.plain_tokens)
+            record_starts(ranks, plan, rows, tokens)
+    plain_rows, plain_tokens, plain_bounds, detailed = split_gains(
+        rows, launched.bounds, tokens, running.records
+    )
+    outputs.add_plain(ranks, plain_rows, plain_bounds.tolist(), plain_tokens)
 
     done = []
-    for i in gains.detailed.tolist():
-        rank, row = ranks.locate(int(launched.rows[i]))
-        gained = tokens[i, : gains.counts[i]].tolist()
+    for i in detailed.tolist():
+        step = rows[i]
+        rank, row = ranks.locate(int(step["row"]))
+        gained = tokens[i, : step["num_gained"]].tolist()
         logprobs = None
         if rank.running.return_logprob[row]:
             at = i - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
-        finish = _finish_reason(int(gains.ends[i]), gained[-1])
+        finish = _finish_reason(int(step["end"]), gained[-1])
         outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
@@ -78,16 +99,16 @@ def _finish_reason(end: int, last_token: int) -> FinishReason | None:
     return FinishReason("stop", last_token) if end == STOPPED else FinishReason("length")
 
 
-def _count_drafts(
-    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
-) -> None:
+def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
     """Update the rows' lengths and draft statistics with the number of accepted drafts.
 
-    `rows`, `counts` and `tokens` cover all rows of the step; rows without new tokens are skipped.
+    `launched` LAUNCHED[n] and `tokens` cover all rows of the step; rows without new tokens are
+    skipped.
     """
-    index = counts.nonzero()[0]
-    rows = rows[index]
-    drafted = np.concatenate([rank_plan.num_drafts for rank_plan in plan.ranks])[index]
+    index = launched["num_gained"].nonzero()[0]
+    launched = launched[index]
+    rows = launched["row"]
+    drafted = launched["q_len"] - (launched["kv_end"] - launched["kv_start"])
     accepted = (tokens[index] >= 0).sum(axis=1).astype(np.int32) - 1
     running, tables = ranks.running, ranks.tables
     running.unread_drafts[rows] -= drafted
@@ -95,23 +116,7 @@ def _count_drafts(
     commit_rows(tables, ranks.memories, rows, tables.kv_committed_len[rows] + accepted)
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
-    learn_from_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
-
-
-def _learn_starts(
-    ranks: Ranks, plan: StepPlan, rows: RowIndex, counts: Int32Array, tokens: Int32Array
-) -> None:
-    """Record the state starts of the rows with new tokens by `counts`.
-
-    On the device, a row that ended continues from all of `tokens`, its overshoot included.
-    """
-    states = [rank_plan.states for rank_plan in plan.ranks]
-    halves = np.concatenate([each.halves for each in states if each is not None])
-    index = counts.nonzero()[0]
-    gained = rows[index]
-    overshoot = (tokens[index] >= 0).sum(axis=1) - counts[index]
-    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)
-    learn_starts(ranks, gained, halves[index], lens)
+    rate_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
 
 
 def _output(
@@ -169,16 +174,6 @@ def _of_ids(values: Float32Array | None, at: int | tuple[int, int], count: int) 
     assert values is not None, "the plan asked for them"
     of_ids: list[float] = values[at][:count].tolist()
     return of_ids
-
-
-def _collect_prompt_logprobs_of_each(
-    ranks: Ranks, plan: StepPlan, launched: LaunchedRows, results: Sequence[RankResult]
-) -> None:
-    for rank, rank_plan in zip(ranks.ranks, plan.ranks, strict=True):
-        if rank_plan.num_scored is not None:
-            part = slice(*launched.bounds[rank.dp_rank : rank.dp_rank + 2])
-            current = ranks.tables.epoch[launched.rows[part]] == launched.epochs[part]
-            _collect_prompt_logprobs(rank, rank_plan, results[rank.dp_rank], current)
 
 
 def _collect_prompt_logprobs(

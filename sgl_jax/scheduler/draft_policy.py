@@ -61,7 +61,7 @@ def choose_expected(
     return (counts, drafts) if counts.any() else None
 
 
-def learn_from_drafts(
+def rate_drafts(
     running: RowColumns, rows: RowIndex, drafted: Int32Array, accepted: Int32Array, most: int
 ) -> None:
     """Update the statistics of rows that drafted `drafted` tokens each, whose results were just

@@ -14,7 +14,7 @@ from sgl_jax.scheduler.request import Request
 
 
 class ForcedRetract:
-    """Chooses when to retract, and which requests; does nothing unless `args` have an interval."""
+    """Chooses when to retract, and which requests; `args` have an interval."""
 
     def __init__(self, args: SchedulerArgs) -> None:
         self._interval = args.retract_interval
@@ -24,7 +24,7 @@ class ForcedRetract:
     def take(self, ranks: Sequence[RankScheduler], num_steps: int) -> list[Request]:
         """Retract the due requests once `num_steps` steps were planned; the caller queues them
         again."""
-        if self._interval == 0 or num_steps < self._next_step:
+        if num_steps < self._next_step:
             return []
         self._next_step = num_steps + self._interval
         turn = num_steps // self._interval
@@ -32,9 +32,9 @@ class ForcedRetract:
 
     def may_start(self, ranks: Sequence[RankScheduler]) -> bool:
         """Return whether a request may start beside the requests that run on `ranks`."""
-        if self._interval == 0 or self._most_running == 0:
-            return True
-        return sum(len(rank.running) for rank in ranks) <= self._most_running
+        return (
+            not self._most_running or sum(len(rank.running) for rank in ranks) <= self._most_running
+        )
 
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:

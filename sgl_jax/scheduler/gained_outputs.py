@@ -56,8 +56,6 @@ class GainedOutputs:
 
     def take(self) -> OutputBatch | None:
         """All of it, once; None if nothing."""
-        if not self:
-            return None
-        batch = OutputBatch(self.outputs, self._rids, b"".join(self._tokens))
-        self.clear_to([])
-        return batch
+        outputs, rids, tokens = self.outputs, self._rids, self._tokens
+        self.outputs, self._rids, self._tokens = [], [], []
+        return OutputBatch(outputs, rids, b"".join(tokens)) if outputs or rids else None

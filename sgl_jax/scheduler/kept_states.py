@@ -1,9 +1,12 @@
 """Updates rows' states and snapshots between steps; `state_plan.py` chooses the new ones."""
 
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array, RowIndex, StepPlan
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.mem_cache.row_states import let_go_snapshots
+from sgl_jax.scheduler.launched_rows import Records
 from sgl_jax.scheduler.ranks import Ranks
 
 
@@ -28,16 +31,24 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
         let_go_snapshots(rank.memory, row, length)
 
 
-def learn_starts(ranks: Ranks, rows: RowIndex, halves: Int32Array, lens: Int32Array) -> None:
+def record_starts(ranks: Ranks, plan: StepPlan, launched: Records, tokens: Int32Array) -> None:
     """Record where the next step continued, after reading the result of a step.
 
     Args:
-        ranks: of the joint `rows`, which gained tokens.
-        rows: int[n].
-        halves: int32[n] written by the step. The next step wrote the others.
-        lens: int32[n] tokens of the rows. The next step began with the last.
+        ranks: of the rows.
+        plan: of the step.
+        launched: LAUNCHED[n] of the step, with the gained tokens.
+        tokens: int32[n, w] as in `RankResult`. On the device, a row that ended continues from all
+            of them, its overshoot included.
     """
+    states = [rank_plan.states for rank_plan in plan.ranks]
+    halves = np.concatenate([each.halves for each in states if each is not None])
+    index = launched["num_gained"].nonzero()[0]
+    gained, others = launched["row"][index], 1 - halves[index]  # the next step wrote the others
+    overshoot = (tokens[index] >= 0).sum(axis=1) - launched["num_gained"][index]
+    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)
+    # The next step began with the last token.
     tables = ranks.tables
-    has_followed = tables.kv_committed_len[rows] >= lens
-    unknown = has_followed & (tables.state_lens[1 - halves, rows] == NO_STATE)
-    tables.state_lens[1 - halves[unknown], rows[unknown]] = lens[unknown]
+    has_followed = tables.kv_committed_len[gained] >= lens
+    unknown = has_followed & (tables.state_lens[others, gained] == NO_STATE)
+    tables.state_lens[others[unknown], gained[unknown]] = lens[unknown]

@@ -72,10 +72,10 @@ class RankScheduler:
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
-        # Not sent to the device yet, by row: a step that runs nothing is not launched.
-        self._unsent_admissions: dict[int, RowAdmission] = {}
+        # For the device, with the next launched step; by row.
+        self.unsent_admissions: dict[int, RowAdmission] = {}
         # Rows with partly computed prompts, and the next key that their leases' nodes lack.
-        self._unpublished: dict[int, bytes | None] = {}
+        self.unpublished: dict[int, bytes | None] = {}
         # With recurrent layers: rows whose first step was not launched yet, and the positions where
         # other prompts branch off from rows' prompts.
         self._starting: set[int] = set()
@@ -143,7 +143,7 @@ class RankScheduler:
             self._starting.add(lease.row)
             self._branch_lens[lease.row] = {num_on_tree}
         start_drafting(self.running, lease.row, self._max_draft_tokens)
-        self._unsent_admissions[lease.row] = RowAdmission(
+        self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
             prompt_len=request.prompt_len,
@@ -198,15 +198,6 @@ class RankScheduler:
         self.num_evicted_sessions += 1
         return True
 
-    def take_admissions(self) -> tuple[RowAdmission, ...]:
-        """The admissions that the device needs with the next launched step; the caller sends them,
-        once."""
-        if not self._unsent_admissions:
-            return ()
-        admissions = tuple(self._unsent_admissions.values())
-        self._unsent_admissions.clear()
-        return admissions
-
     def offer_chunks(self, rows: Sequence[int]) -> None:
         """Make prompt tokens of `rows`, from a launched step, readable by other requests.
 
@@ -222,10 +213,10 @@ class RankScheduler:
             # A last token is computed as in decode rows, not in a chunk. Publish before a window
             # passes pages, or another prompt that continues from there finds them gone.
             if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
-                self._unpublished.pop(row, None)
+                self.unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
-            elif row not in self._unpublished:
-                self._unpublished[row] = self._next_key(row)
+            elif row not in self.unpublished:
+                self.unpublished[row] = self._next_key(row)
 
     def keep_branch(self, row: int, length: int) -> None:
         """Record that a waiting request will continue from the first `length` tokens of `row`."""
@@ -256,11 +247,11 @@ class RankScheduler:
 
     def publish_awaited(self) -> None:
         """Publish computed tokens of prompts that waiting requests could continue from."""
-        for row, next_key in self._unpublished.items():
+        for row, next_key in self.unpublished.items():
             lease = self.memory.leases[row]
             if self.memory.cache.is_awaited(lease.node, next_key):
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
-                self._unpublished[row] = self._next_key(row)
+                self.unpublished[row] = self._next_key(row)
 
     def _next_key(self, row: int) -> bytes | None:
         lease = self.memory.leases[row]
@@ -324,20 +315,20 @@ class RankScheduler:
         for row in self.running.active.tolist():
             self.running.remove(row)
         self.memory.rebuild()
-        self._unsent_admissions.clear()
-        self._unpublished.clear()
+        self.unsent_admissions.clear()
+        self.unpublished.clear()
         self._starting.clear()
         self._branch_lens.clear()
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
-        self._unpublished.pop(row, None)
+        self.unpublished.pop(row, None)
         self._starting.discard(row)
         self._branch_lens.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
-        unsent = self._unsent_admissions.pop(row, None)
+        unsent = self.unsent_admissions.pop(row, None)
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
             # No later turn can continue from a row whose tokens were never sent to the device.
             self.memory.sessions.unbind(request.lease)

@@ -18,6 +18,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve, Forecast
+from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.waiting.tenants import Tenants
@@ -59,32 +60,24 @@ class Ranks:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
-        # The rows of all running requests as returned by `active`, and each rank's.
+        # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
-        self._active = self.join(self._active_parts)
+        self._active = self._join(self._active_parts)
 
-    def join(self, rows: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
-        """Return the joint rows of each rank's `rows`, rank by rank, and their bounds.
+    def active(self) -> tuple[RowIndex, IntpArray]:
+        """The joint rows of all running requests, oldest first on each rank, and their bounds.
 
         Rank k's rows lie in [bounds[k], bounds[k + 1]).
         """
-        bounds = np.array([0, *accumulate(map(len, rows))])
-        joint = np.concatenate(rows)
-        _make_joint(joint, bounds, self.num_rows)
-        return joint, bounds
-
-    def active(self) -> tuple[RowIndex, IntpArray]:
-        """The joint rows of all running requests, oldest first on each rank, as `join` returns
-        them."""
         parts = [rank.running.active for rank in self.ranks]
         # A rank replaces its array of rows at each change.
         if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
-            self._active_parts, self._active = parts, self.join(parts)
+            self._active_parts, self._active = parts, self._join(parts)
         return self._active
 
-    def update_output_lengths(self) -> None:
-        """Update the reserves with the lengths of running requests and with ended outputs."""
-        self.output_lengths.update(self.running, self.active()[0])
+    def _join(self, parts: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
+        joint = [part + dp_rank * self.num_rows for dp_rank, part in enumerate(parts)]
+        return np.concatenate(joint), np.array([0, *accumulate(map(len, parts))])
 
     def forecast(self) -> Forecast:
         """A forecast of the ranks' needs, to which their running requests are to be added."""
@@ -97,8 +90,7 @@ class Ranks:
         columns = _outlooks(
             rows,
             bounds,
-            running.max_len,
-            running.planned_len,
+            running.records,
             self.tables.kv_allocated_len,
             self.page_size,
         )
@@ -114,22 +106,11 @@ class Ranks:
         return self.ranks[dp_rank], row
 
 
-@compiled("(int64[::1], int64[::1], int64)")
-def _make_joint(rows: RowIndex, bounds: IntpArray, num_rows: int) -> None:
-    """Turn rows of ranks of `num_rows` rows each into joint rows, in place."""
-    assert bounds[len(bounds) - 1] == len(rows)
-    for rank in range(len(bounds) - 1):
-        for i in range(bounds[rank], bounds[rank + 1]):
-            assert 0 <= rows[i] < num_rows
-            rows[i] += rank * num_rows
-
-
-@compiled("(int64[::1], int64[::1], int32[::1], int32[::1], int32[::1], int64)")
+@compiled("(int64[::1], int64[::1], row[::1], int32[::1], int64)", row=ROW)
 def _outlooks(
     rows: RowIndex,
     bounds: IntpArray,
-    max_len: Int32Array,
-    planned_len: Int32Array,
+    records: Records,
     allocated_len: Int32Array,
     page_size: int,
 ) -> IntpArray:
@@ -137,17 +118,17 @@ def _outlooks(
     and 0, for a rank without rows."""
     outlooks = np.zeros((len(bounds) - 1, 3), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
-    assert len(max_len) == len(planned_len) == len(allocated_len)
+    assert len(records) == len(allocated_len)
     for rank in range(len(outlooks)):
         soonest, most_growth, longest = -1, 0, 0
         for i in range(bounds[rank], bounds[rank + 1]):
-            row = rows[i]
-            assert 0 <= row < len(max_len)
-            longest = max_len[row]
-            steps = (longest - planned_len[row]) // 2
+            assert 0 <= rows[i] < len(records)
+            row = records[rows[i]]
+            longest = row.max_len
+            steps = (longest - row.planned_len) // 2
             if soonest < 0 or steps < soonest:
                 soonest = steps
-            beyond = longest - allocated_len[row]
+            beyond = longest - allocated_len[rows[i]]
             most_growth += max(beyond + page_size - 1, 0) // page_size
         outlooks[rank, 0], outlooks[rank, 1], outlooks[rank, 2] = soonest, most_growth, longest
     return outlooks

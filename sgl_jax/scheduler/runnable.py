@@ -6,7 +6,7 @@ memory, nothing is reserved here: `step_builder.py` chooses the rows that give w
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.pages.row_growth import grow_rows
 from sgl_jax.mem_cache.release import let_go_windows
 from sgl_jax.scheduler.kept_states import keep_up_with_rows
+from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.running_rows import NOT_SCORED, RowColumns
+from sgl_jax.scheduler.running_rows import RowColumns
 
 
 class Runnable(NamedTuple):
@@ -28,7 +29,6 @@ class Runnable(NamedTuple):
     # By each row that needs more or is scored: the tokens that it needs, in this step or later, and
     # the number of them before the first scored position.
     prefilling: dict[int, tuple[int, int]]
-    num_prefill_tokens: int  # that they need together
 
 
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
@@ -40,115 +40,75 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         let_go_windows(tables, ranks.memories, rows, lens)
         if ranks.has_states:
             keep_up_with_rows(ranks, rows, lens)
-    to_compute = _RowsToCompute(
-        *_rows_to_compute(
-            rows,
-            bounds,
-            ranks.num_rows,
-            running.planned_len,
-            running.unread_drafts,
-            running.max_len,
-            running.score_start,
-            tables.kv_committed_len,
-        )
+    decoding, decode_bounds, prefilling, prefill_bounds = _find_needs(
+        rows, bounds, running.records, tables.kv_committed_len
     )
-    decode_bounds = to_compute.decode_bounds.tolist()
-    fits = grow_rows(
-        tables, ranks.memories, to_compute.decoding, to_compute.decode_ends, decode_bounds
-    )
-    own_prefilling, prefill_bounds = (
-        to_compute.own_prefilling.tolist(),
-        to_compute.prefill_bounds.tolist(),
-    )
-    needs = list(zip(to_compute.num_wanted.tolist(), to_compute.num_unscored.tolist(), strict=True))
+    fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
+    # A copy, since compiled loops take rows that lie side by side.
+    own_decoding, own_prefilling = decoding["own_row"].copy(), prefilling["own_row"].tolist()
+    needs = prefilling[["num_wanted", "num_unscored"]].tolist()
     return [
         Runnable(
-            decoding=to_compute.own_decoding[decode_bounds[k] : decode_bounds[k + 1]],
-            has_slots=fit,
-            prefilling=dict(zip(own_prefilling[first:end], needs[first:end], strict=True)),
-            num_prefill_tokens=num_tokens,
+            own_decoding[first:end],
+            has_slots,
+            dict(zip(own_prefilling[first_need:end_need], needs[first_need:end_need], strict=True)),
         )
-        for k, (fit, num_tokens, (first, end)) in enumerate(
-            zip(fits, to_compute.num_prefill_tokens.tolist(), pairwise(prefill_bounds), strict=True)
+        for has_slots, (first, end), (first_need, end_need) in zip(
+            fits, pairwise(decode_bounds.tolist()), pairwise(prefill_bounds.tolist()), strict=True
         )
     ]
 
 
-class _RowsToCompute(NamedTuple):
-    """Rows that need tokens, rank by rank: rank k's rows lie in [bounds[k], bounds[k + 1])."""
-
-    decoding: RowIndex  # joint rows that need one token
-    own_decoding: RowIndex  # the same, as rows of their ranks
-    decode_ends: Int32Array  # `decode_ends` of these
-    decode_bounds: IntpArray
-    own_prefilling: RowIndex  # that need more, or are scored, as rows of their ranks
-    prefill_bounds: IntpArray
-    num_wanted: Int32Array  # tokens that each of these needs
-    num_unscored: Int32Array  # of these, before the first scored position
-    num_prefill_tokens: IntpArray  # [ranks] that these need
-
-
-@compiled(
-    "(int64[::1], int64[::1], int64, int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])"
+# A row that needs tokens.
+_NEED = np.dtype(
+    [
+        ("row", np.int64),  # joint
+        ("own_row", np.int64),  # of its rank
+        ("end", np.int32),  # `decode_ends` of a row that decodes
+        ("num_wanted", np.int32),  # tokens
+        ("num_unscored", np.int32),  # of these, before the first scored position
+    ],
+    align=True,
 )
-def _rows_to_compute(
-    rows: RowIndex,
-    bounds: IntpArray,
-    num_rows: int,
-    planned_len: Int32Array,
-    unread_drafts: Int32Array,
-    max_len: Int32Array,
-    score_start: Int32Array,
-    committed_len: Int32Array,
-) -> tuple[Any, ...]:
-    """The fields of `_RowsToCompute`, for the joint `rows` of ranks of `num_rows` rows each.
 
+
+@compiled("(int64[::1], int64[::1], row[::1], int32[::1])", row=ROW)
+def _find_needs(
+    rows: RowIndex, bounds: IntpArray, records: Records, committed_len: Int32Array
+) -> tuple[Records, IntpArray, Records, IntpArray]:
+    """Select the rows that need tokens: decode rows, which need one that is not scored, and others.
+
+    Returns `_NEED` records of both, each with the bounds of the ranks' parts. `rows` are joint,
+    rank k's in [bounds[k], bounds[k + 1]); `records` ROW and `committed_len` are of all joint rows.
     A row whose last permitted token was sampled, or may have been, waits for its result: it needs
     no token.
     """
     num_ranks = len(bounds) - 1
-    decoding = np.empty(len(rows), np.int64)
-    own_decoding = np.empty(len(rows), np.int64)
-    ends = np.empty(len(rows), np.int32)
-    own_prefilling = np.empty(len(rows), np.int64)
-    num_wanted = np.empty(len(rows), np.int32)
-    num_unscored = np.empty(len(rows), np.int32)
-    decode_bounds = np.zeros(num_ranks + 1, np.int64)
-    prefill_bounds = np.zeros(num_ranks + 1, np.int64)
-    num_prefill_tokens = np.zeros(num_ranks, np.int64)
+    rows_per_rank = len(records) // num_ranks
+    decoding, prefilling = np.empty(len(rows), _NEED), np.empty(len(rows), _NEED)
+    decode_bounds, prefill_bounds = np.zeros_like(bounds), np.zeros_like(bounds)
     num_decoding = num_prefilling = 0
     assert bounds[num_ranks] == len(rows)
+    assert len(records) == len(committed_len)
     for rank in range(num_ranks):
         for i in range(bounds[rank], bounds[rank + 1]):
-            row = rows[i]
-            assert 0 <= row < len(planned_len)
-            if planned_len[row] + unread_drafts[row] >= max_len[row]:
+            assert 0 <= rows[i] < len(records)
+            row, committed = records[rows[i]], committed_len[rows[i]]
+            if row.planned_len + row.unread_drafts >= row.max_len:
                 continue
-            wanted = planned_len[row] - committed_len[row]
-            if wanted == 1 and score_start[row] == NOT_SCORED:
-                decoding[num_decoding] = row
-                own_decoding[num_decoding] = row - rank * num_rows
-                ends[num_decoding] = committed_len[row] + unread_drafts[row] + 1
+            num_wanted = row.planned_len - committed
+            num_unscored = max(row.score_start - committed, 0)
+            if num_wanted == 1 and num_unscored > 0:
+                need = decoding[num_decoding]
                 num_decoding += 1
             else:
-                own_prefilling[num_prefilling] = row - rank * num_rows
-                num_wanted[num_prefilling] = wanted
-                num_unscored[num_prefilling] = max(score_start[row] - committed_len[row], 0)
+                need = prefilling[num_prefilling]
                 num_prefilling += 1
-                num_prefill_tokens[rank] += wanted
-        decode_bounds[rank + 1] = num_decoding
-        prefill_bounds[rank + 1] = num_prefilling
-    return (
-        decoding[:num_decoding],
-        own_decoding[:num_decoding],
-        ends[:num_decoding],
-        decode_bounds,
-        own_prefilling[:num_prefilling],
-        prefill_bounds,
-        num_wanted[:num_prefilling],
-        num_unscored[:num_prefilling],
-        num_prefill_tokens,
-    )
+            need.row, need.own_row = rows[i], rows[i] - rank * rows_per_rank
+            need.end = committed + row.unread_drafts + 1
+            need.num_wanted, need.num_unscored = num_wanted, num_unscored
+        decode_bounds[rank + 1], prefill_bounds[rank + 1] = num_decoding, num_prefilling
+    return decoding[:num_decoding], decode_bounds, prefilling[:num_prefilling], prefill_bounds
 
 
 def decode_ends(tables: RowTables, running: RowColumns, rows: RowIndex) -> Int32Array:

@@ -30,6 +30,7 @@ from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.launched_rows import LaunchedRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.record.events import (
@@ -51,7 +52,7 @@ from sgl_jax.scheduler.record.events import (
 )
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_arrays import LaunchedRows, build_plan
+from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
@@ -88,7 +89,7 @@ class Scheduler:
         self._requests = self._live.by_rid
         self._waiting, self._gate = self._live.waiting, self._live.gate
         self._deadlines, self._sessions = self._live.deadlines, self._live.sessions
-        self._forced_retract = ForcedRetract(args)
+        self._forced_retract = ForcedRetract(args) if args.retract_interval else None
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
@@ -229,7 +230,8 @@ class Scheduler:
         if request in self._gate:
             return WaitReason("program")
         reason = self._admission.why_waiting(request, self.ranks, self._steps)
-        if reason.kind == "step" and not self._forced_retract.may_start(self.ranks):
+        forced = self._forced_retract
+        if reason.kind == "step" and forced is not None and not forced.may_start(self.ranks):
             return WaitReason("paused")
         return reason
 
@@ -251,21 +253,24 @@ class Scheduler:
     def _plan(self) -> StepPlan | None:
         if self.is_resting:
             return None
+        ranks, forced = self._all_ranks, self._forced_retract
         for rank in self.ranks:
-            rank.publish_awaited()
-        taken = self._forced_retract.take(self.ranks, self._steps)
+            if rank.unpublished:
+                rank.publish_awaited()
+        taken = forced.take(self.ranks, self._steps) if forced else []
         builders = [
             StepBuilder(rank, self.sizes, runnable, self._chunk_tokens)
-            for rank, runnable in zip(self.ranks, choose_runnable(self._all_ranks), strict=True)
+            for rank, runnable in zip(self.ranks, choose_runnable(ranks), strict=True)
         ]
         for builder in builders:
-            builder.grow_decoding()
+            if not builder.has_slots:
+                builder.grow_decoding()
             if builder.unservable:
                 self._live.end_unservable(builder)
-        if not taken and self._forced_retract.may_start(self.ranks):
+        if not taken and (forced is None or forced.may_start(self.ranks)):
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
-                self._all_ranks.update_output_lengths()
-            self._admission.admit_into(self._all_ranks, builders, self._steps)
+                ranks.output_lengths.update(ranks.running, ranks.active()[0])
+            self._admission.admit_into(ranks, builders, self._steps)
         for builder in builders:
             builder.choose_rows()
             if builder.unservable:
@@ -275,7 +280,7 @@ class Scheduler:
             self._waiting.add(request)
         if all(builder.is_empty for builder in builders):
             return None
-        plan, launched = build_plan(self._all_ranks, builders, self._steps)
+        plan, launched = build_plan(ranks, builders, self._steps)
         self._launched[plan.step_id] = plan, launched
         self._steps += 1
         return plan
@@ -286,14 +291,13 @@ class Scheduler:
         Yields for each its rank, its index in that rank's plan, its request, and the output that
         the host has read, int32[n]: all of it, if the results of earlier steps were applied.
         """
-        _, launched = self._launched[plan.step_id]
-        running = self._all_ranks.running
-        is_masked = launched.samples & running.has_grammar[launched.rows]
-        is_masked &= self._all_ranks.tables.epoch[launched.rows] == launched.epochs
+        _, (rows, bounds) = self._launched[plan.step_id]
+        is_masked = rows["samples"] & self._all_ranks.running.has_grammar[rows["row"]]
+        is_masked &= self._all_ranks.tables.epoch[rows["row"]] == rows["epoch"]
         for i in is_masked.nonzero()[0].tolist():
-            rank, row = self._all_ranks.locate(int(launched.rows[i]))
+            rank, row = self._all_ranks.locate(int(rows["row"][i]))
             request = rank.running.request(row)
-            index = i - int(launched.bounds[rank.dp_rank])
+            index = i - int(bounds[rank.dp_rank])
             yield rank.dp_rank, index, request, rank.running.known_tokens(row)[request.prompt_len :]
 
     def _apply_result(self, event: ResultRead) -> None:

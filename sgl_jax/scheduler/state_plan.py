@@ -13,25 +13,19 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex, StatePlan
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import has_snapshot, state_source, take_snapshot_slot
+from sgl_jax.scheduler.launched_rows import Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
 
 
-def plan_states(
-    builder: StepBuilder,
-    rows: RowIndex,
-    kv_starts: Int32Array,
-    q_lens: Int32Array,
-    unread_drafts: Int32Array,
-) -> StatePlan:
-    """Plan the states of one rank's rows in a step; take slots for the snapshots.
+def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
+    """Plan the states of one rank's rows in a step, LAUNCHED[n]; take slots for the snapshots.
 
-    Args:
-        builder: of the rank's share of the step; decode rows come first.
-        rows: int[n] of the rank.
-        kv_starts, q_lens: int32[n] as in `RankPlan`.
-        unread_drafts: int32[n] tokens that each row may have gained, unread, past `kv_starts`.
+    `builder` is of the rank's share of the step; decode rows come first.
     """
+    rows = launched["own_row"].astype(np.intp)
+    kv_starts, q_lens = launched["kv_start"], launched["q_len"]
+    unread_drafts = launched["num_unread"]  # each row may have gained so many past `kv_starts`
     rank = builder.rank
     sizes, tables = rank.memory.sizes, rank.memory.rows
     sources = np.full(len(rows), NO_SLOT, np.int32)
@@ -52,10 +46,10 @@ def plan_states(
     wanted = []
     if rank.keeps_snapshots:
         decode = slice(num_decode)
-        wanted = _wanted_of_decode(
+        wanted = _decode_snapshots(
             rank, rows, kv_starts[decode], unread_drafts[decode], ends[decode]
         )
-        wanted += _wanted_of_prompts(builder, num_decode, kv_starts)
+        wanted += _prompt_snapshots(builder, num_decode, kv_starts)
     kept = []
     for index, length in wanted[: sizes.max_step_snapshots]:
         slot = take_snapshot_slot(rank.memory, int(rows[index]), length)
@@ -70,7 +64,7 @@ def _half_of(sizes: EngineSizes, row: int, slot: int, otherwise: int) -> int:
     return (slot - first) // (1 + sizes.max_draft_tokens) if slot >= first else otherwise
 
 
-def _wanted_of_decode(
+def _decode_snapshots(
     rank: RankScheduler,
     rows: RowIndex,
     kv_starts: Int32Array,
@@ -96,7 +90,7 @@ def _wanted_of_decode(
     return wanted
 
 
-def _wanted_of_prompts(
+def _prompt_snapshots(
     builder: StepBuilder, num_decode: int, kv_starts: Int32Array
 ) -> list[tuple[int, int]]:
     """For prefill rows: the prompt's last whole page, its branch, multiples of the interval."""

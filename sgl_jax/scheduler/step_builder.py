@@ -60,21 +60,24 @@ class StepBuilder:
         self.chunk_rows: list[int] = []
         self.chunk_lens: list[int] = []
         # Needed, in this step or later.
-        self.num_prefill_tokens = runnable.num_prefill_tokens
-        self._has_slots = runnable.has_slots
+        self.num_prefill_tokens = sum(num_wanted for num_wanted, _ in runnable.prefilling.values())
+        self.has_slots = runnable.has_slots
         self._prefilling = list(runnable.prefilling)
         self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
-        self._plan_tokens()
+        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        # The step has prompt tokens for another request if its priority is above this.
+        self.priority_floor = NO_FLOOR
+        if self._prefilling:
+            self._plan_tokens()
 
     def grow_decoding(self) -> None:
         """Reserve the slots of the decode rows; if memory is short, requests are `retracted`."""
-        if not self._has_slots:
-            self.decode_rows = self._grow_or_retract(self.decode_rows)
-            self._plan_tokens()
+        self.decode_rows = self._grow_or_retract(self.decode_rows)
+        self._plan_tokens()
 
     def choose_rows(self) -> None:
         """Take memory for drafts and for chunks of prompts, including admitted ones."""
@@ -143,10 +146,7 @@ class StepBuilder:
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        # The step has prompt tokens for another request if its priority is above this.
         self.priority_floor = NO_FLOOR
-        if not self._prefilling:
-            return  # as in most steps
         for row, num_left, num_scored_left in self._shares(NO_FLOOR):
             self._num_left, self._num_scored_left = num_left, num_scored_left
             if num_left <= 0:
@@ -219,8 +219,6 @@ class StepBuilder:
         would waste 377; instead it takes 128, and the next step the rest. Not if it would delay
         more tokens than it takes, or more than the padding it saves.
         """
-        if not self.chunk_lens:
-            return
         num_prefill = sum(self.chunk_lens)
         num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
         total = len(self.decode_rows) + num_drafts + num_prefill

@@ -226,7 +226,7 @@ def test_those_that_wait_are_answered_and_forgotten_as_well(
         yield []
         assert core.scheduler.is_idle
         assert core.scheduler.num_waiting == core.scheduler.num_running == 0
-        assert all(rank.take_admissions() == () for rank in core.scheduler.ranks)
+        assert not any(rank.unsent_admissions for rank in core.scheduler.ranks)
         yield requests("b")
         for _ in range(50):
             yield []
@@ -250,7 +250,7 @@ def test_a_rebuilt_scheduler_tells_the_device_of_no_request_it_lost(
     (request,) = scheduler._waiting
     assert scheduler.ranks[0].admit(request, scheduler._waiting.cursors(request)[0])
     scheduler.handle(Rebuild("broken"))
-    assert scheduler.ranks[0].take_admissions() == ()
+    assert not scheduler.ranks[0].unsent_admissions
     assert request.lease is None
     assert scheduler.num_running == 0
 

@@ -38,9 +38,11 @@ _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
+_LAUNCHED = "sgl_jax/scheduler/launched_rows.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
+_KEPT = "sgl_jax/scheduler/kept_states.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _LIVE_REQUESTS = "sgl_jax/scheduler/live_requests.py"
@@ -490,8 +492,8 @@ MUTATIONS = (
     Mutation(
         "off by one in the pages that a row lacks",
         _GROWTH,
-        "            if lens[i] - held_len > num_left:\n                lacking[num",
-        "            if lens[i] - held_len > num_left + 1:\n                lacking[num",
+        "            if lens[i] - held_len > num_left:\n                growing[num",
+        "            if lens[i] - held_len > num_left + 1:\n                growing[num",
     ),
     Mutation(
         "evict without a need",
@@ -514,7 +516,7 @@ MUTATIONS = (
     Mutation(
         "go on publishing for a request that left",
         _RANK,
-        "[:num_tokens]\n        self._unpublished.pop(row, None)\n",
+        "[:num_tokens]\n        self.unpublished.pop(row, None)\n",
         "[:num_tokens]\n",
     ),
     Mutation(
@@ -526,7 +528,7 @@ MUTATIONS = (
     Mutation(
         "let the executor go on with the pages of a row that was given back",
         _ROWS,
-        "        self.page_log.note(listed, np.zeros(len(listed), np.int32))\n",
+        "        self.page_log.note(listed)\n",
         "",
     ),
     Mutation(
@@ -605,13 +607,13 @@ MUTATIONS = (
     ),
     Mutation(
         "commit a result to the row's present holder",
-        _RUNNING,
-        "if not samples[i] or epoch[row] != epochs[i]:",
-        "if not samples[i]:",
+        _LAUNCHED,
+        "if step.samples and epoch[number] == step.epoch:",
+        "if step.samples:",
     ),
     Mutation(
         "keep the overshoot past a stop",
-        _RUNNING,
+        _LAUNCHED,
         "while end == GOES_ON and count < width and (",
         "while count < width and (",
     ),
@@ -660,8 +662,8 @@ MUTATIONS = (
     Mutation(
         "fetch named tokens for the row with the fewest of them",
         _BUILDER,
-        "int(ranks.running.num_logprob_ids[step.rows[part]].max())",
-        "int(ranks.running.num_logprob_ids[step.rows[part]].min())",
+        'int(ranks.running.num_logprob_ids[rows["row"]].max())',
+        'int(ranks.running.num_logprob_ids[rows["row"]].min())',
     ),
     Mutation(
         "keep the slots of refused drafts while others are retracted",
@@ -671,7 +673,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lose the tokens of every full block",
-        _RUNNING,
+        _LAUNCHED,
         "                if place == TOKEN_BLOCK - 1:\n",
         "                if False:\n",
     ),
@@ -684,8 +686,8 @@ MUTATIONS = (
     Mutation(
         "commit drafts at launch",
         _BUILDER,
-        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends)",
-        "commit_rows(ranks.tables, ranks.memories, step.rows, step.ends + step.num_drafts)",
+        'rows["row"], rows["kv_end"])',
+        'rows["row"], rows["kv_start"] + rows["q_len"])',
     ),
     Mutation(
         "draft past the tokens asked for",
@@ -704,9 +706,9 @@ MUTATIONS = (
     ),
     Mutation(
         "admit a retracted request twice on the device",
-        _RANK,
-        "        self._unsent_admissions.clear()\n        return admissions",
-        "        return admissions",
+        _BUILDER,
+        "    builder.rank.unsent_admissions.clear()\n",
+        "",
     ),
     Mutation(
         "retract from a rank that has room",
@@ -1912,8 +1914,8 @@ MUTATIONS = (
     Mutation(
         "windows: take a page for the first group alone",
         _GROWTH,
-        "    for number, group in enumerate(memories[0].groups):\n        if group",
-        "    for number, group in enumerate(memories[0].groups[:1]):\n        if group",
+        "        for number, group in enumerate(memories[0].groups):\n            if group",
+        "        for number, group in enumerate(memories[0].groups[:1]):\n            if group",
     ),
     Mutation(
         "windows: tell the executor of one group's pages as another's",
@@ -2113,8 +2115,8 @@ MUTATIONS = (
     Mutation(
         "states: take a slot for each page of a row",
         _GROWTH,
-        "        if group.is_recurrent:\n            continue",
-        "        if False:\n            continue",
+        "            if group.is_recurrent:\n                continue",
+        "            if False:\n                continue",
     ),
     Mutation(
         "states: give a row back with its states",
@@ -2136,7 +2138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: take a stop amid drafts for where the step in flight began",
-        _COMMIT,
+        _KEPT,
         "    lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)\n",
         "    lens = ranks.running.known_len[gained]\n",
     ),
@@ -2282,8 +2284,20 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt and start elsewhere",
         "sgl_jax/scheduler/admission/admission.py",
-        "        room.preempt(found.rows)\n        self._start(room, request)\n",
+        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=True)\n",
         "        room.preempt(found.rows)\n",
+    ),
+    Mutation(
+        "pressure: replace a request in the step of its start",
+        "sgl_jax/scheduler/admission/preemption.py",
+        "        rows = rows[~np.isin(rows, started)]\n",
+        "",
+    ),
+    Mutation(
+        "pressure: try no preemption again after a start that made the reserve smaller",
+        "sgl_jax/scheduler/admission/step_room.py",
+        "if was_ample or not (self.is_open or may_preempt):",
+        "if was_ample or not self.is_open:",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",

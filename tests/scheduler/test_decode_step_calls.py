@@ -8,7 +8,7 @@ from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import PlanStep
 from tests.scheduler.driver import Driver, generate, make_sizes
 
-MOST = 40
+MOST = 28
 
 
 def test_a_decode_step_is_planned_by_few_functions() -> None:

@@ -9,7 +9,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.draft_policy import (
     choose_drafts,
     choose_expected,
-    learn_from_drafts,
+    rate_drafts,
     start_drafting,
 )
 from sgl_jax.scheduler.request import Request
@@ -40,7 +40,7 @@ def choose(running: RowColumns, rows: np.ndarray, *known_lens: int) -> list[int]
 def learn(running: RowColumns, accepted: tuple[int, ...], *known_lens: int) -> None:
     rows = ROWS[: len(accepted)]
     running.known_len[rows] = known_lens
-    learn_from_drafts(running, rows, np.full(len(rows), MOST, np.int32), ints(*accepted), MOST)
+    rate_drafts(running, rows, np.full(len(rows), MOST, np.int32), ints(*accepted), MOST)
 
 
 def test_new_requests_draft(running: RowColumns) -> None:
@@ -62,7 +62,7 @@ def test_useless_drafts_pause_and_useful_ones_go_on(running: RowColumns) -> None
 
 def test_what_was_not_drafted_teaches_nothing(running: RowColumns) -> None:
     for _ in range(10):
-        learn_from_drafts(running, ROWS, ints(0, 0), ints(0, 0), MOST)
+        rate_drafts(running, ROWS, ints(0, 0), ints(0, 0), MOST)
     assert choose(running, ROWS, 10, 20) == [4, 4]
 
 

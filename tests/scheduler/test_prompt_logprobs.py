@@ -1,13 +1,11 @@
 """Prompt log-probabilities: every position asked for, once, also through retracts and aborts."""
 
-from typing import Any
-
 import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.record.events import PlanStep
-from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.runnable import Runnable, choose_runnable
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -150,15 +148,14 @@ def test_a_neighbours_first_token_comes_as_soon_as_without_a_scored_prompt(
 def test_a_step_is_planned_once_though_a_scored_request_comes_with_it() -> None:
     driver = scored_driver()
     driver.submit(generate("a", [1, 2, 3], 2, logprob_start_len=0))
-    forced = driver.scheduler._forced_retract
     calls = []
 
-    def take(*args: Any) -> list[Request]:
-        calls.append(args)
-        return ForcedRetract.take(forced, *args)
+    def choose(ranks: Ranks) -> list[Runnable]:
+        calls.append(ranks)
+        return choose_runnable(ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forced, "take", take)
+        patch.setattr("sgl_jax.scheduler.scheduler.choose_runnable", choose)
         driver.step()
         driver.run()
     # One more that found nothing to plan: the last result was still to be read.

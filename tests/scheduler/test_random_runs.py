@@ -17,6 +17,12 @@ def test_a_run_whose_youngest_request_had_the_shorter_limit() -> None:
     main(90_041, 90_041, with_sessions=True)
 
 
+def test_a_run_whose_start_lets_another_request_preempt() -> None:
+    """The start made the reserve smaller: the other was tried before it alone, and later only
+    together with the request that had just started."""
+    main(12, 12)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("half", [0, 1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import SchedulerArgs
-from sgl_jax.core.step_plan import RankPlan, RowIndex, StepPlan
+from sgl_jax.core.step_plan import IntpArray, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.ranks import Ranks
@@ -26,27 +26,25 @@ def make_ranks(dp_size: int) -> Ranks:
     return Ranks(sizes, SchedulerArgs())
 
 
-def rows_of(lists: list[list[int]]) -> list[RowIndex]:
-    return [np.array(rows, np.intp) for rows in lists]
-
-
-rows_by_rank = st.lists(
-    st.lists(st.integers(1, NUM_ROWS - 1), unique=True, max_size=NUM_ROWS - 1),
-    min_size=1,
-    max_size=4,
+@given(
+    st.lists(
+        st.lists(st.integers(1, NUM_ROWS - 1), unique=True, max_size=NUM_ROWS - 1),
+        min_size=1,
+        max_size=4,
+    )
 )
-
-
-@given(rows_by_rank)
 def test_a_joint_row_is_found_again(lists: list[list[int]]) -> None:
     ranks = make_ranks(len(lists))
-    joint, bounds = ranks.join(rows_of(lists))
+    for rank, rows in zip(ranks.ranks, lists, strict=True):
+        for row in rows:
+            rank.running.add(row, Request(generate(f"r{row}", [1, 2], 9), 0, 11), ())
+    joint, bounds = ranks.active()
     assert bounds.tolist() == [0, *accumulate(map(len, lists))]
     found = [(rank.dp_rank, row) for rank, row in map(ranks.locate, joint.tolist())]
     assert found == [(k, row) for k, rows in enumerate(lists) for row in rows]
 
 
-def test_the_rows_of_all_running_requests_are_joined_as_any_others() -> None:
+def test_the_joint_rows_follow_the_requests_that_come_and_go() -> None:
     ranks = make_ranks(2)
     for dp_rank, row in ((1, 3), (0, 2), (1, 1), (0, 4)):
         request = Request(generate(f"r{row}", [1, 2], 9), 0, 11)
@@ -55,14 +53,16 @@ def test_the_rows_of_all_running_requests_are_joined_as_any_others() -> None:
         if gone is not None:
             ranks.ranks[0].running.remove(gone)
         own = [rank.running.active for rank in ranks.ranks]
-        for joint, bounds in (
-            ranks.join(own),
-            ranks.active(),
-            ranks.join(own),
-            ranks.join([rows.copy() for rows in own]),
-        ):
+        for _ in range(2):
+            joint, bounds = ranks.active()
             assert joint.tolist() == [*own[0], *(NUM_ROWS + own[1])]
             assert bounds.tolist() == [0, len(own[0]), len(own[0]) + len(own[1])]
+
+
+def joined(own_rows: list[list[int]]) -> tuple[RowIndex, IntpArray]:
+    """The joint rows of each rank's, and the bounds of each rank's part."""
+    joint = [k * NUM_ROWS + row for k, rows in enumerate(own_rows) for row in rows]
+    return np.array(joint), np.array([0, *accumulate(map(len, own_rows))])
 
 
 @given(st.lists(st.lists(st.integers(0, 100), max_size=NUM_ROWS - 1), min_size=1, max_size=4))
@@ -96,7 +96,7 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
         own_rows.append([lease.row for lease in leases])
         assert all(rank.memory.grow_row(row, 3) for row in own_rows[-1])
     ranks.ranks[1].memory.allocator.alloc(16, owner=NUM_ROWS - 1)  # leaves one of 19
-    joint, bounds = ranks.join(rows_of(own_rows))
+    joint, bounds = joined(own_rows)
     before = ranks.tables.pages.copy()
     lens = np.array([9, 2, 5, 5, 4, 13], np.int32)
     assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, False, True]
@@ -112,7 +112,7 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
 def test_committing_beyond_the_slots_names_rank_and_row() -> None:
     ranks = make_ranks(2)
     rows = [rank.memory.open_lease(np.zeros(0, np.int32)).row for rank in ranks.ranks]
-    joint, bounds = ranks.join(rows_of([[row] for row in rows]))
+    joint, bounds = joined([[row] for row in rows])
     lens = np.array([4, 4], np.int32)
     assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, True]
     with pytest.raises(LeaseError, match=rf"rank 1: row {rows[1]} would commit 5 tokens of 4"):

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
+from sgl_jax.scheduler import launched_rows
+from sgl_jax.scheduler.launched_rows import GOES_ON, LAUNCHED, NOT_SCORED, SHARE, TOO_LONG, Records
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import GOES_ON, TOO_LONG, Gains, RowColumns, RunningRows
+from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from tests.scheduler.driver import generate
 
@@ -39,25 +40,29 @@ def test_a_row_knows_the_tokens_that_it_was_given(
         for k, count in enumerate(counts):
             new = list(range(next_token, next_token + count))[: MAX_LEN - len(known[k])]
             known[k] += new
-            assert gained.counts[k] == len(new)
-            assert gained.ends[k] == (TOO_LONG if new and len(known[k]) == MAX_LEN else GOES_ON)
+            assert gained["num_gained"][k] == len(new)
+            assert gained["end"][k] == (TOO_LONG if new and len(known[k]) == MAX_LEN else GOES_ON)
         next_token += 10
     for rank, tokens_of_row in zip(ranks, known, strict=True):
         assert rank.known_tokens(1).tolist() == tokens_of_row
         assert rank.remove(1).tolist() == tokens_of_row
 
 
-def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Gains:
+def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Records:
     """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
-    return columns.append(
-        np.array([1, 4]),
-        np.array([0, 1, 2]),
-        np.zeros(2, np.int32),
-        np.array(samples),
-        epoch=np.zeros(6, np.int32),
-        tokens=tokens,
-        num_stop_ids=MAX_STOP_TOKEN_IDS,
+    rows = np.zeros(2, LAUNCHED)
+    rows["row"], rows["samples"] = (1, 4), samples
+    num_tokens = launched_rows.append(
+        rows,
+        tokens,
+        columns.records,
+        np.zeros(len(columns.records), np.int32),
+        columns.tokens,
+        columns.latest,
+        columns.stop_ids,
     )
+    assert num_tokens == rows["num_gained"].sum()
+    return rows
 
 
 def test_a_row_that_does_not_exist_is_refused() -> None:
@@ -66,6 +71,57 @@ def test_a_row_that_does_not_exist_is_refused() -> None:
     with pytest.raises(AssertionError):
         append(columns, [True, True], np.zeros((2, 1), np.int32))
     assert columns.known_len.tolist() == [0, 1, 0, 0]
+
+
+def launched(
+    columns: RowColumns, own_rows: list[int], chunk_lens: list[int], num_drafts: list[int]
+) -> tuple[Records, Records]:
+    """The records of a step, whose first rank of two decodes one row, and their shares."""
+    shares = np.zeros(2, SHARE)
+    shares["num_decode"] = 1, 0
+    rows = launched_rows.launch(
+        np.array(own_rows),
+        np.array([0, 1, len(own_rows)]),
+        shares,
+        np.array(chunk_lens, np.int32),
+        np.array(num_drafts, np.int32),
+        columns.records,
+        np.array([0, 4, 0, 0, 2, 0], np.int32),
+        np.arange(6, dtype=np.int32),
+    )
+    return rows, shares
+
+
+def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
+    columns = RowColumns.empty(6, MAX_LEN)
+    columns.planned_len[[1, 4]] = 5, 9
+    columns.unread_drafts[1] = 1
+    columns.score_start[4] = 3
+    columns.return_logprob[1], columns.has_grammar[1], columns.top_logprobs_num[1] = True, True, 2
+    rows, shares = launched(columns, [1, 1], [5], [3])
+    fields = ["row", "own_row", "epoch", "kv_start", "kv_end", "q_len", "num_scored"]
+    assert rows[fields].tolist() == [(1, 1, 1, 4, 5, 4, 0), (4, 1, 4, 2, 7, 5, 4)]
+    assert rows[["num_unread", "samples", "relayed"]].tolist() == [
+        (1, True, True),
+        (0, False, False),
+    ]
+    assert shares.tolist() == [(1, 9, 0, 2, True), (0, 7, 4, -1, False)]
+    assert columns.planned_len[[1, 4]].tolist() == [6, 9]
+    assert columns.unread_drafts[[1, 4]].tolist() == [4, 0]
+    assert columns.score_start[[1, 4]].tolist() == [NOT_SCORED, 3]
+
+
+@pytest.mark.parametrize(
+    ("own_rows", "chunk_lens", "num_drafts"), [([3, 1], [5], []), ([1, 1], [], []), ([1], [], [])]
+)
+def test_a_launch_of_rows_that_do_not_add_up_is_refused(
+    own_rows: list[int], chunk_lens: list[int], num_drafts: list[int]
+) -> None:
+    columns = RowColumns.empty(6, MAX_LEN)
+    if len(own_rows) == 1:
+        columns = columns.part(slice(0, 5))
+    with pytest.raises(AssertionError):
+        launched(columns, own_rows, chunk_lens, num_drafts)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-2, 2)), max_size=30))

@@ -3,12 +3,9 @@
 A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0), the
 prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1). Every
 move names the owner it expects, so a double free or a foreign page raises at once. The allocator
-only records owners; it never evicts or decides. `alloc_each` takes pages for the rows of all ranks
-in one call.
+only records owners; it never evicts or decides.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -86,29 +83,24 @@ class PageAllocator:
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
-        """Take `num_pages` free pages for row `owner`; int32[num_pages].
+        """Take `num_pages` free pages for row `owner`; int32[num_pages]. Raises as `alloc_each`."""
+        return self.alloc_each(np.full(num_pages, owner, np.int32))
 
-        Raises `OutOfPagesError`, changing nothing, if fewer are free.
+    def alloc_each(self, owners: Int32Array) -> Int32Array:
+        """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
+
+        Neither array must change afterwards. Raises `OutOfPagesError`, changing nothing, if fewer
+        are free.
         """
-        if owner < 1:
-            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owner}")
-        self._require_free(num_pages)
-        pages = np.empty(num_pages, np.int32)
-        self._take(pages, np.full(num_pages, owner, np.int32))
-        return pages
-
-    def _require_free(self, count: int) -> None:
+        count = len(owners)
         if count > self.num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
-
-    def _take(self, pages: Int32Array, owners: Int32Array) -> None:
-        """Take a free page for each of `owners` and write it to `pages`; enough must be free.
-
-        The arrays must not change afterwards.
-        """
-        _pop_each(pages, owners, self._free_stack[: self.num_free], self._owner)
-        self.num_free -= len(pages)
+        pages = _pop_each(owners, self._free_stack[: self.num_free], self._owner)
+        if len(pages) < count:
+            raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
+        self.num_free -= count
         self._log.note("take", owners, pages)
+        return pages
 
     def free(self, pages: Int32Array, owner: int) -> None:
         """Free pages that `owner` holds. Raises `OwnershipError`, changing nothing, otherwise."""
@@ -214,34 +206,17 @@ def _change_owner(
     return True
 
 
-def alloc_each(
-    allocators: Sequence[PageAllocator], owners: Int32Array, bounds: Sequence[int]
-) -> Int32Array:
-    """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
-
-    The rows of allocator k, and the pages that it returns for them, are in [bounds[k], bounds[k +
-    1]). Raises `OutOfPagesError`, changing nothing, if fewer are free.
-    """
-    if len(owners) and np.minimum.reduce(owners) < 1:
-        raise OwnershipError(f"only rows take pages, not owner {owners.min()}")
-    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
-        allocator._require_free(end - first)
-    pages = np.empty(len(owners), np.int32)
-    for allocator, (first, end) in zip(allocators, pairwise(bounds), strict=True):
-        if first < end:
-            allocator._take(pages[first:end], owners[first:end])
-    return pages
-
-
-@compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
-def _pop_each(
-    pages: Int32Array, new_owners: Int32Array, free: Int32Array, owners: Int32Array
-) -> None:
-    """Fill `pages` from the end of `free`, the last page first, and record `new_owners` as their
-    owners in `owners`."""
-    assert len(pages) == len(new_owners) <= len(free)
+@compiled("(int32[:], int32[::1], int32[::1])")
+def _pop_each(new_owners: Int32Array, free: Int32Array, owners: Int32Array) -> Int32Array:
+    """Take a page for each of `new_owners` from the end of `free`, the last page first, and record
+    its owner in `owners`. Returns the pages; none if one of `new_owners` is no row."""
+    pages = np.empty(len(new_owners), np.int32)
+    assert len(pages) <= len(free)
+    for owner in new_owners:
+        if owner < 1:
+            return pages[:0]
     for i in range(len(pages)):
-        page = free[len(free) - 1 - i]
-        assert 0 <= page < len(owners)
-        owners[page] = new_owners[i]
-        pages[i] = page
+        pages[i] = free[len(free) - 1 - i]
+        assert 0 <= pages[i] < len(owners)
+        owners[pages[i]] = new_owners[i]
+    return pages

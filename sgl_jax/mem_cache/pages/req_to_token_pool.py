@@ -5,6 +5,8 @@ scheduler can grow and commit all rows of a step at once; `KVLease` is the view 
 the null row: padding refers to it, no request holds it.
 """
 
+from dataclasses import dataclass, fields
+
 import numpy as np
 
 from sgl_jax.core.page_tables import PageChanges
@@ -16,94 +18,65 @@ NO_STATE = -1
 # For a row that has written no states: both halves, the half written last, the length of its last
 # return, the drafts of both halves.
 _NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0, 0, 0], np.int32)
+_NO_CELLS = np.zeros(0, np.intp)
 
 
 class PageChangeLog:
-    """Cells of `pages` that were written since the last `take`, in order."""
+    """Cells of `pages` that were written since the last `take`."""
 
     def __init__(self, pages: Int32Array) -> None:
         self._pages = pages
-        self._forget()
-
-    def _forget(self) -> None:
-        # Not empty, so that concatenation always has an array.
-        self._cells: list[IntpArray] = [np.zeros(0, np.intp)]
-        self._written: list[Int32Array] = [np.zeros(0, np.int32)]
+        self._cells: list[IntpArray] = []
         self._num_written = 0
-        self._is_too_long = False
 
-    def note(self, cells: IntpArray, pages: Int32Array) -> None:
-        """Record that cells, by their index into the flattened table, now hold `pages`. Keeps the
-        arrays."""
+    def note(self, cells: IntpArray) -> None:
+        """Record that cells, by their index into the flattened table, were written. Keeps the
+        array."""
         self._cells.append(cells)
-        self._written.append(pages)
         self._num_written += len(cells)
         if self._num_written > self._pages.size:  # `take` was not called for long
-            self._forget()
-            self._is_too_long = True
+            self._cells, self._num_written = [np.arange(self._pages.size)], 0
 
     def take(self) -> PageChanges:
         """The changes, in new arrays."""
-        if self._is_too_long:
-            changes = PageChanges(np.arange(self._pages.size), self._pages.reshape(-1).copy())
-        else:
-            changes = PageChanges(np.concatenate(self._cells), np.concatenate(self._written))
-        self._forget()
-        return changes
+        cells = np.concatenate(self._cells) if self._cells else _NO_CELLS
+        self._cells, self._num_written = [], 0
+        return PageChanges(cells, self._pages.reshape(-1)[cells])
 
 
+@dataclass(eq=False)
 class RowTables:
     """The pages and lengths of rows, as columns; a rank's columns may be views of all ranks'
     arrays.
 
-    Public arrays, indexed by row:
-
-    - `pages` int32[num_rows, groups, pages_per_row]: 0 before the first and after the last page
-      held
-    - `first_pages` int32[groups, num_rows]: the first page that a row lists, above 0 behind a
-      window
-    - `kv_committed_len`, `kv_allocated_len`, `cache_protected_len` int32[num_rows]: tokens, 0 for a
-      free row; views of `lengths`, whose lines are in ascending order: 0, protected, committed,
-      allocated
-    - `epoch` int32[num_rows]: grows whenever a row is freed; a step's result belongs to the row's
-      holder only if the epoch is still the launch's
-
-    With recurrent layers, for the two halves of a row's own states:
-
-    - `state_lens` int32[2, num_rows]: the tokens before a half's first state; `NO_STATE` if there
-      is none or it is still unknown
-    - `state_drafts` int32[2, num_rows]: the number of further states, one after each draft
-    - `state_half` int32[num_rows]: the half written last
-    - `resumed_len` int32[num_rows]: the row's tokens when it last went back; states after more
-      tokens in a half written before that are invalid
-
-    `row_states.py` interprets these. Only methods write `pages`: they log changes for the executor.
-    The rows start at `first_row` of the log's table.
+    Only methods write `pages`: they log changes for the executor. `row_states.py` interprets the
+    states of recurrent layers, in two halves of each row.
     """
 
-    def __init__(
-        self,
-        pages: Int32Array,
-        first_pages: Int32Array,
-        lengths: Int32Array,
-        epoch: Int32Array,
-        states: Int32Array,
-        page_log: PageChangeLog,
-        first_row: int = 0,
-    ) -> None:
-        self.pages = pages
+    pages: Int32Array  # [num_rows, groups, pages_per_row], 0 before the first and after the last
+    # [groups, num_rows] the first page that a row lists, above 0 behind a window
+    first_pages: Int32Array
+    # [4, num_rows] tokens in ascending order: 0, protected, committed, allocated; 0 for a free row.
+    # One array, so that one comparison proves the order.
+    lengths: Int32Array
+    # [num_rows] grows whenever a row is freed; a step's result belongs to the row's holder only if
+    # the epoch is still the launch's
+    epoch: Int32Array
+    states: Int32Array  # [6, num_rows]
+    page_log: PageChangeLog
+    first_row: int = 0  # of the log's table
+
+    def __post_init__(self) -> None:
         # Page tables of a row, and pages that each can list.
-        _, self.num_groups, self.pages_per_row = pages.shape
-        self.first_pages = first_pages
-        # One array, so that one comparison proves the order of all lengths.
-        self.lengths = lengths
-        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = lengths
-        self.epoch = epoch
-        self.states = states
-        self.state_lens, self.state_half, self.resumed_len = states[:2], states[2], states[3]
-        self.state_drafts = states[4:]
-        self.page_log = page_log
-        self.first_row = first_row
+        _, self.num_groups, self.pages_per_row = self.pages.shape
+        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
+        # The tokens before a half's first state; `NO_STATE` if there is none or it is unknown yet.
+        self.state_lens = self.states[:2]
+        self.state_half = self.states[2]  # the half written last
+        # The row's tokens when it last went back; states after more tokens in a half written before
+        # that are invalid.
+        self.resumed_len = self.states[3]
+        self.state_drafts = self.states[4:]  # of a half: further states, one after each draft
 
     @classmethod
     def empty(cls, num_rows: int, num_groups: int, pages_per_row: int) -> "RowTables":
@@ -130,8 +103,7 @@ class RowTables:
         )
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
-        """List `pages` int32[groups, n], which must not change afterwards, in `row` from column
-        `first` on."""
+        """List `pages` int32[groups, n] in `row` from column `first` on."""
         for group, listed in enumerate(pages):
             self.list_pages_of(row, group, first, listed)
 
@@ -140,16 +112,15 @@ class RowTables:
         end = first + len(pages)
         self.pages[row, group, first:end] = pages
         start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-        self.page_log.note(np.arange(start + first, start + end), pages)
+        self.page_log.note(np.arange(start + first, start + end))
 
     def list_page_each(
         self, group: int, rows: IntpArray, columns: Int32Array, pages: Int32Array
     ) -> None:
-        """List `pages[i]` of `group` at `columns[i]` of row `rows[i]`; `pages` must not change
-        afterwards."""
+        """List `pages[i]` of `group` at `columns[i]` of row `rows[i]`."""
         cells: IntpArray = (rows * self.num_groups + group) * self.pages_per_row + columns
         self.pages.reshape(-1)[cells] = pages
-        self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row, pages)
+        self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row)
 
     def unlist_pages(self, row: int, first: int = 0) -> None:
         """Clear the columns of `row` from `first` on."""
@@ -168,7 +139,7 @@ class RowTables:
         listed += first
         table[listed] = 0
         listed += ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-        self.page_log.note(listed, np.zeros(len(listed), np.int32))
+        self.page_log.note(listed)
 
 
 class ReqToTokenPool(RowTables):
@@ -180,15 +151,7 @@ class ReqToTokenPool(RowTables):
             raise ValueError(
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
-        super().__init__(
-            tables.pages,
-            tables.first_pages,
-            tables.lengths,
-            tables.epoch,
-            tables.states,
-            tables.page_log,
-            tables.first_row,
-        )
+        super().__init__(*(getattr(tables, field.name) for field in fields(tables)))
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)

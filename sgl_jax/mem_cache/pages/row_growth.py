@@ -6,14 +6,15 @@ The loops are compiled (`core/compiled.py`).
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.pages.page_allocator import alloc_each
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_records import RankRecords
 
@@ -37,35 +38,46 @@ def grow_rows(
     Returns whether each rank's rows fit. All or nothing: if they do not fit even after eviction,
     the rank is unchanged.
     """
-    page_size, num_rows = memories[0].page_size, memories[0].rows.num_rows
-    bounds = np.asarray(bounds)
-    allocated_len = tables.kv_allocated_len
-    growing, owners, columns, page_bounds = _lacking_pages(
-        rows, allocated_lens, bounds, allocated_len, page_size, num_rows
+    bounds, fits = np.asarray(bounds), [True] * len(memories)
+    lacking, num_lacking = _lacking_pages(
+        rows,
+        allocated_lens,
+        bounds,
+        tables.kv_allocated_len,
+        memories[0].page_size,
+        memories[0].rows.num_rows,
     )
-    if not len(growing):
-        _reserve(rows, allocated_lens, bounds, np.ones(len(memories), np.bool_), allocated_len)
-        return [True] * len(memories)
-    fits = [
-        memory.make_room(end - first)
-        for memory, (first, end) in zip(memories, pairwise(page_bounds.tolist()), strict=True)
-    ]
-    if not all(fits):
-        counts = np.diff(page_bounds)
-        has_room = np.repeat(fits, counts)
-        growing, owners, columns = growing[has_room], owners[has_room], columns[has_room]
-        page_bounds = np.concatenate(([0], np.cumsum(counts * fits)))
-    for number, group in enumerate(memories[0].groups):
-        if group.is_recurrent:
-            continue  # snapshots are taken one by one: `row_states.py`
-        allocators = [memory.allocators[group.pool] for memory in memories]
-        taken = alloc_each(allocators, owners, page_bounds.tolist())
-        tables.list_page_each(number, growing, columns, taken)
-    _reserve(rows, allocated_lens, bounds, np.array(fits), allocated_len)
+    if len(lacking):
+        counts: list[int] = num_lacking.tolist()
+        fits = [memory.make_room(count) for memory, count in zip(memories, counts, strict=True)]
+        if not all(fits):
+            lacking = lacking[np.repeat(fits, counts)]
+            counts = [count if fit else 0 for count, fit in zip(counts, fits, strict=True)]
+        owners, parts = lacking["owner"], list(pairwise([0, *accumulate(counts)]))
+        for number, group in enumerate(memories[0].groups):
+            if group.is_recurrent:
+                continue  # snapshots are taken one by one: `row_states.py`
+            pages = np.empty(len(lacking), np.int32)
+            for memory, (first, end) in zip(memories, parts, strict=True):
+                if first < end:
+                    allocator = memory.allocators[group.pool]
+                    pages[first:end] = allocator.alloc_each(owners[first:end])
+            tables.list_page_each(number, lacking["row"], lacking["column"], pages)
+    _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
     return fits
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], int32[::1], int32, int64)")
+# A page that a row lacks.
+_LACKING = np.dtype(
+    [
+        ("row", np.int64),  # of all ranks' rows
+        ("owner", np.int32),  # the row within its rank
+        ("column", np.int32),  # of the row's page table
+    ]
+)
+
+
+@compiled("(int64[:], int32[:], int64[::1], int32[::1], int32, int64)")
 def _lacking_pages(
     rows: RowIndex,
     lens: Int32Array,
@@ -73,45 +85,38 @@ def _lacking_pages(
     allocated_len: Int32Array,
     page_size: int,
     num_rows: int,
-) -> tuple[RowIndex, Int32Array, Int32Array, IntpArray]:
-    """The pages that `rows` lack to hold `lens` tokens, row by row.
+) -> tuple[NDArray[Any], IntpArray]:
+    """The pages that `rows` lack to hold `lens` tokens, `_LACKING` records row by row; and the
+    number of each rank's, int64[ranks].
 
-    Returns, for each page, its row, its row within the rank (`num_rows` rows each) and its column
-    in the row; and the bounds of each rank's pages. `bounds` delimit the ranks' rows;
-    `allocated_len` covers the rows of all ranks.
+    `bounds` delimit the ranks' rows, of which each rank has `num_rows`; `allocated_len` covers the
+    rows of all ranks.
     """
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]
-    lacking = np.empty(len(rows), np.int64)  # indices of rows that lack any
-    lacking_bounds = np.zeros(len(bounds), np.int64)
-    num_lacking = num_pages = 0
-    for rank in range(len(bounds) - 1):
+    num_lacking = np.zeros(len(bounds) - 1, np.int64)
+    growing = np.empty(len(rows), np.int64)  # indices of rows that lack any
+    num_growing = 0
+    for rank in range(len(num_lacking)):
         for i in range(bounds[rank], bounds[rank + 1]):
             assert 0 <= rows[i] < len(allocated_len)
             held_len = allocated_len[rows[i]]
             num_left = -held_len % page_size  # slots of its last page
             if lens[i] - held_len > num_left:
-                lacking[num_lacking] = i
-                num_lacking += 1
-                num_pages += (lens[i] - held_len - num_left + page_size - 1) // page_size
-        lacking_bounds[rank + 1] = num_lacking
-    growing = np.empty(num_pages, np.int64)
-    owners = np.empty(num_pages, np.int32)
-    columns = np.empty(num_pages, np.int32)
-    page_bounds = np.zeros(len(bounds), np.int64)
+                growing[num_growing] = i
+                num_growing += 1
+                num_lacking[rank] += (lens[i] - held_len - num_left + page_size - 1) // page_size
+    lacking = np.empty(num_lacking.sum(), _LACKING)
     count = 0
-    for rank in range(len(bounds) - 1):
-        for i in lacking[lacking_bounds[rank] : lacking_bounds[rank + 1]]:
-            held = (allocated_len[rows[i]] + page_size - 1) // page_size
-            for column in range(held, (lens[i] + page_size - 1) // page_size):
-                growing[count] = rows[i]
-                owners[count] = rows[i] - rank * num_rows
-                columns[count] = column
-                count += 1
-        page_bounds[rank + 1] = count
-    return growing, owners, columns, page_bounds
+    for i in growing[:num_growing]:
+        held = (allocated_len[rows[i]] + page_size - 1) // page_size
+        for column in range(held, (lens[i] + page_size - 1) // page_size):
+            page = lacking[count]
+            page.row, page.owner, page.column = rows[i], rows[i] % num_rows, column
+            count += 1
+    return lacking, num_lacking
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], boolean[::1], int32[::1])")
+@compiled("(int64[:], int32[:], int64[::1], boolean[::1], int32[::1])")
 def _reserve(
     rows: RowIndex,
     lens: Int32Array,
@@ -146,7 +151,7 @@ def commit_rows(
         )
 
 
-@compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
+@compiled("(int64[:], int32[:], int32[::1], int32[::1])")
 def _commit(
     rows: RowIndex, lens: Int32Array, allocated_len: Int32Array, committed_len: Int32Array
 ) -> int:

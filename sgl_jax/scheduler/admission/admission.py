@@ -101,7 +101,7 @@ class Admission:
             pass
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start requests in the queue's order, up to the first after which more may fit: it
+        """Start requests in the queue's order, up to the first after which more may start: it
         preempted others, or its output is forecast to be short. Returns whether to try the rest
         anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
@@ -115,7 +115,7 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    if self._start(room, request):
+                    if self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
                         _renew(offer, room)
                         return True
                 else:
@@ -173,7 +173,7 @@ class Admission:
             return None
         _, room, found = best
         room.preempt(found.rows)
-        self._start(room, request)
+        self._start(room, request, may_preempt=True)
         return room
 
     def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
@@ -265,19 +265,21 @@ class Admission:
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
-    def _start(self, room: RankRoom, request: Request) -> bool:
-        """Start a fitting request; return whether others may fit that did not before."""
+    def _start(self, room: RankRoom, request: Request, *, may_preempt: bool) -> bool:
+        """Start a fitting request; return whether others may start that could not before, by
+        preemption if any there `may_preempt`."""
         dp_rank = room.dp_rank
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
-        may_more_fit = room.start(request, self._waiting.cursors(request)[dp_rank])
+        cursor = self._waiting.cursors(request)[dp_rank]
+        may_more_start = room.start(request, cursor, may_preempt=may_preempt)
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
-        return may_more_fit
+        return may_more_start
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:

@@ -32,6 +32,7 @@ _WEIGHT_OF_PRIOR = 2.0
 _PRIOR_HAZARD = 0.0424  # 1 - 2 ** (-1 / 16)
 _PRIOR_FROM = 256  # tokens, before which the prior expects no end
 _MAX_HAZARD = 0.99
+_NO_LENS = np.zeros(0, np.int32)
 
 
 # Steps ahead for which needs are forecast: 0, 8, .. 24, 32, 40, .. 56, 64, 80, .. 112, 128, 160, ..
@@ -64,7 +65,7 @@ class OutputLengths:
         self._reached = np.zeros(shape)
         self._ended = np.zeros(shape)
         self._classes: dict[tuple[int, int], int] = {}
-        _update(*self._no_rows(), 1, self.starts, self._reached, self._ended, self.survival)
+        _update(_NO_LENS, _NO_LENS, 1, self.starts, self._reached, self._ended, self.survival)
 
     def class_of(self, request: Request) -> int:
         """The number of the request's class: its line of `survival`."""
@@ -94,10 +95,6 @@ class OutputLengths:
             self._ended,
             self.survival,
         )
-
-    @staticmethod
-    def _no_rows() -> tuple[Int32Array, Int32Array]:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
 
 
 @compiled("(int64, int64, boolean, int64[::1], float64[:, ::1], float64[:, ::1])")

@@ -29,15 +29,17 @@ class Preemption(NamedTuple):
 
 
 class Preemptible:
-    """The running requests of one rank in one step, least important first.
+    """The running requests of one rank in one step, least important first, except the rows
+    `started` in this step.
 
     Within one priority, requests that cost least to recompute come first.
     """
 
-    def __init__(self, rank: RankScheduler) -> None:
+    def __init__(self, rank: RankScheduler, started: Sequence[int]) -> None:
         self.rank = rank
         running = rank.running
         rows = running.runnable()
+        rows = rows[~np.isin(rows, started)]
         rows = rows[by_cost(rank.memory, running, rows)]
         self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]
         self._costs = recompute_cost(rank.memory, self._rows)

@@ -164,7 +164,7 @@ class Forecast:
         return min(scaled, at_most + self._memories[0].request_pages(longest))
 
 
-@compiled("(int64[::1], int32[::1], int32[::1])")
+@compiled("(int64[::1], int32[:], int32[:])")
 def _lens(rows: RowIndex, planned_len: Int32Array, max_len: Int32Array) -> Int32Array:
     """Tokens that each of `rows` has, has with one more, and may come to have: int32[3, n]."""
     lens = np.empty((3, len(rows)), np.int32)

@@ -53,6 +53,7 @@ class RankRoom:
         self._most_of_youngest = self.rank.memory.request_pages(outlook.longest)
         self._enough = self.rank.memory.request_pages(self.rank.memory.sizes.max_request_tokens)
         self._held_above = NO_FLOOR
+        self._started: list[int] = []  # rows
         # Computed when they are first read.
         self._num_reserved: int | None = None
         self._num_pages: int | None = None
@@ -176,7 +177,7 @@ class RankRoom:
     def preemptible(self) -> Preemptible:
         """The running requests here that others may preempt."""
         if self._preemptible is None:
-            self._preemptible = Preemptible(self.rank)
+            self._preemptible = Preemptible(self.rank, self._started)
         return self._preemptible
 
     def preemption(
@@ -200,16 +201,18 @@ class RankRoom:
         self._soonest_end = int(ends.min()) if len(ends) else None
         self._look()
 
-    def start(self, request: Request, cursor: PrefixCursor) -> bool:
+    def start(self, request: Request, cursor: PrefixCursor, *, may_preempt: bool) -> bool:
         """Start a request that fits.
 
-        Returns whether others may fit now that did not before: it takes more pages than others can
-        come to share with it, unless the forecast of the reserve has fallen.
+        Returns whether others may start now that could not before, by preemption if any here
+        `may_preempt`: it takes more pages than others can come to share with it, unless the
+        forecast of the reserve has fallen.
         """
         was_ample = self._is_ample()
         num_pages = self.num_pages - self.rank.num_pages_needed(request, cursor)
         num_reserved = self._reserve_for(self.rank.num_pages_at_most(request))
         row = self._builder.admit(request, cursor, num_reserved)
+        self._started.append(row)
         if self._is_counted:
             self._forecast.start(self.dp_rank, row)
         self._most_of_youngest = self.rank.memory.request_pages(request.max_len)
@@ -222,7 +225,9 @@ class RankRoom:
         self._look()
         if self._in_flight is not None:
             self._in_flight.add(row)
-        return self.is_open and not was_ample and self.num_pages > num_pages
+        if was_ample or not (self.is_open or may_preempt):
+            return False
+        return self.num_pages > num_pages
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""

@@ -7,15 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
-from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE, PageAllocator, alloc_each
+from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE, PageAllocator
 
 
 def pages(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
-
-
-def take_each(allocator: PageAllocator, owners: np.ndarray) -> np.ndarray:
-    return alloc_each([allocator], owners, [0, len(owners)])
 
 
 def state_of(allocator: PageAllocator) -> tuple[object, ...]:
@@ -32,7 +28,7 @@ def allocator_with_some_pages() -> PageAllocator:
     """Row 1 holds pages 1 and 2, row 2 holds 3, the tree holds 4, the rest is free."""
     allocator = PageAllocator(8, "rank 5")
     assert allocator.alloc(2, owner=1).tolist() == [1, 2]
-    assert take_each(allocator, np.array([2, 1], np.int32)).tolist() == [3, 4]
+    assert allocator.alloc_each(np.array([2, 1], np.int32)).tolist() == [3, 4]
     allocator.give_to_tree(pages(4), owner=1)
     return allocator
 
@@ -82,7 +78,7 @@ def test_only_rows_take_pages(owner: int) -> None:
     allocator = allocator_with_some_pages()
     before = state_of(allocator)
     with pytest.raises(OwnershipError, match="only rows"):
-        take_each(allocator, np.array([1, owner], np.int32))
+        allocator.alloc_each(np.array([1, owner], np.int32))
     assert state_of(allocator) == before
 
 
@@ -119,9 +115,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         asked = np.array(owners, np.int32)
         if len(owners) > len(self.held_by(FREE)):
             with pytest.raises(OutOfPagesError):
-                take_each(self.allocator, asked)
+                self.allocator.alloc_each(asked)
             return
-        got = take_each(self.allocator, asked).tolist()
+        got = self.allocator.alloc_each(asked).tolist()
         assert len(set(got)) == len(got)
         for page, owner in zip(got, owners, strict=True):
             assert self.owner[page] == FREE

@@ -95,11 +95,25 @@ def test_only_rows_below_the_threshold_are_chosen() -> None:
     scheduler = driver.scheduler
     request = scheduler._requests["high"]
     cursor = scheduler._waiting.cursors(request)[0]
-    preemptible = Preemptible(scheduler.ranks[0])
+    preemptible = Preemptible(scheduler.ranks[0], [])
     assert preemptible.choose(request, cursor, 40) is None
     found = preemptible.choose(request, cursor, 41)
     assert found is not None
     assert len(found.rows) == 2
+
+
+def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
+    driver = make_driver()
+    start(driver, "low", 6, priority=0)
+    start(driver, "just started", 8, priority=0)
+    ask(driver, "high", 9, priority=50)
+    scheduler = driver.scheduler
+    request, (rank,) = scheduler._requests["high"], scheduler.ranks
+    cursor = scheduler._waiting.cursors(request)[0]
+    rows = {rank.running.request(row).rid: row for row in rank.running.active.tolist()}
+    found = Preemptible(rank, [rows["just started"]]).choose(request, cursor, 50)
+    assert found is not None
+    assert found.rows == [rows["low"]]
 
 
 def test_nothing_is_reserved_for_victims() -> None:

@@ -1,0 +1,243 @@
+"""The rows of a step from its launch to its result: their records, and the loops over them.
+
+`launch` counts the tokens that a step will sample; `append` adds the sampled tokens to their rows.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+
+Records = NDArray[Any]
+
+TOKEN_BLOCK = 64  # tokens that are written to a row's table together
+NOT_SCORED = 2**31 - 1
+# The end of a request: not yet, at its longest permitted length, or by a stop token.
+GOES_ON, TOO_LONG, STOPPED = 0, 1, 2
+
+# A running request, as far as each step reads or writes it: see `running_rows.py`.
+ROW = np.dtype(
+    [
+        ("known_len", np.int32),
+        ("planned_len", np.int32),
+        ("unread_drafts", np.int32),
+        ("min_len", np.int32),  # no stop before this many tokens
+        ("max_len", np.int32),
+        # Prompt position from which the successors' log-probabilities are requested; NOT_SCORED if
+        # none are, or all have been planned.
+        ("score_start", np.int32),
+        ("top_logprobs_num", np.int32),
+        ("return_logprob", np.bool_),
+        ("has_grammar", np.bool_),
+        ("is_unsent", np.bool_),  # nothing sent yet: the first output carries more than a token
+    ],
+    align=True,
+)
+
+# A row of a launched step.
+LAUNCHED = np.dtype(
+    [
+        ("row", np.int64),  # joint: see `ranks.py`
+        ("own_row", np.int32),  # of its rank
+        ("epoch", np.int32),  # of the row's lease
+        ("kv_start", np.int32),
+        ("kv_end", np.int32),  # without drafts, whose acceptance is still open
+        ("q_len", np.int32),
+        ("num_scored", np.int32),  # queries
+        ("num_unread", np.int32),  # drafts of earlier steps
+        ("num_gained", np.int32),  # tokens, once the result is read; 0 if it is dropped
+        ("end", np.int8),  # GOES_ON, TOO_LONG or STOPPED
+        ("samples", np.bool_),
+        ("relayed", np.bool_),  # whether any draft is unread
+    ],
+    align=True,
+)
+
+# A rank's rows of a launched step, together.
+SHARE = np.dtype(
+    [
+        ("num_decode", np.int64),  # rows
+        ("longest", np.int64),  # the most tokens that a row may need
+        ("num_scored", np.int64),  # queries
+        ("top_logprobs_num", np.int64),  # the most that a row reports; -1 if none reports any
+        ("is_masked", np.bool_),  # a row draws a token by a grammar
+    ],
+    align=True,
+)
+
+
+class LaunchedRows(NamedTuple):
+    """The rows of a launched step, rank by rank."""
+
+    rows: Records  # LAUNCHED[n]
+    bounds: IntpArray  # rank k's rows are in [bounds[k], bounds[k + 1])
+
+
+@compiled(
+    "(int64[::1], int64[::1], share[::1], int32[::1], int32[::1], row[::1], int32[::1], "
+    "int32[::1])",
+    share=SHARE,
+    row=ROW,
+)
+def launch(
+    own_rows: RowIndex,
+    bounds: IntpArray,
+    shares: Records,
+    chunk_lens: Int32Array,
+    num_drafts: Int32Array,
+    records: Records,
+    committed_len: Int32Array,
+    epoch: Int32Array,
+) -> Records:
+    """Count the rows of a step as launched; returns LAUNCHED[n].
+
+    Args:
+        own_rows: int64[n] of their ranks, rank by rank: first decode rows, then prefill chunks.
+        bounds: of each rank's part.
+        shares: SHARE[ranks] with `num_decode`; the other fields are filled in.
+        chunk_lens: int32 tokens of all chunks, rank by rank.
+        num_drafts: int32 of all decode rows, rank by rank; or empty if there are none.
+        records: ROW of all joint rows, as `committed_len` and `epoch`.
+    """
+    launched = np.empty(len(own_rows), LAUNCHED)
+    num_ranks, rows_per_rank = len(shares), len(records) // len(shares)
+    assert len(records) == len(committed_len) == len(epoch)
+    assert len(bounds) == num_ranks + 1
+    assert bounds[num_ranks] == len(own_rows)
+    chunk = decode = 0
+    for rank in range(num_ranks):
+        share = shares[rank]
+        share.top_logprobs_num = -1
+        first_chunk = bounds[rank] + share.num_decode
+        assert first_chunk <= bounds[rank + 1]
+        for i in range(bounds[rank], bounds[rank + 1]):
+            assert 0 <= own_rows[i] < rows_per_rank
+            number = rank * rows_per_rank + own_rows[i]
+            row, step = records[number], launched[i]
+            num_tokens, drafts = 1, 0
+            if i >= first_chunk:
+                assert chunk < len(chunk_lens)
+                num_tokens = chunk_lens[chunk]
+                chunk += 1
+            elif len(num_drafts):
+                assert decode < len(num_drafts)
+                drafts = num_drafts[decode]
+                decode += 1
+            start = committed_len[number]
+            end = start + num_tokens
+            num_scored = max(end - max(start, row.score_start), 0)
+            step.row, step.own_row, step.epoch = number, own_rows[i], epoch[number]
+            step.kv_start, step.kv_end, step.q_len = start, end, num_tokens + drafts
+            step.num_scored = num_scored
+            step.num_unread, step.relayed = row.unread_drafts, row.unread_drafts > 0
+            step.samples = end == row.planned_len
+            share.longest = max(share.longest, end + row.unread_drafts + drafts)
+            share.num_scored += num_scored
+            if end == row.planned_len:
+                share.is_masked |= row.has_grammar
+                if row.return_logprob:
+                    share.top_logprobs_num = max(share.top_logprobs_num, row.top_logprobs_num)
+                row.planned_len += 1
+                row.score_start = NOT_SCORED
+            row.unread_drafts += drafts
+    return launched
+
+
+@compiled(
+    "(launched[::1], int32[:, ::1], row[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
+    "int32[:, :])",
+    launched=LAUNCHED,
+    row=ROW,
+)
+def append(
+    launched: Records,
+    new_tokens: Int32Array,
+    records: Records,
+    epoch: Int32Array,
+    tokens: Int32Array,
+    latest: Int32Array,
+    stop_ids: Int32Array,
+) -> int:
+    """Append each row's new tokens, up to the one that ends its request; returns their number.
+
+    Accepted tokens beyond that one are overshoot and dropped here; their KV is freed with the
+    lease, which offers the cache no more than the known tokens.
+
+    Args:
+        launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row whose epoch is
+            another now gains nothing.
+        new_tokens: int32[n, w], each row's, then -1.
+        records: ROW of all joint rows; the others are their columns, as in `RowColumns`.
+        epoch: int32 of the rows' leases now.
+        tokens: as `latest`, of `RowColumns`.
+        stop_ids: the columns of `RowColumns.stop_ids` to check.
+    """
+    num_tokens, width = 0, new_tokens.shape[1]
+    assert len(new_tokens) == len(launched)
+    assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
+    for i in range(len(launched)):
+        step, number = launched[i], launched[i].row
+        assert 0 <= number < len(records)
+        count, end = 0, GOES_ON
+        if step.samples and epoch[number] == step.epoch:
+            row = records[number]
+            length, min_len, max_len = row.known_len, row.min_len, row.max_len
+            assert 0 <= length < max_len <= tokens.shape[1]
+            while end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0):
+                token = new_tokens[i, count]
+                place = length % TOKEN_BLOCK
+                latest[number, place] = token
+                if place == TOKEN_BLOCK - 1:
+                    for j in range(TOKEN_BLOCK):
+                        tokens[number, length - place + j] = latest[number, j]
+                length += 1
+                count += 1
+                if length >= max_len:
+                    end = TOO_LONG
+                if length > min_len:
+                    for j in range(stop_ids.shape[1]):
+                        if stop_ids[number, j] == token:
+                            end = STOPPED
+            row.known_len = length
+        step.num_gained, step.end = count, end
+        num_tokens += count
+    return num_tokens
+
+
+@compiled(
+    "(launched[::1], int64[::1], int32[:, ::1], row[::1])",
+    launched=LAUNCHED,
+    row=ROW,
+)
+def split_gains(
+    launched: Records, bounds: IntpArray, new_tokens: Int32Array, records: Records
+) -> tuple[RowIndex, Int32Array, IntpArray, IntpArray]:
+    """Split the rows that gained tokens by `append`, which had the same arrays.
+
+    Returns the joint rows that gained one token and nothing else, int64[m], the token of each, and
+    the bounds of each rank's part; and the indices of the other rows. `bounds` are of the ranks'
+    parts of all rows.
+    """
+    num_rows = len(launched)
+    assert len(new_tokens) == num_rows == bounds[len(bounds) - 1]
+    rows, tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
+    detailed, plain_bounds = np.empty(num_rows, np.int64), np.zeros_like(bounds)
+    num_plain = num_detailed = 0
+    for rank in range(len(bounds) - 1):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            step = launched[i]
+            if step.num_gained == 0:
+                continue
+            assert 0 <= step.row < len(records)
+            row = records[step.row]
+            if step.num_gained > 1 or step.end != GOES_ON or row.is_unsent or row.return_logprob:
+                detailed[num_detailed] = i
+                num_detailed += 1
+            else:
+                rows[num_plain], tokens[num_plain] = step.row, new_tokens[i, 0]
+                num_plain += 1
+        plain_bounds[rank + 1] = num_plain
+    return rows[:num_plain], tokens[:num_plain], plain_bounds, detailed[:num_detailed]
