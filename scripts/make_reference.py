@@ -38,7 +38,9 @@ _METRICS = """# Metrics
 Made by `python scripts/make_reference.py` from the registry of a running engine; a test compares.
 
 `GET /metrics` returns these in Prometheus' text format. A counter's name ends with `_total`, a
-histogram has `_bucket`, `_sum` and `_count`. Times are in seconds.
+histogram has `_bucket`, `_sum` and `_count`. Times are in seconds. All metrics have the label
+`model_name`. Figures of the engine also have SGLang's labels of workers, each with one value: one
+process drives all chips (`engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`).
 
 | metric | type | labels | meaning |
 |---|---|---|---|
@@ -57,7 +59,7 @@ def flags_page() -> str:
 
 def metrics_page() -> str:
     """Every metric of a server with the demonstration model, by name."""
-    requests = RequestMetrics()
+    requests = RequestMetrics("demo")
     metrics = EngineMetrics(requests)
     with Engine(str(ROOT / "models" / "demo"), device="cpu", warmup="none") as engine:
         # Families without an entry would show no labels.
@@ -90,9 +92,12 @@ def _range(field: "dataclasses.Field[Any]") -> str:
     return ""
 
 
+_EVERYWHERE = {"le", "model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
+
+
 def _metric_row(family: Metric) -> str:
     suffix = "_total" if family.type == "counter" else ""
-    labels = ", ".join(f"`{label}`" for label in _labels(family) if label != "le")
+    labels = ", ".join(f"`{label}`" for label in _labels(family) if label not in _EVERYWHERE)
     return f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |\n"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_jax.core.settings import check_settings, flag, setting
@@ -349,6 +350,11 @@ class ServerArgs(SchedulerArgs):
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
         }
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the OpenAI API and in metrics."""
+        return self.served_model_name or Path(self.model_path).resolve().name
 
     @property
     def tokenizer_folder(self) -> str:

@@ -341,16 +341,8 @@ class EngineCore:
         return answer(message, self.state())
 
     def state(self) -> dict[str, Any]:
-        """The memory view of each rank and counters since the start."""
+        """`Scheduler.rank_states`, and counters since the start."""
         scheduler = self.scheduler
-        ranks = [
-            {
-                **rank.memory.view().as_dict(),
-                "num_running": len(rank.running),
-                "num_waiting": scheduler.num_waiting_for(rank.dp_rank),
-            }
-            for rank in scheduler.ranks
-        ]
         counters = {
             **scheduler.counters(),
             **self._log.counters(),
@@ -358,8 +350,9 @@ class EngineCore:
             **self.executor.compile_counts(),
         }
         return {
-            "ranks": ranks,
+            "ranks": scheduler.rank_states(),
             "num_waiting": scheduler.num_waiting,
+            "num_waiting_retracted": scheduler.num_waiting_retracted,
             "waiting_for": scheduler.count_waiting(),
             "num_sessions": scheduler.num_sessions,
             "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},

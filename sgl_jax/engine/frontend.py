@@ -76,7 +76,7 @@ class Frontend:
         grammars = GrammarCompiler(folder, vocab_size, info["eos_token_ids"])
         self.tokenizer = tokenizer
         self.checks = RequestChecks(tokenizer, self.facts, grammars)
-        self.metrics = RequestMetrics()
+        self.metrics = RequestMetrics(args.model_name)
         self._send = send
         self._log_requests = args.log_requests
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class Frontend:
                 self._streams.pop(unique.rid, None)
                 self._note_heard(unique.rid)
             raise
-        self.metrics.count_arrival(stream.num_prompt_tokens)
+        self.metrics.arrived.inc()
         if self._log_requests:
             logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
         return stream
@@ -361,9 +361,7 @@ class Frontend:
         if stream.finish.type == "abort":
             self.metrics.aborted.inc()
         else:
-            self.metrics.count_finish(
-                stream.num_prompt_tokens, stream.cached_tokens, now - stream.created_at
-            )
+            self.metrics.e2e.observe(now - stream.created_at)
         self._log_end(stream, stream.finish.type)
 
     def _log_end(self, stream: RequestStream, how: str) -> None:

@@ -1,6 +1,6 @@
-"""Publishes the blocks of the prefix caches, for routers that send a request where its prefix is.
+"""Publishes the blocks of the prefix caches, for routers that choose an engine by a cached prefix.
 
-The format is that of vLLM and SGLang: msgpack over ZeroMQ. Each data-parallel rank has a PUB socket
+In the format of vLLM and SGLang: msgpack over ZeroMQ. Each data-parallel rank has a PUB socket
 at its own port, with messages of three frames: topic, sequence number (8 bytes, big-endian), batch
 (`KVEventBatch`). A subscriber that finds a gap in the numbers sends a first number to the ROUTER
 socket, and gets the buffered messages from there on, then one with the number -1.

@@ -1,27 +1,42 @@
-"""The engine's own figures, as Prometheus gauges: memory and load of every data-parallel rank.
+"""The engine's own figures for Prometheus: memory, load and tokens of every data-parallel rank.
 
 Owns the last state the engine reported (`GetState`); a scrape while the engine is busy shows
 that. Must never call the engine itself.
+
+Names and labels are SGLang's, so that its dashboards work; labels of parallel workers have one
+value, since one engine drives all chips. In `kv_pages`, the states of each pool's pages add up to its total.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.metrics.tenant_metrics import TenantMetrics
 
-_PAGE_STATES = ("free", "leased", "cached", "session_held", "reserved")
-# Gauge name -> (key in a rank's state, help).
-_RANK_GAUGES = {
-    "num_running_reqs": ("num_running", "requests running"),
-    "num_queue_reqs": ("num_waiting", "requests waiting"),
-    "kv_pages_total": ("total_pages", "KV pages of the rank"),
-    "free_rows": ("free_rows", "rows that a request can take"),
-    "total_rows": ("total_rows", "rows of the rank"),
-    "session_rows": ("session_rows", "rows that idle sessions hold"),
-}
+State = Mapping[str, Any]
+# The values of a figure's own labels, and its value.
+Rows = Iterable[tuple[*tuple[str, ...], float]]
+_WORKER_LABELS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+_FULL, _WINDOW, _STATES = "full", "window", "states"
+
+
+class Figure(NamedTuple):
+    """A metric: the name behind `sglang:`, its help, its own labels, and its values of a state."""
+
+    name: str
+    help_text: str
+    rows: Callable[[State], Rows]
+    labels: tuple[str, ...] = ()
+    is_counter: bool = False
+
+    def family(self, state: State, labels: Mapping[str, str]) -> Metric:
+        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
+        family = kind(f"sglang:{self.name}", self.help_text, labels=[*labels, *self.labels])
+        for *own, value in self.rows(state):
+            family.add_metric([*labels.values(), *map(str, own)], value)
+        return family
 
 
 class EngineMetrics:
@@ -29,67 +44,269 @@ class EngineMetrics:
 
     def __init__(self, requests: RequestMetrics) -> None:
         self._requests = requests
-        self._state: Mapping[str, Any] = {}
-        self._tenants = TenantMetrics()
+        self._state: State = {"ranks": [], "counters": {}, "waiting_for": {}}
+        self._tenants = TenantMetrics(requests.model_name)
         requests.registry.register(self)
 
-    def update(self, state: Mapping[str, Any]) -> None:
-        """Take in `Reply.data` of a `GetState`: `ranks`, `num_sessions`, `counters`, `tenants`."""
+    def update(self, state: State) -> None:
+        """Take in `Reply.data` of a `GetState`."""
         self._state = state
         self._tenants.update(state.get("tenants", {}))
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
-        state, requests = self._state, self._requests
-        ranks = state.get("ranks", [])
-        for name, (key, help_text) in _RANK_GAUGES.items():
-            yield _gauges(name, help_text, ["dp_rank"], [(r["dp_rank"], r[key]) for r in ranks])
-        yield _gauges(
-            "token_usage",
-            "share of the KV pages that running requests and sessions hold",
-            ["dp_rank"],
-            [(rank["dp_rank"], token_usage(rank)) for rank in ranks],
+        labels = {"model_name": self._requests.model_name, **_WORKER_LABELS}
+        for figure in FIGURES:
+            yield figure.family(self._state, labels)
+        rate = Figure(
+            "gen_throughput",
+            "output tokens per second",
+            lambda state: [(self._requests.generation_rate(),)],
         )
-        yield _gauges(
-            "kv_pages",
-            "KV pages by owner; they add up to the total",
-            ["dp_rank", "state"],
-            [
-                (rank["dp_rank"], owner, rank.get(f"{owner}_pages", 0))
-                for rank in ranks
-                for owner in _PAGE_STATES
-            ],
-        )
-        yield _gauges(
-            "waiting_for",
-            "waiting requests, by the reason why they wait",
-            ["reason"],
-            state.get("waiting_for", {}).items(),
-        )
-        for name, help_text, value in (
-            ("num_sessions", "sessions open", state.get("num_sessions", 0)),
-            ("gen_throughput", "tokens generated per second", requests.generation_rate()),
-            ("cache_hit_rate", "share of prompt tokens found cached", requests.cache_hit_rate()),
-        ):
-            yield GaugeMetricFamily(f"sglang:{name}", help_text, value=value)
+        yield rate.family(self._state, labels)
         yield from self._tenants.collect()
-        for name, value in state.get("counters", {}).items():
-            # The engine counts in whole numbers; a fraction is a rate or a share.
-            kind = CounterMetricFamily if isinstance(value, int) else GaugeMetricFamily
-            yield kind(f"sglang:engine_{name}", name.replace("_", " "), value=value)
 
 
-def token_usage(rank: Mapping[str, Any]) -> float:
-    """The share of a rank's KV pages that running requests and sessions hold."""
-    held = rank["leased_pages"] + rank.get("session_held_pages", 0)
-    return float(held / max(rank["total_pages"] - rank.get("reserved_pages", 0), 1))
+def token_usage(rank: State) -> float:
+    """The share of a rank's KV pages that neither is free nor can be evicted."""
+    return _usage([rank])
 
 
-def _gauges(
-    name: str, help_text: str, labels: list[str], rows: Iterable[tuple[Any, ...]]
-) -> GaugeMetricFamily:
-    """One gauge for each row: its labels, then its value."""
-    family = GaugeMetricFamily(f"sglang:{name}", help_text, labels=labels)
-    for *own, value in rows:
-        family.add_metric(list(map(str, own)), value)
-    return family
+def _usage(pools: Iterable[State]) -> float:
+    present = [(_available(pool), pool["total_pages"] - pool["reserved_pages"]) for pool in pools]
+    total = sum(size for _, size in present)
+    return 1 - sum(available for available, _ in present) / total if total else 0.0
+
+
+def _available(pool: State) -> int:
+    return int(pool["free_pages"] + _evictable(pool))
+
+
+def _evictable(pool: State) -> int:
+    return int(pool["cached_pages"] - pool["protected_pages"])
+
+
+def used_tokens(rank: State) -> int:
+    """Tokens of a rank's KV pages that neither are free nor can be evicted."""
+    return max_tokens(rank) - int(_available(rank) * rank["page_size"])
+
+
+def max_tokens(rank: State) -> int:
+    """Tokens that a rank's KV pages hold."""
+    return int((rank["total_pages"] - rank["reserved_pages"]) * rank["page_size"])
+
+
+def _kind(pool: State) -> str:
+    if pool["kind"] == "states":
+        return _STATES
+    return _FULL if None in pool["sliding_windows"] else _WINDOW
+
+
+def _pool_names(rank: State) -> list[str]:
+    """A name for each pool; for windows, with their widths in tokens."""
+    return [
+        "window " + " ".join(map(str, pool["sliding_windows"]))
+        if _kind(pool) == _WINDOW
+        else _kind(pool)
+        for pool in rank["pools"]
+    ]
+
+
+def _page_states(pool: State) -> dict[str, int]:
+    """The pages of a pool by state: all before the last add up to it."""
+    return {
+        "free": pool["free_pages"],
+        "leased": pool["leased_pages"],
+        "cached_evictable": _evictable(pool),
+        "cached_protected": pool["protected_pages"],
+        "session_held": pool["session_held_pages"],
+        "reserved": pool["reserved_pages"],
+        "total": pool["total_pages"],
+    }
+
+
+def _of_kind(kind: str) -> Callable[[State], float]:
+    return lambda rank: _usage(pool for pool in rank["pools"] if _kind(pool) == kind)
+
+
+def _share(part: str, whole: str) -> Callable[[State], Rows]:
+    """The engine's share of one counter in another, 0 before any."""
+
+    def rows(state: State) -> Rows:
+        counters = state["counters"]
+        yield (counters.get(part, 0) / max(counters.get(whole, 0), 1),)
+
+    return rows
+
+
+def _accept_length(state: State) -> Rows:
+    counters = state["counters"]
+    steps = counters.get("verified_rows", 0)
+    yield (1 + counters.get("accepted_draft_tokens", 0) / steps if steps else 0.0,)
+
+
+def _of_ranks(name: str, help_text: str, value: Callable[[State], float]) -> Figure:
+    return Figure(
+        name,
+        help_text,
+        lambda state: [(rank["dp_rank"], value(rank)) for rank in state["ranks"]],
+        ("dp_rank",),
+    )
+
+
+def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
+    """A rank's counter `key`, with further labels of one value each."""
+    return Figure(
+        name,
+        help_text,
+        lambda state: [
+            (*labels.values(), rank["dp_rank"], rank["counters"][key]) for rank in state["ranks"]
+        ],
+        (*labels, "dp_rank"),
+        is_counter=True,
+    )
+
+
+def _of_engine(name: str, key: str, help_text: str) -> Figure:
+    """A counter of the engine as a whole."""
+    return Figure(
+        name, help_text, lambda state: [(state["counters"].get(key, 0),)], is_counter=True
+    )
+
+
+def _key(key: str) -> Callable[[State], float]:
+    return lambda rank: rank[key]
+
+
+FIGURES = (
+    _of_ranks("num_running_reqs", "requests running", _key("num_running")),
+    _of_ranks("num_queue_reqs", "requests waiting for this rank", _key("num_waiting")),
+    Figure(
+        "num_retracted_reqs",
+        "requests waiting to run again after a retract",
+        lambda state: [(state.get("num_waiting_retracted", 0),)],
+    ),
+    Figure(
+        "waiting_for",
+        "requests waiting, by the reason why",
+        lambda state: state["waiting_for"].items(),
+        ("reason",),
+    ),
+    _of_ranks("max_total_num_tokens", "tokens that the KV pages hold", max_tokens),
+    _of_ranks("page_size", "tokens of a page", _key("page_size")),
+    _of_ranks("num_pages", "KV pages", _key("total_pages")),
+    _of_ranks("num_used_tokens", "tokens of pages in use", used_tokens),
+    _of_ranks("kv_used_tokens", "tokens of pages in use", used_tokens),
+    _of_ranks(
+        "kv_available_tokens",
+        "tokens of free pages",
+        lambda rank: rank["free_pages"] * rank["page_size"],
+    ),
+    _of_ranks(
+        "kv_evictable_tokens",
+        "tokens of cached pages that may be evicted",
+        lambda rank: _evictable(rank) * rank["page_size"],
+    ),
+    _of_ranks("token_usage", "share of the pages in use", token_usage),
+    _of_ranks("full_token_usage", "share in use, of full attention's pages", _of_kind(_FULL)),
+    _of_ranks("swa_token_usage", "share in use, of sliding windows' pages", _of_kind(_WINDOW)),
+    _of_ranks("mamba_usage", "share in use, of recurrent states' slots", _of_kind(_STATES)),
+    Figure(
+        "kv_pages",
+        "pages of a pool by state; the others add up to total",
+        lambda state: [
+            (rank["dp_rank"], name, page_state, count)
+            for rank in state["ranks"]
+            for name, pool in zip(_pool_names(rank), rank["pools"], strict=True)
+            for page_state, count in _page_states(pool).items()
+        ],
+        ("dp_rank", "pool", "state"),
+    ),
+    Figure(
+        "rows",
+        "rows by state; the others add up to total",
+        lambda state: [
+            (rank["dp_rank"], name, count)
+            for rank in state["ranks"]
+            for name, count in (
+                ("free", rank["free_rows"]),
+                ("running", rank["total_rows"] - rank["free_rows"] - rank["session_rows"]),
+                ("session", rank["session_rows"]),
+                ("total", rank["total_rows"]),
+            )
+        ],
+        ("dp_rank", "state"),
+    ),
+    _of_ranks(
+        "new_token_ratio",
+        "pages reserved for running requests' output, per page that they may come to take",
+        lambda rank: rank["forecast_pages"] / max(rank["most_growth_pages"], 1),
+    ),
+    Figure(
+        "num_streaming_sessions", "sessions open", lambda state: [(state.get("num_sessions", 0),)]
+    ),
+    _of_ranks(
+        "streaming_session_held_tokens",
+        "tokens of pages that idle sessions alone hold",
+        lambda rank: rank["session_pages"] * rank["page_size"],
+    ),
+    Figure(
+        "cache_hit_rate",
+        "share of prompt tokens found in the prefix cache",
+        _share("cached_tokens", "prompt_tokens"),
+    ),
+    Figure("spec_accept_length", "tokens per verified row, with the one sampled", _accept_length),
+    Figure(
+        "spec_accept_rate",
+        "share of drafted tokens accepted",
+        _share("accepted_draft_tokens", "drafted_tokens"),
+    ),
+    _count("prompt_tokens", "prompt_tokens", "prompt tokens of requests at their first start"),
+    _count(
+        "cached_tokens",
+        "cached_tokens",
+        "prompt tokens found in the prefix cache",
+        cache_source="device",
+    ),
+    _count("num_retracted_requests", "requests_retracted", "retracts"),
+    _count(
+        "num_retracted_input_tokens",
+        "retracted_input_tokens",
+        "prompt tokens of retracted requests",
+    ),
+    _count(
+        "num_retracted_output_tokens",
+        "retracted_output_tokens",
+        "output tokens of retracted requests",
+    ),
+    _count("num_preempted_requests", "requests_preempted", "retracts for more important requests"),
+    _count("evicted_pages", "evicted_pages", "pages evicted from the prefix cache"),
+    _count("evicted_sessions", "sessions_evicted", "idle sessions evicted"),
+    Figure(
+        "realtime_tokens",
+        "tokens computed for prompts, found in the cache, and generated",
+        lambda state: [
+            (mode, state["counters"].get(key, 0))
+            for mode, key in (
+                ("prefill_compute", "prefilled_tokens"),
+                ("prefill_cache", "cached_tokens"),
+                ("decode", "generated_tokens"),
+            )
+        ],
+        ("mode",),
+        is_counter=True,
+    ),
+    Figure(
+        "compilations",
+        "programs compiled, by the time: at start, in the background, or in the loop when ready",
+        lambda state: [
+            (when, state["counters"].get(f"compiles_{when}", 0))
+            for when in ("at_start", "in_background", "after_ready")
+        ],
+        ("when",),
+        is_counter=True,
+    ),
+    _of_engine("steps", "steps", "steps whose results were applied"),
+    _of_engine("num_timed_out_requests", "requests_timed_out", "requests ended by a time limit"),
+    _of_engine("memory_errors", "memory_errors", "defects found in the records of memory"),
+)

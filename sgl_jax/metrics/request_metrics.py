@@ -6,7 +6,7 @@ Owns its Prometheus registry: nothing is registered globally, so two engines in 
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -30,13 +30,20 @@ class TimeHistogram:
 
     Args:
         bounds_s: upper bounds of the buckets, in seconds, ascending; infinity is added.
+        labels: of all values.
     """
 
     def __init__(
-        self, name: str, help_text: str, bounds_s: Sequence[float], registry: CollectorRegistry
+        self,
+        name: str,
+        help_text: str,
+        bounds_s: Sequence[float],
+        labels: Mapping[str, str],
+        registry: CollectorRegistry,
     ) -> None:
         self._name = name
         self._help_text = help_text
+        self._labels = labels
         self._bounds_s = (*bounds_s, float("inf"))
         self._counts = [0] * len(self._bounds_s)
         self._sum_s = 0.0
@@ -50,18 +57,19 @@ class TimeHistogram:
     def collect(self) -> Iterator[HistogramMetricFamily]:
         totals = accumulate(self._counts)
         buckets = [(floatToGoString(b), n) for b, n in zip(self._bounds_s, totals, strict=True)]
-        yield HistogramMetricFamily(self._name, self._help_text, buckets, self._sum_s)
+        family = HistogramMetricFamily(self._name, self._help_text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, self._sum_s)
+        yield family
 
 
 class RequestMetrics:
-    """Tokens and times of requests. Times in seconds."""
+    """Tokens and times of the requests of one model. Times in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
         self.registry = CollectorRegistry()
-        self._requests = self._counter("num_requests", "requests accepted")
+        self.arrived = self._counter("num_requests", "requests accepted")
         self.aborted = self._counter("num_aborted_requests", "requests that ended early")
-        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of those requests")
-        self._cached_tokens = self._counter("cached_tokens", "of these, found in the prefix cache")
         self._generated_tokens = self._counter("generation_tokens", "tokens generated")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
@@ -69,18 +77,15 @@ class RequestMetrics:
         self._itl = self._histogram(
             "inter_token_latency_seconds", "time per token after the first", _ITL_BUCKETS_S
         )
-        self._e2e = self._histogram(
+        self.e2e = self._histogram(
             "e2e_request_latency_seconds", "arrival to last token", _E2E_BUCKETS_S
         )
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "arrival to the first start", _TTFT_BUCKETS_S
+        )
         self._num_generated = 0
-        self._num_finished_prompt = 0
-        self._num_cached = 0
         self._rate_from = (time.perf_counter(), 0)
         self._rate = 0.0
-
-    def count_arrival(self, num_prompt_tokens: int) -> None:
-        self._requests.inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
 
     def count_generated(self, num_tokens: int) -> None:
         self._num_generated += num_tokens
@@ -89,16 +94,6 @@ class RequestMetrics:
     def observe_next_tokens(self, seconds: float, count: int, num_streams: int = 1) -> None:
         """`count` tokens of each stream came together, `seconds` after the one before."""
         self._itl.observe(seconds / count, count * num_streams)
-
-    def count_finish(self, num_prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
-        self._num_finished_prompt += num_prompt_tokens
-        self._num_cached += cached_tokens
-        self._cached_tokens.inc(cached_tokens)
-        self._e2e.observe(seconds)
-
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens of finished requests that the prefix cache held."""
-        return self._num_cached / max(self._num_finished_prompt, 1)
 
     def generation_rate(self) -> float:
         """Generated tokens per second since the last call at least a second ago."""
@@ -115,7 +110,9 @@ class RequestMetrics:
         return text
 
     def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(f"sglang:{name}", help_text, registry=self.registry)
+        counter = Counter(f"sglang:{name}", help_text, ["model_name"], registry=self.registry)
+        return counter.labels(self.model_name)
 
     def _histogram(self, name: str, help_text: str, bounds_s: tuple[float, ...]) -> TimeHistogram:
-        return TimeHistogram(f"sglang:{name}", help_text, bounds_s, self.registry)
+        labels = {"model_name": self.model_name}
+        return TimeHistogram(f"sglang:{name}", help_text, bounds_s, labels, self.registry)

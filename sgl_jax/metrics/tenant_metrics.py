@@ -16,7 +16,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "prompt_tokens": ("tenant_prompt_tokens", "prompt tokens"),
-    "cached_tokens": ("tenant_cached_tokens", "of these, found in the prefix cache"),
+    "cached_tokens": ("tenant_cached_tokens", "prompt tokens found in the prefix cache"),
     "generated_tokens": ("tenant_generation_tokens", "tokens generated"),
 }
 
@@ -28,7 +28,8 @@ class TenantMetrics:
     the total of its label, so that no counter goes back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
         self._users: set[str] = set()
         self._seen: Figures = {}
         self._now: dict[str, Counter[str]] = {}  # by label
@@ -56,9 +57,11 @@ class TenantMetrics:
             (CounterMetricFamily, _COUNTERS, self._total),
         ):
             for key, (name, help_text) in families.items():
-                family = kind(f"sglang:{name}", f"{help_text}, by tenant", labels=["tenant"])
+                family = kind(
+                    f"sglang:{name}", f"{help_text}, by tenant", labels=["model_name", "tenant"]
+                )
                 for label, figures in values.items():
-                    family.add_metric([label], figures[key])
+                    family.add_metric([self._model_name, label], figures[key])
                 yield family
 
     def _label(self, tenant: str) -> str:

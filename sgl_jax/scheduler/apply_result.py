@@ -114,6 +114,7 @@ def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
     running.unread_drafts[rows] -= drafted
     running.planned_len[rows] += accepted
     commit_rows(tables, ranks.memories, rows, tables.kv_committed_len[rows] + accepted)
+    ranks.num_verified += int(np.count_nonzero(drafted))
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
     rate_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)

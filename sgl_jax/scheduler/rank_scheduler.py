@@ -63,6 +63,8 @@ class RankScheduler:
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
         self.num_preempted = 0  # of these, for requests of higher priority
+        self.num_retracted_input_tokens = 0  # prompts of these, and their outputs so far:
+        self.num_retracted_output_tokens = 0
         self.num_prompt_tokens = 0  # of all requests admitted, and of these from the cache:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
@@ -304,11 +306,27 @@ class RankScheduler:
         self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1
+        self.num_retracted_input_tokens += request.prompt_len
+        self.num_retracted_output_tokens += len(request.tokens) - request.prompt_len
         request.dp_rank = request.message.dp_rank
         self.num_retracted += 1
         self.num_force_retracted += cause == "forced"
         self.num_preempted += cause == "preempted"
         return request
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "requests_retracted": self.num_retracted,
+            "requests_preempted": self.num_preempted,
+            "requests_force_retracted": self.num_force_retracted,
+            "retracted_input_tokens": self.num_retracted_input_tokens,
+            "retracted_output_tokens": self.num_retracted_output_tokens,
+            "evicted_pages": self.memory.cache.num_evicted,
+            "sessions_evicted": self.num_evicted_sessions,
+        }
 
     def rebuild(self) -> None:
         """Drop all running requests and reset inconsistent memory records without reading them."""

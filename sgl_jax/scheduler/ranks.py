@@ -57,6 +57,7 @@ class Ranks:
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.num_generated_tokens = 0  # by requests of all ranks
+        self.num_verified = 0  # rows with drafts and a read result; of all these rows:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]

@@ -8,6 +8,7 @@ The caller launches the steps that `PlanStep` returns, and may plan and launch t
 it reads the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, assert_never
@@ -206,6 +207,11 @@ class Scheduler:
         """Requests without memory."""
         return len(self._waiting) + len(self._gate)
 
+    @property
+    def num_waiting_retracted(self) -> int:
+        """Waiting requests that ran before."""
+        return sum(request.num_retractions > 0 for request in chain(self._waiting, self._gate))
+
     def num_waiting_for(self, dp_rank: int) -> int:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
@@ -330,25 +336,49 @@ class Scheduler:
         """The place of every page, per rank."""
         return [rank.memory.view() for rank in self.ranks]
 
+    def rank_states(self) -> list[dict[str, Any]]:
+        """The memory, load and counts of each rank, as JSON values: `MemoryView` and
+
+        - num_running, num_waiting: requests; waiting ones count if they can run on no other rank.
+        - session_pages: that idle sessions alone hold, the tree's included.
+        - forecast_pages: the reserve for the output of running requests, and one more.
+        - most_growth_pages: that these may come to take at most.
+        - counters: of this rank.
+        """
+        states = []
+        for rank, outlook in zip(self.ranks, self._all_ranks.outlooks(), strict=True):
+            memory, running = rank.memory, rank.running
+            states.append(
+                {
+                    **memory.view().as_dict(),
+                    "num_running": len(running),
+                    "num_waiting": self.num_waiting_for(rank.dp_rank),
+                    "session_pages": memory.num_session_pages,
+                    "forecast_pages": rank.reserve.pages(memory, running),
+                    "most_growth_pages": outlook.most_growth
+                    + memory.request_pages(outlook.longest),
+                    "counters": rank.counters(),
+                }
+            )
+        return states
+
     def tenants(self) -> dict[str, TenantCounts]:
         """Requests and tokens of each tenant, by name: the empty one for requests without any."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start."""
+        """Counts since the start, of all ranks together."""
+        of_ranks: Counter[str] = Counter()
+        for rank in self.ranks:
+            of_ranks.update(rank.counters())
         return {
+            **of_ranks,
             "requests_received": self._live.num_arrived,
             "requests_finished": self._live.num_finished,
             "requests_timed_out": self._live.num_timed_out,
-            "requests_retracted": sum(rank.num_retracted for rank in self.ranks),
-            "requests_preempted": sum(rank.num_preempted for rank in self.ranks),
-            "requests_force_retracted": sum(rank.num_force_retracted for rank in self.ranks),
-            "sessions_evicted": sum(rank.num_evicted_sessions for rank in self.ranks),
-            "evicted_pages": sum(rank.memory.cache.num_evicted for rank in self.ranks),
-            "prompt_tokens": sum(rank.num_prompt_tokens for rank in self.ranks),
-            "cached_tokens": sum(rank.num_cached_tokens for rank in self.ranks),
             "generated_tokens": self._all_ranks.num_generated_tokens,
             "drafted_tokens": self._all_ranks.num_drafted,
             "accepted_draft_tokens": self._all_ranks.num_accepted,
+            "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
         }

@@ -3,7 +3,6 @@
 import functools
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -37,10 +36,10 @@ class References:
     reader_timeout_s: float = 60.0  # for a client to read a piece of its stream
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @functools.cached_property
+    @property
     def model_name(self) -> str:
         """The model's name in the OpenAI API."""
-        return self.args.served_model_name or Path(self.args.model_path).resolve().name
+        return self.args.model_name
 
     @functools.cached_property
     def answer_parser(self) -> AnswerParser:

@@ -63,6 +63,11 @@ DP_SIZE = 2
 MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
+RANK_COUNTERS = {
+    **dict.fromkeys(("prompt_tokens", "cached_tokens", "evicted_pages", "sessions_evicted"), 0),
+    **dict.fromkeys(("requests_retracted", "requests_preempted"), 0),
+    **dict.fromkeys(("retracted_input_tokens", "retracted_output_tokens"), 0),
+}
 CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)
 
 
@@ -291,15 +296,19 @@ class ScriptedEngine:
         return None if request.session is None else HISTORY + len(request.input_ids)
 
     def state(self) -> dict[str, Any]:
-        pages = {
-            "page_size": 16,
+        pool = {
             "total_pages": 10,
             "free_pages": 6,
             "leased_pages": 2,
             "cached_pages": 1,
+            "protected_pages": 0,
+            "reserved_pages": 1,
+            "session_held_pages": 0,
         }
-        rank = pages | {"reserved_pages": 1, "session_held_pages": 0}
+        pools = [{"kind": "pages", "sliding_windows": [None], "own_slots": 0, **pool}]
+        rank = pool | {"page_size": 16, "pools": pools, "session_pages": 0}
         rank |= {"free_rows": 7, "total_rows": 8, "session_rows": 1, "num_waiting": 0}
+        rank |= {"forecast_pages": 1, "most_growth_pages": 4, "counters": dict(RANK_COUNTERS)}
         ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
         counters = {"steps": 1, "retracted": 0}
         return {

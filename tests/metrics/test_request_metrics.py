@@ -9,11 +9,11 @@ from sgl_jax.metrics.request_metrics import RequestMetrics, TimeHistogram
 
 def samples(metrics: RequestMetrics) -> dict[str, float]:
     families = text_string_to_metric_families(metrics.exposition().decode())
-    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+    return {s.name: s.value for family in families for s in family.samples if "le" not in s.labels}
 
 
 def test_tokens_that_came_together_share_their_time() -> None:
-    metrics = RequestMetrics()
+    metrics = RequestMetrics("model")
     metrics.observe_next_tokens(0.3, 3)
     told = samples(metrics)
     assert told["sglang:inter_token_latency_seconds_count"] == 3
@@ -23,8 +23,11 @@ def test_tokens_that_came_together_share_their_time() -> None:
 def test_a_histogram_tells_what_the_librarys_tells() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     bounds_s = (0.01, 0.5, 1, 20)
-    histogram = TimeHistogram("a:time_seconds", "of a thing", bounds_s, ours)
-    expected = Histogram("a:time_seconds", "of a thing", buckets=bounds_s, registry=theirs)
+    histogram = TimeHistogram("a:time_seconds", "of a thing", bounds_s, {"model": "m"}, ours)
+    labelled = Histogram(
+        "a:time_seconds", "of a thing", ["model"], buckets=bounds_s, registry=theirs
+    )
+    expected = labelled.labels("m")
     for seconds, count in [(0.0, 1), (0.01, 3), (0.25, 2), (1.0, 1), (20.5, 4)]:
         histogram.observe(seconds, count)
         for _ in range(count):
@@ -34,16 +37,8 @@ def test_a_histogram_tells_what_the_librarys_tells() -> None:
     assert generate_latest(ours).decode().splitlines() == kept
 
 
-def test_the_hit_rate_counts_finished_requests_only() -> None:
-    metrics = RequestMetrics()
-    metrics.count_arrival(1000)
-    assert metrics.cache_hit_rate() == 0
-    metrics.count_finish(num_prompt_tokens=100, cached_tokens=25, seconds=1.0)
-    assert metrics.cache_hit_rate() == 0.25
-
-
 def test_two_engines_in_one_process_do_not_meet() -> None:
-    first, second = RequestMetrics(), RequestMetrics()
+    first, second = RequestMetrics("model"), RequestMetrics("model")
     EngineMetrics(first)
     EngineMetrics(second)
     first.count_generated(5)

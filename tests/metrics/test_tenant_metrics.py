@@ -18,7 +18,7 @@ def samples(metrics: TenantMetrics) -> dict[tuple[str, str], float]:
 
 
 def test_what_a_forgotten_tenant_had_stays_counted() -> None:
-    metrics = TenantMetrics()
+    metrics = TenantMetrics("model")
     users = {f"user {i}": figures(0, 1, 10, 5, 2) for i in range(MAX_USERS + 2)}
     metrics.update(users)
     last = users.popitem()[0]  # the engine forgets it, and has it anew after that

@@ -158,10 +158,10 @@ async def test_metrics_show_requests_and_ranks(rig: Rig) -> None:
         assert samples["sglang:num_queue_reqs", rank, None] == 0
         assert samples["sglang:token_usage", rank, None] == pytest.approx(2 / 9)
         assert samples["sglang:kv_pages", rank, "free"] == 6
-        assert samples["sglang:session_rows", rank, None] == 1
-    assert 'sglang:waiting_for{reason="pages"} 3.0' in text
-    assert samples["sglang:num_sessions", None, None] == 0
-    assert samples["sglang:engine_steps_total", None, None] == 1
+        assert samples["sglang:rows", rank, "session"] == 1
+    assert 'reason="pages",tp_rank="0"} 3.0' in text
+    assert samples["sglang:num_streaming_sessions", None, None] == 0
+    assert samples["sglang:steps_total", None, None] == 1
     assert {"sglang:gen_throughput", "sglang:cache_hit_rate"} <= {name for name, _, _ in samples}
 
 

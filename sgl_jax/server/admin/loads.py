@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GetState
-from sgl_jax.metrics.engine_metrics import token_usage
+from sgl_jax.metrics.engine_metrics import max_tokens, token_usage, used_tokens
 from sgl_jax.server.admin.calls import call_engine
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.openapi import answers
@@ -62,7 +62,7 @@ async def get_load(request: Request) -> Response:
                 "dp_rank": rank["dp_rank"],
                 "num_reqs": rank["num_running"] + rank["num_waiting"],
                 "num_waiting_reqs": rank["num_waiting"],
-                "num_tokens": num_used_tokens(rank),
+                "num_tokens": used_tokens(rank),
             }
             for rank in state["ranks"]
         ]
@@ -86,7 +86,7 @@ def loads_of(state: Mapping[str, Any], sections: Collection[str]) -> list[dict[s
             "num_running_reqs": num_running,
             "num_waiting_reqs": num_waiting,
             "num_total_reqs": num_running + num_waiting,
-            "num_used_tokens": num_used_tokens(rank),
+            "num_used_tokens": used_tokens(rank),
             "max_total_num_tokens": max_tokens(rank),
             "token_usage": token_usage(rank),
             "gen_throughput": counters.get("gen_throughput", 0.0),
@@ -128,17 +128,6 @@ def internal_state(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict
         "load": rank["num_running"] + rank["num_waiting"],
         "memory_usage": {"token_capacity": max_tokens(rank), "token_usage": token_usage(rank)},
     }
-
-
-def num_used_tokens(rank: Mapping[str, Any]) -> int:
-    """Tokens that the pages of running requests and sessions hold."""
-    held = rank["leased_pages"] + rank["session_held_pages"]
-    return int(held * rank["page_size"])
-
-
-def max_tokens(rank: Mapping[str, Any]) -> int:
-    """Tokens that a rank's pages hold, but for the reserved ones."""
-    return int((rank["total_pages"] - rank["reserved_pages"]) * rank["page_size"])
 
 
 def _share(counters: Mapping[str, Any], part: str, whole: str) -> float:
