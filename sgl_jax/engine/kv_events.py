@@ -19,8 +19,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import zmq
 
-from sgl_jax.mem_cache.tree.block_log import AllBlocksCleared as Cleared
-from sgl_jax.mem_cache.tree.block_log import BlockEvent, BlockLog, BlocksStored
+from sgl_jax.mem_cache.tree.block_log import BlockEvent, BlockLog, BlocksCleared, BlocksStored
 
 logger = logging.getLogger(__name__)
 _END = -1
@@ -216,7 +215,7 @@ class KVEventPublisher:
         self._ranks[dp_rank].send(self._encoder.encode(batch))
 
     def _written(self, event: BlockEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
-        if isinstance(event, Cleared):
+        if isinstance(event, BlocksCleared):
             return AllBlocksCleared()
         hashes = event.hashes.tolist()
         if not isinstance(event, BlocksStored):

@@ -4,7 +4,8 @@ Owns the last state the engine reported (`GetState`); a scrape while the engine 
 that. Must never call the engine itself.
 
 Names and labels are SGLang's, so that its dashboards work; labels of parallel workers have one
-value, since one engine drives all chips. In `kv_pages`, the states of each pool's pages add up to its total.
+value, since one engine drives all chips. In `kv_pages`, the states of each pool's pages add up to
+its total.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.tree.block_log import AllBlocksCleared, BlocksRemoved, BlocksStored
+from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
 from sgl_jax.scheduler.record.events import Flush, Note, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
@@ -60,7 +60,7 @@ class LoggedBlocks:
                 case BlocksRemoved():
                     assert self.blocks >= {*event.hashes.tolist()}
                     self.blocks -= {*event.hashes.tolist()}
-                case AllBlocksCleared():
+                case BlocksCleared():
                     self.blocks.clear()
         assert self.blocks == self.memory.cache.held_blocks()
 

@@ -27,11 +27,11 @@ class BlocksRemoved(NamedTuple):
     hashes: NDArray[np.uint64]
 
 
-class AllBlocksCleared(NamedTuple):
+class BlocksCleared(NamedTuple):
     """The tree has no block any more."""
 
 
-BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
+BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class BlockLog:
@@ -48,7 +48,7 @@ class BlockLog:
 
     def cleared(self) -> None:
         """Record that all blocks left at once."""
-        self._events.append(AllBlocksCleared())
+        self._events.append(BlocksCleared())
 
     def take(self) -> list[BlockEvent]:
         """Return the events since the last call."""
