@@ -3,26 +3,72 @@
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
 from sgl_jax.core.settings import flag
+
+_CONFIG_HELP = "YAML file with flags by name; a flag on the command line wins over it"
 
 
 def parse_server_args(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
 ) -> ServerArgs:
-    """Read the command line, and the environment (by default this process's) where it names no
-    value; exits with usage on a bad one, as argparse does."""
+    """Read the command line; where it names no value, the file of `--config`, and then the
+    environment (by default this process's). Exits with usage on a bad value, as argparse does."""
+    argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="sgl-jax", description="Serve a language model over HTTP."
     )
+    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (parser, config):
+        each.add_argument("--config", metavar="FILE", type=Path, help=_CONFIG_HELP)
     try:
         add_arguments(parser, os.environ if environment is None else environment)
-        return ServerArgs(**vars(parser.parse_args(argv)))
+        file = config.parse_known_args(argv)[0].config
+        flags = [] if file is None else config_flags(file)
+        words = vars(parser.parse_args([*flags, *argv]))
+        del words["config"]
+        return ServerArgs(**words)
     except ValueError as error:
         parser.error(str(error))
+
+
+def config_flags(file: Path) -> list[str]:
+    """The flags that stand in a YAML file: a mapping of their names, with `-` or `_`, to values.
+
+    Raises ValueError for a file that cannot be read, an unknown name, or a value of another kind.
+    """
+    try:
+        values = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {file}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {file} must map the names of flags to values")
+    fields = {field.name: field for field in dataclasses.fields(ServerArgs)}
+    flags: list[str] = []
+    for key, value in values.items():
+        field = fields.get(str(key).replace("-", "_"))
+        if field is None:
+            close = get_close_matches(str(key).replace("-", "_"), fields, 1)
+            hint = f": did you mean {flag(close[0])[2:]}?" if close else ""
+            raise ValueError(f"--config {file}: {key!r} is the name of no flag{hint}")
+        if isinstance(value, bool) != (field.type is bool) or isinstance(value, dict | list):
+            wanted = "true or false" if field.type is bool else "one value"
+            raise ValueError(f"--config {file}: {key} must be {wanted}, got {value!r}")
+        if value is True:
+            flags.append(flag(field.name))
+        elif value is False and field.metadata["env"]:
+            flags.append(f"--no-{flag(field.name)[2:]}")
+        elif value is not False and value is not None:
+            flags.append(f"{flag(field.name)}={value}")
+    return flags
 
 
 def add_arguments(

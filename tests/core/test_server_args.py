@@ -150,3 +150,70 @@ def test_a_bad_variable_ends_with_usage(
         parse_server_args(["--model-path", "m"], {variable: value})
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def write_config(folder: Path, text: str) -> list[str]:
+    """The flags of a config file with this text, without the program's."""
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return ["--config", str(file)]
+
+
+def test_a_config_file_gives_flags_by_their_names(tmp_path: Path) -> None:
+    text = """
+    model-path: /models/a
+    max_running_requests: 7
+    mem-fraction-static: 0.5
+    disable-radix-cache: true
+    enable_priority_scheduling: false
+    api-key: null
+    served-model-name: 4
+    """
+    args = parse_server_args(write_config(tmp_path, text), {})
+    assert args == ServerArgs(
+        model_path="/models/a",
+        max_running_requests=7,
+        mem_fraction_static=0.5,
+        disable_radix_cache=True,
+        served_model_name="4",
+    )
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(
+    tmp_path: Path,
+) -> None:
+    text = "{model-path: a, test-retract: false, test-retract-interval: 5, port: 1}"
+    argv = [*write_config(tmp_path, text), "--port", "2", "--model-path=b"]
+    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+    args = parse_server_args(argv, environment)
+    assert (args.model_path, args.port) == ("b", 2)
+    assert (args.test_retract, args.test_retract_interval) == (False, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model-path: a\nprot: 1", "'prot' is the name of no flag: did you mean port?"),
+        ("model-path: a\nzzzzzz: 1", "'zzzzzz' is the name of no flag"),
+        ("model-path: a\nport: [1]", "port must be one value"),
+        ("model-path: a\nport: true", "port must be one value"),
+        ("model-path: a\ndisable-radix-cache: 1", "must be true or false"),
+        ("model-path: a\nport: many", "--port: invalid int value: 'many'"),
+        ("- model-path", "must map the names of flags to values"),
+        ("a: [", "expected"),
+    ],
+)
+def test_a_wrong_config_file_ends_with_usage(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_server_args(write_config(tmp_path, text), {})
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_file_that_is_not_there_ends_with_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_server_args(["--config", str(tmp_path / "none")], {})
+    assert "No such file" in capsys.readouterr().err
