@@ -230,32 +230,34 @@ class ChatRequest(GenerationFields):
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
+    def _choice(self) -> tuple[str, set[str]]:
+        """The mode, and the names of the tools that may be called."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return "required", {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                return allowed.mode, {tool.function.name for tool in allowed.tools}
+            case mode:
+                return mode or "auto", {tool.function.name for tool in self.shown_tools}
+
+    @property
     def held_schemas(self) -> dict[str, dict[str, Any]]:
         """By name of each tool that may be called the schema that its arguments are held to.
 
         Raises `InvalidRequestError` if a tool is chosen that there is not.
         """
-        functions = [tool.function for tool in self.shown_tools]
+        _, chosen = self._choice
         schemas = {
-            each.name: held_schema(each.parameters, is_strict=each.strict) for each in functions
+            each.name: held_schema(each.parameters, is_strict=each.strict)
+            for each in (tool.function for tool in self.shown_tools)
         }
-        match self.tool_choice:
-            case NamedTool(function=function):
-                chosen = {function.name}
-            case AllowedToolChoice(allowed_tools=allowed):
-                chosen = {tool.function.name for tool in allowed.tools}
-            case _:
-                chosen = {*schemas}
         if not chosen or not chosen <= schemas.keys():
             raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
         return {name: schema for name, schema in schemas.items() if name in chosen}
 
     @property
     def must_call(self) -> bool:
-        choice = self.tool_choice
-        if isinstance(choice, AllowedToolChoice):
-            choice = choice.allowed_tools.mode
-        return choice == "required" or isinstance(choice, NamedTool)
+        return self._choice[0] == "required"
 
     @property
     def holds_calls(self) -> bool:

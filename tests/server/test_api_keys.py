@@ -16,7 +16,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.admin import calls as call_routes
 from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes
-from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
+from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import (
     ADMIN_PATHS,
     MAX_NAME_CHARS,
@@ -284,6 +284,7 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/ping", "/version", "/metrics"),
             *("/model_info", "/get_model_info", "/generate", "/abort_request"),
+            *("/v1/loads", "/get_load"),
             *("/open_session", "/close_session", "/list_sessions"),
             *("/fork_session", "/rollback_session"),
         }

@@ -1,4 +1,4 @@
-"""Health, facts, and metrics.
+"""Health, facts, metrics, and the load of each rank by the engine's state (`EngineCore.state`).
 
 `/health` at each point of a server's life:
 
@@ -14,22 +14,25 @@ Programs can read the same from the code of the error.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_jax.core.errors import EngineStuckError, QueueFullError
+from sgl_jax.core.errors import EngineStuckError, InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import GetState
+from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.health import EngineHealth
+from sgl_jax.metrics.engine_metrics import token_usage
 from sgl_jax.server.admin.calls import call_engine
-from sgl_jax.server.admin.loads import internal_state
 from sgl_jax.server.answer_stream import StreamGroup, json_response
-from sgl_jax.server.errors import ApiError, ErrorBody, error_body, error_response, to_api_error
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers, text_answer
 from sgl_jax.server.references import references_of
 
@@ -104,7 +107,7 @@ async def get_server_info(request: Request) -> Response:
             "version": request.app.version,
             "dp_size": refs.frontend.facts.dp_size,
             "engine": refs.engine_info,
-            "internal_states": [internal_state(rank, state["counters"]) for rank in state["ranks"]],
+            "internal_states": [_state_of(rank, state["counters"]) for rank in state["ranks"]],
             **state,
         }
     )
@@ -124,7 +127,133 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-_JSON = "application/json"
+# Values of `/v1/loads?include=`; "core" is always there, "all" is every one.
+_SECTIONS = ("core", "memory", "spec", "queues", "all")
+
+
+@router.get("/v1/loads", responses=answers())
+async def loads(
+    request: Request,
+    include: Annotated[str, Query(description=f"of {', '.join(_SECTIONS)}, with commas")] = "all",
+    dp_rank: Annotated[int | None, Query(ge=0, description="of this rank only")] = None,
+) -> Response:
+    """Requests, tokens and pages of every rank, and over all of them."""
+    sections = [name.strip() for name in include.split(",")]
+    for name in sections:
+        if name not in _SECTIONS:
+            raise InvalidRequestError(
+                f"include takes {', '.join(_SECTIONS)}, got {name!r}", "include"
+            )
+    refs = references_of(request)
+    dp_size = refs.frontend.facts.dp_size
+    if dp_rank is not None:
+        check_between("dp_rank", dp_rank, 0, dp_size - 1)
+    state = (await call_engine(refs, GetState())).data
+    found = [
+        _load(rank, state["counters"], _SECTIONS if "all" in sections else sections)
+        for rank in state["ranks"]
+        if dp_rank in (None, rank["dp_rank"])
+    ]
+    return json_response(
+        {
+            "version": request.app.version,
+            "dp_rank_count": dp_size,
+            "loads": found,
+            "aggregate": _aggregate(found),
+        }
+    )
+
+
+@router.get("/get_load", responses=answers())
+async def get_load(request: Request) -> Response:
+    """Requests and tokens of every rank, in the words of SGLang's older clients."""
+    state = (await call_engine(references_of(request), GetState())).data
+    return json_response(
+        [
+            {
+                "dp_rank": rank["dp_rank"],
+                "num_reqs": rank["num_running"] + rank["num_waiting"],
+                "num_waiting_reqs": rank["num_waiting"],
+                "num_tokens": _num_used_tokens(rank),
+            }
+            for rank in state["ranks"]
+        ]
+    )
+
+
+def _load(
+    rank: Mapping[str, Any], counters: Mapping[str, Any], sections: Collection[str]
+) -> dict[str, Any]:
+    """The load of a rank, with these `_SECTIONS`, in SGLang's words.
+
+    Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
+    together, as of the engine's last line of statistics.
+    """
+    num_running, num_waiting = rank["num_running"], rank["num_waiting"]
+    load = {
+        "dp_rank": rank["dp_rank"],
+        "timestamp": time.time(),
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": num_running + num_waiting,
+        "num_used_tokens": _num_used_tokens(rank),
+        "max_total_num_tokens": _max_tokens(rank),
+        "token_usage": token_usage(rank),
+        "gen_throughput": counters.get("gen_throughput", 0.0),
+        "cache_hit_rate": _share(counters, "cached_tokens", "prompt_tokens"),
+        "max_running_requests": rank["total_rows"],
+        "utilization": num_running / max(rank["total_rows"], 1),
+    }
+    if "memory" in sections:
+        pages = {name: count for name, count in rank.items() if name.endswith("_pages")}
+        load["memory"] = {"token_capacity": _max_tokens(rank), **pages}
+    if "spec" in sections:
+        rate = _share(counters, "accepted_draft_tokens", "drafted_tokens")
+        load["speculative"] = {"accept_rate": rate}
+    if "queues" in sections:
+        load["queues"] = {"waiting": num_waiting}
+    return load
+
+
+def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums and means over the ranks of `loads`."""
+    count = max(len(loads), 1)
+    return {
+        "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
+        "total_waiting_reqs": sum(load["num_waiting_reqs"] for load in loads),
+        "total_reqs": sum(load["num_total_reqs"] for load in loads),
+        "avg_token_usage": sum(load["token_usage"] for load in loads) / count,
+        "avg_throughput": sum(load["gen_throughput"] for load in loads) / count,
+        "avg_utilization": sum(load["utilization"] for load in loads) / count,
+    }
+
+
+def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """One of `/server_info`'s `internal_states`, as benches and routers read it."""
+    return {
+        "dp_rank": rank["dp_rank"],
+        "last_gen_throughput": counters.get("gen_throughput", 0.0),
+        "effective_max_running_requests_per_dp": rank["total_rows"],
+        "load": rank["num_running"] + rank["num_waiting"],
+        "memory_usage": {"token_capacity": _max_tokens(rank), "token_usage": token_usage(rank)},
+    }
+
+
+def _num_used_tokens(rank: Mapping[str, Any]) -> int:
+    """Tokens that the pages of running requests and sessions hold."""
+    held = rank["leased_pages"] + rank["session_held_pages"]
+    return int(held * rank["page_size"])
+
+
+def _max_tokens(rank: Mapping[str, Any]) -> int:
+    """Tokens that a rank's pages hold, but for the reserved ones."""
+    return int((rank["total_pages"] - rank["reserved_pages"]) * rank["page_size"])
+
+
+def _share(counters: Mapping[str, Any], part: str, whole: str) -> float:
+    return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
+
+
 _STATUS_OF_CODE = {
     "starting": "starting",
     "engine_stuck": "stuck",
@@ -133,34 +262,22 @@ _STATUS_OF_CODE = {
 }
 
 
-class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`since`: when a stuck engine fell silent, ISO 8601 in UTC."""
-
-    status: str
-    since: str | None = None
-    error: ErrorBody | None = None
-
-
 def health_answer(
     check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
 ) -> Response:
-    """200 if `check` passes; else the error that it raises, and since when."""
+    """200 if `check` passes; else the error that it raises, and if the engine is stuck, since when
+    (ISO 8601 in UTC)."""
     try:
         check()
     except Exception as raised:
-        error = to_api_error(raised)
+        error, stuck_since = to_api_error(raised), health.stuck_since
         if error.code not in _STATUS_OF_CODE:
             raise
-        since = health.stuck_since
-        body = Health(
-            _STATUS_OF_CODE[error.code],
-            None if since is None else since.isoformat(timespec="seconds"),
-            error_body(error),
-        )
+        since = {} if stuck_since is None else {"since": stuck_since.isoformat(timespec="seconds")}
+        body = {"status": _STATUS_OF_CODE[error.code], **since, "error": error_body(error)}
         headers = dict(error.headers or {})
-        return Response(msgspec.json.encode(body), error.status_code, headers, _JSON)
-    status = "paused" if is_paused else "ready"
-    return Response(msgspec.json.encode(Health(status)), media_type=_JSON)
+        return Response(msgspec.json.encode(body), error.status_code, headers, "application/json")
+    return json_response({"status": "paused" if is_paused else "ready"})
 
 
 class Gate:

@@ -18,7 +18,7 @@ from sgl_jax.server.apis.openai import (
 )
 from sgl_jax.server.chat import AnswerPart, ChatAnswer, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import streamed_answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.text.tokenizer import Tokenizer

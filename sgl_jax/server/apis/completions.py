@@ -29,8 +29,8 @@ from sgl_jax.server.fields import (
     refuse_several,
     session_turn,
 )
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
-from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import streamed_answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests

@@ -15,7 +15,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_STOP_STRINGS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
-from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat
+from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -31,10 +31,10 @@ from sgl_jax.server.errors import (
     messages_error,
 )
 from sgl_jax.server.fields import Part, RequestFields, StrictModel, User, in_range
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.references import references_of
-from sgl_jax.server.requests import check_chat, encode_chat
+from sgl_jax.server.requests import encode_chat
 
 _MAX_BLOCKS = 16_384
 _Id = Annotated[str, Field(max_length=256)]

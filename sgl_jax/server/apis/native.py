@@ -27,7 +27,7 @@ from sgl_jax.server.fields import (
     refuse_several,
     session_turn,
 )
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.references import References, references_of

@@ -29,7 +29,7 @@ from sgl_jax.server.chat_request import (
 )
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Part, RequestFields, StrictModel, in_range
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.references import references_of

@@ -16,8 +16,8 @@ from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.apis.openai import Usage, token_text, usage_of
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tools
 from sgl_jax.server.fields import ForEach, RequestFields, StrictModel, TokenIds
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat, encode_texts, prompt_requests
