@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server.admin import calls, management
+from sgl_jax.server import call_routes, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
@@ -31,7 +31,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     )
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)
-    for router in (*apis, calls.router, management.router, *others):
+    for router in (*apis, call_routes.router, management.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
     install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})

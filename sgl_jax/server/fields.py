@@ -23,7 +23,7 @@ from sgl_jax.core.request_limits import (
 from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, RANGES, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
-from sgl_jax.server.unserved_fields import NONE, UnservedFields
+from sgl_jax.server.unserved_fields import UnservedFields, advice, check_unserved
 
 T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
@@ -35,9 +35,9 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
-    properties = schema.setdefault("properties", {})
-    schemas = model.unserved.schemas().items()
-    properties |= {name: schema for name, schema in schemas if name not in model.model_fields}
+    for name, reason in model.unserved.items():
+        effect = "without effect" if reason is None else f"not served: {reason}; {advice(name)}"
+        schema.setdefault("properties", {}).setdefault(name, {"description": effect})
 
 
 class StrictModel(BaseModel):
@@ -53,7 +53,7 @@ class StrictModel(BaseModel):
         frozen=True,
         json_schema_extra=_describe_unserved,
     )
-    unserved: ClassVar[UnservedFields] = NONE
+    unserved: ClassVar[UnservedFields] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +64,7 @@ class StrictModel(BaseModel):
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
         unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
         for name in unserved:
-            cls.unserved.check(name, body[name])
+            check_unserved(name, body[name], cls.unserved[name])
         return {n: value for n, value in body.items() if value is not None and n not in unserved}
 
 

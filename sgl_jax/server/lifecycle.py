@@ -44,11 +44,11 @@ from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.server.admin.management import Gate
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.management import Gate
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.worker_process import TextWorkers

@@ -214,28 +214,6 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
         yield own
 
 
-class TextAnswer(Struct, tag_field="type", tag="text"):
-    text: str = ""
-
-
-class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
-    """Reasoning. Nothing is hidden, so there is nothing to sign."""
-
-    thinking: str = ""
-    signature: str = ""
-
-
-class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
-    """A call. If the answer was cut off, `input` has the complete part."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
-
-
 class MessagesUsage(Struct, frozen=True):
     """Tokens; `input_tokens` without those read from the cache."""
 
@@ -246,11 +224,11 @@ class MessagesUsage(Struct, frozen=True):
 
 
 class MessageObject(Struct):
-    """An answer, as far as it is made."""
+    """An answer, as far as it is made; `content` holds texts, thinking and uses of tools."""
 
     id: str
     model: str
-    content: list[AnswerBlock]
+    content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -346,10 +324,12 @@ class MessagesFormat(PartsFormat):
         )
 
 
-def _block(part: AnswerPart) -> AnswerBlock:
+def _block(part: AnswerPart) -> dict[str, Any]:
+    """The block of a part. If the answer was cut off, the input of a call has the complete part."""
     match part.kind:
         case "content":
-            return TextAnswer(part.text)
-        case "reasoning":
-            return ThinkingAnswer(part.text)
-    return ToolUseAnswer(part.call_id, part.name, from_json(part.text or "{}", allow_partial=True))
+            return {"type": "text", "text": part.text}
+        case "reasoning":  # nothing is hidden, so there is nothing to sign
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+    arguments = from_json(part.text or "{}", allow_partial=True)
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}

@@ -251,7 +251,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         ]
         written = map(msgspec.json.encode, (response, items, [*conversation, message]))
         stored = StoredResponse(caller_of(request).name, *written)
-        _store(request).put(response.id, stored)
+        request.app.state.responses.put(response.id, stored)
 
     chat = body.chat(conversation)
     refs = references_of(request)
@@ -294,7 +294,7 @@ async def get_response(response_id: str, request: Request) -> Response:
 @router.delete("/{response_id}", responses=answers(Deleted))
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response."""
-    _store(request).delete(response_id, caller_of(request).name)
+    request.app.state.responses.delete(response_id, caller_of(request).name)
     return json_response(Deleted(response_id))
 
 
@@ -312,14 +312,9 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     raise ApiError(400, "only background responses can be cancelled, and there are none here")
 
 
-def _store(request: Request) -> "ResponseStore":
-    store = request.app.state.responses
-    assert isinstance(store, ResponseStore)
-    return store
-
-
 def _stored(response_id: str, request: Request, param: str | None = None) -> "StoredResponse":
-    return _store(request).get(response_id, caller_of(request).name, param)
+    store: ResponseStore = request.app.state.responses
+    return store.get(response_id, caller_of(request).name, param)
 
 
 class StoredResponse(NamedTuple):

@@ -67,8 +67,7 @@ class ApiKeys:
             tenants: name -> tenant of the keys that have one.
 
         Raises:
-            ValueError: a key is empty, a name too long or reserved, or either is the same as
-                another one.
+            ValueError: a name is too long or reserved, or it or a key is the same as another one.
         """
         shared = sorted(set(clients) & set(admins))
         if shared:
@@ -80,8 +79,6 @@ class ApiKeys:
         ]
         self._digests: list[tuple[bytes, Caller]] = []
         for caller, key in callers:
-            if not key.strip():
-                raise ValueError(f"the API key {caller.name!r} is empty")
             if caller.name == ANONYMOUS.name:
                 raise ValueError(f"{caller.name!r} is the name of callers without a key")
             if len(caller.name) > MAX_NAME_CHARS:

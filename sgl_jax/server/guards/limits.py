@@ -26,8 +26,8 @@ _CHAT_PATHS = frozenset(
 )
 
 
-def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "flag": flag})
+def _limit(default: Any, meaning: str) -> Any:
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Limits:
         ServerArgs.max_connections,
         "open connections; with more, the one is closed that has waited longest for a request, or "
         "if all have one, the newest (503)",
-        "max_connections",
     )
     max_pipelined_requests: int = _limit(
         32, "requests sent ahead on a connection; with one more it is closed"
@@ -51,12 +50,10 @@ class Limits:
     receive_timeout_s: float = _limit(
         ServerArgs.receive_timeout,
         "seconds from a request's first byte to its last, and before a connection's first (408)",
-        "receive_timeout",
     )
     keep_alive_timeout_s: float = _limit(
         ServerArgs.keep_alive_timeout,
         "seconds without a request after which a connection is closed",
-        "keep_alive_timeout",
     )
 
     # Bodies, behind the key
@@ -64,7 +61,6 @@ class Limits:
         ServerArgs.max_body_bytes,
         "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
         "`/v1/score` (413)",
-        "max_body_bytes",
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,

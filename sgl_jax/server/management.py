@@ -29,8 +29,8 @@ from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import token_usage
-from sgl_jax.server.admin.calls import call_engine
 from sgl_jax.server.answer_stream import StreamGroup, json_response
+from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers, text_answer
