@@ -4,7 +4,7 @@ the bodies of `/v1/responses` and `/v1/messages` take.
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from sgl_jax.core.messages import SessionId
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.server.fields import (
     GenerationFields,
+    Items,
     Part,
     RequestFields,
     StrictModel,
@@ -20,7 +21,8 @@ from sgl_jax.server.fields import (
     refuse_several,
 )
 
-MAX_TOOLS = 1024
+T = TypeVar("T")
+ToolList = Annotated[Items[T], Field(max_length=1024)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -83,7 +85,7 @@ class AllowedTools(StrictModel):
     """The tools that the model may call, or one of which it must, among those it sees."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: ToolList[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolChoice(StrictModel):
@@ -95,7 +97,6 @@ ToolChoice = (
     Literal["none", "auto", "required"]
     | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 )
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 MAX_MESSAGES = 16_384
 
 
@@ -108,14 +109,12 @@ class TextPart(StrictModel):
 
 class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+    content: str | Items[TextPart] | None = Field(
         default=None, description="may be missing beside tool_calls"
     )
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        Field(default=None, description="of the assistant")
-    )
+    tool_calls: ToolList[ToolCall] | None = Field(default=None, description="of the assistant")
     tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
 
     @model_validator(mode="after")
@@ -159,14 +158,12 @@ def joined_text(content: str | list[Any] | None) -> str:
 class ChatRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        min_length=1, max_length=MAX_MESSAGES
-    )
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Tools | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: ToolChoice | None = Field(
         default=None, description="none: the model does not see the tools"
     )

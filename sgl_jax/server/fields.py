@@ -29,9 +29,11 @@ T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 User = Annotated[str, Field(max_length=MAX_USER_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+# The check of a list ends at its first fault.
+Items = Annotated[list[T], Field(fail_fast=True)]
 # One for each prompt.
-ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+ForEach = Annotated[Items[T], Field(max_length=MAX_REQUESTS_PER_CALL)]
+TokenIds = Items[Annotated[int, Field(ge=0)]]
 
 
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
@@ -138,7 +140,9 @@ def _few_keys(bias: Any) -> Any:
 
 
 _Bias = Annotated[float, Field(ge=RANGES["logit_bias"].low, le=RANGES["logit_bias"].high)]
-_StopString = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[
+    Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)
+]
 _GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 # An object, or its JSON.
 _Json = _GrammarText | dict[str, Any]
@@ -160,14 +164,12 @@ class SamplingFields(StrictModel):
     seed: int | None = in_range("seed")
     sampling_seed: int | None = in_range("seed", "same as seed")
     min_new_tokens: int | None = in_range("min_new_tokens")
-    stop: (
-        str
-        | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
-        | None
-    ) = None
-    stop_token_ids: (
-        Annotated[list[int], Field(fail_fast=True, max_length=_MAX_STOP_IDS_SENT)] | None
-    ) = Field(default=None, description="those outside the vocabulary are ignored")
+    stop: str | StopStrings | None = None
+    stop_token_ids: Items[int] | None = Field(
+        default=None,
+        max_length=_MAX_STOP_IDS_SENT,
+        description="those outside the vocabulary are ignored",
+    )
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None

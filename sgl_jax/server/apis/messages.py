@@ -12,15 +12,14 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_STOP_STRINGS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     ChatRequest,
     FunctionName,
+    ToolList,
     joined_text,
 )
 from sgl_jax.server.errors import (
@@ -30,7 +29,15 @@ from sgl_jax.server.errors import (
     client_names,
     messages_error,
 )
-from sgl_jax.server.fields import Part, RequestFields, StrictModel, User, in_range
+from sgl_jax.server.fields import (
+    Items,
+    Part,
+    RequestFields,
+    StopStrings,
+    StrictModel,
+    User,
+    in_range,
+)
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers, streamed_answers
 from sgl_jax.server.references import references_of
@@ -61,7 +68,7 @@ class ToolUseBlock(Part):
     input: dict[str, Any]
 
 
-_Text = str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
+_Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 
 class ToolResultBlock(Part):
@@ -77,7 +84,7 @@ Block = Annotated[
 
 class Message(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
+    content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
 
     @property
     def blocks(self) -> Sequence[Any]:
@@ -149,10 +156,10 @@ class CountTokensBody(RequestFields):
     """Body of `/v1/messages/count_tokens`: the parts of a prompt."""
 
     system: _Text | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+    messages: Items[Message] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="the last is continued, if the model's"
     )
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = Field(default=None, description="by default as the template does")
     output_config: OutputConfig | None = None
@@ -183,13 +190,7 @@ class CountTokensBody(RequestFields):
 
 class MessagesBody(CountTokensBody):
     max_tokens: int = Field(ge=1)
-    stop: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1)]],
-            Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
-        ]
-        | None
-    ) = Field(default=None, alias="stop_sequences")
+    stop: StopStrings | None = Field(default=None, alias="stop_sequences")
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
     top_k: int | None = in_range("top_k", "-1 or 0: all")

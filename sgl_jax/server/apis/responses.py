@@ -21,14 +21,14 @@ from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
 from sgl_jax.server.chat import answer_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     CalledFunction,
     ChatRequest,
     FunctionDefinition,
+    ToolList,
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import Part, RequestFields, StrictModel, in_range
+from sgl_jax.server.fields import Items, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.openapi import answers, streamed_answers
@@ -47,7 +47,7 @@ class InputText(Part):
     text: str
 
 
-_Text = str | Annotated[list[InputText], Field(fail_fast=True)]
+_Text = str | Items[InputText]
 
 
 class MessageItem(Part):
@@ -76,7 +76,7 @@ class ReasoningInput(Part):
     """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[InputReasoning], Field(fail_fast=True)] | None = None
+    content: Items[InputReasoning] | None = None
 
 
 def _with_type(item: Any) -> Any:
@@ -109,7 +109,7 @@ class ChosenTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: ToolList[ChosenTool] = Field(min_length=1)
 
     @property
     def of_chat(self) -> dict[str, Any]:
@@ -150,10 +150,7 @@ class ReasoningOptions(Part):
 class ResponsesBody(RequestFields):
     """Body of `/v1/responses`."""
 
-    input: (
-        str
-        | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    )
+    input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(default=None, description="a system's message, for this once")
     previous_response_id: _Id | None = Field(
         default=None, description="its conversation, without its instructions, comes before"
@@ -163,7 +160,7 @@ class ResponsesBody(RequestFields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[ResponseTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[ChosenTool | ChosenTools, Field(discriminator="type")]
