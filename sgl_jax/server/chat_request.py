@@ -67,10 +67,6 @@ class ToolCall(Part):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        call = {"type": self.type, "function": self.function.model_dump()}
-        return call if self.id is None else {"id": self.id, **call}
-
 
 class NamedFunction(StrictModel):
     name: FunctionName
@@ -139,13 +135,9 @@ class ChatMessage(Part):
         The string is there without content, too: many templates add it to others.
         """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": joined_text(self.content)}
-        for extra in ("name", "reasoning_content", "tool_call_id"):
-            if getattr(self, extra) is not None:
-                message[extra] = getattr(self, extra)
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
+        written = {"role", "content"} if self.tool_calls else {"role", "content", "tool_calls"}
+        others = self.model_dump(exclude=written, exclude_none=True)
+        return {"role": role, "content": joined_text(self.content), **others}
 
 
 def joined_text(content: str | list[Any] | None) -> str:

@@ -102,7 +102,7 @@ class _Server:
         self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
         self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
-        self._texts = TextPool(self._text_workers, Limits.of(args))
+        self._texts = TextPool(self._text_workers)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()  # engine's facts

@@ -33,11 +33,15 @@ from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.openapi import answers, text_answer
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
 _HEALTH_TIMEOUT_S = 20.0
 _SCRAPE_TIMEOUT_S = 2.0
+_PROMETHEUS = {
+    "description": "counters in Prometheus' text format",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
+}
 router = APIRouter(tags=["management"], route_class=JsonRoute)
 
 
@@ -113,7 +117,7 @@ async def get_server_info(request: Request) -> Response:
     )
 
 
-@router.get("/metrics", responses=text_answer("counters in Prometheus' text format"))
+@router.get("/metrics", responses=answers() | {200: _PROMETHEUS})
 async def metrics(request: Request) -> Response:
     """Requests and latencies; memory and load of every rank, as the engine last reported."""
     refs = references_of(request)

@@ -55,13 +55,6 @@ def streamed_answers(
     return responses
 
 
-def text_answer(description: str) -> Responses:
-    responses = answers()
-    content = {"text/plain": {"schema": {"type": "string"}}}
-    responses[200] = {"description": description, "content": content}
-    return responses
-
-
 def _json(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:
     schema = {"type": "object" if kind is None else "string"}
     if kind is not None and issubclass(kind, msgspec.Struct):

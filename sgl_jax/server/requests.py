@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,10 @@ from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
-from sgl_jax.text.jobs import EncodeChat
+from sgl_jax.text.jobs import EncodeChat, EncodeTexts
+
+_SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
+_JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
 
 
 async def prompt_requests(
@@ -79,11 +82,28 @@ async def encode_texts(
     refs, special = references_of(request), add_special_tokens
     for text in texts:
         refs.frontend.checks.check_length(len(text))
-    if refs.texts.is_short(texts):
+    if sum(map(len, texts)) <= _SHORT_CHARS:  # costs less than a worker
         encode = refs.frontend.tokenizer.encode
         return [array("i", encode(text, add_special_tokens=special)) for text in texts]
-    encoding = refs.texts.encode(_client_of(request), texts, add_special_tokens=special)
-    return await unless_gone(request.receive, encoding)
+    jobs = [
+        EncodeTexts(piece, refs.limits.text_seconds(sum(map(len, piece))), special)
+        for piece in pieces_of(texts)
+    ]
+    return await unless_gone(request.receive, refs.texts.run(_client_of(request), jobs))
+
+
+def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if piece and num_chars + len(text) > _JOB_CHARS:
+            yield piece
+            piece, num_chars = [], 0
+        piece.append(text)
+        num_chars += len(text)
+    if piece:
+        yield piece
 
 
 async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
@@ -103,8 +123,8 @@ async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
         refs.frontend.facts.max_request_tokens,
         refs.limits.text_seconds(num_chars),
     )
-    encoding = refs.texts.encode_chat(_client_of(request), job)
-    return _unpack(refs, await unless_gone(request.receive, encoding))
+    (ids,) = await unless_gone(request.receive, refs.texts.run(_client_of(request), [job]))
+    return _unpack(refs, ids)
 
 
 def _unpack(refs: References, ids: Ids) -> list[int]:
