@@ -2,8 +2,7 @@
 
 import json
 import uuid
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -39,7 +38,7 @@ from sgl_jax.server.fields import (
     in_range,
 )
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import encode_chat
 
@@ -85,12 +84,6 @@ Block = Annotated[
 class Message(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
-        return self.content
 
 
 class MessagesTool(Part):
@@ -176,7 +169,7 @@ class CountTokensBody(RequestFields):
         given: dict[str, Any] = {
             "user": self.user or (self.metadata and self.metadata.user_id),
             "messages": messages,
-            "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
+            "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),
             "tool_choice": None if choice is None else choice.of_chat,
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
         }
@@ -198,21 +191,23 @@ class MessagesBody(CountTokensBody):
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """The message as messages of a chat: results of calls come first, each by itself."""
-    blocks: dict[type, list[Any]] = defaultdict(list)
-    for block in message.blocks:
-        blocks[type(block)].append(block)
-    for result in blocks[ToolResultBlock]:
-        text = joined_text(result.content)
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    own: dict[str, Any] = {"role": message.role, "content": joined_text(blocks[TextBlock])}
-    if thought := "".join(block.thinking for block in blocks[ThinkingBlock]):
-        own["reasoning_content"] = thought
-    for block in blocks[ToolUseBlock]:
-        function = {"name": block.name, "arguments": json.dumps(block.input)}
-        call = {"id": block.id, "type": "function", "function": function}
-        own.setdefault("tool_calls", []).append(call)
-    if blocks[TextBlock] or len(own) > 2:
-        yield own
+    content = message.content
+    texts, thought, calls = [], "", []
+    for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thought += block.thinking
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock():
+                text = joined_text(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if texts or thought or calls:
+        own = {"role": message.role, "content": "\n".join(texts)}
+        yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 
 class MessagesUsage(Struct, frozen=True):
@@ -252,7 +247,7 @@ _NAMES = {
 }
 
 
-@router.post("", responses=streamed_answers(MessageObject, MessagesError))
+@router.post("", responses=answers(MessageObject, MessagesError, streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     chat = body.chat()

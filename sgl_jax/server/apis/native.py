@@ -29,7 +29,7 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ _SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.mo
 router = APIRouter(tags=["native"], route_class=JsonRoute)
 
 
-@router.post("/generate", responses=streamed_answers(Generated))
+@router.post("/generate", responses=answers(Generated, streams=True))
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts; the answer to a list is a list."""
     prompts = body.prompts

@@ -31,7 +31,7 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Items, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
 _MAX_METADATA = 16
@@ -233,7 +233,7 @@ _NAMES = {
 }
 
 
-@router.post("", responses=streamed_answers(ResponseObject))
+@router.post("", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """Answer an input, after the conversation of an earlier response if one is named."""
     conversation = messages_of(body.items)
