@@ -75,7 +75,7 @@ async def answer_chat(
         return_logprob=bool(chat.logprobs),
         top_logprobs_num=chat.top_logprobs or 0,
     )
-    marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separates_reasoning)
+    marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
     group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
     return await respond(group, answer_format)
@@ -113,7 +113,7 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
         special = refs.frontend.tokenizer.special_ids_of(marks)
         if not chat.must_call:
             return {"ebnf": grammar.calls_amid_content(schemas, special)}
-        is_single = not chat.calls_in_parallel or isinstance(chat.tool_choice, NamedTool)
+        is_single = not chat.parallel_tool_calls or isinstance(chat.tool_choice, NamedTool)
         return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
     except ValueError as error:
         raise InvalidRequestError(f"tools: {error}", "tools") from error
@@ -153,9 +153,9 @@ class ChatAnswer:
         self._reader = self._parser.reader(
             chat.schemas,
             _prompt_tail(refs, stream.request.input_ids),
-            has_reasoning=chat.separates_reasoning,
+            has_reasoning=chat.separate_reasoning,
         )
-        self._is_parallel = chat.calls_in_parallel
+        self._is_parallel = chat.parallel_tool_calls
         self._num_calls = 0  # also of calls that are not handed out
         self._is_amid_call = False
         self.parts: list[AnswerPart] = []

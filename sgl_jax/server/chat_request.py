@@ -159,12 +159,10 @@ class ChatRequest(GenerationFields):
     tool_choice: ToolChoice | None = Field(
         default=None, description="none: the model does not see the tools"
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false: of several calls only the first is handed out"
+    parallel_tool_calls: bool = Field(
+        default=True, description="false: of several calls only the first is handed out"
     )
-    separate_reasoning: bool | None = Field(
-        default=None, description="false: reasoning stays in content"
-    )
+    separate_reasoning: bool = Field(default=True, description="false: reasoning stays in content")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -253,15 +251,6 @@ class ChatRequest(GenerationFields):
         """Calls, if there are any, are held to `held_schemas`."""
         has_strict = any(tool.function.strict for tool in self.shown_tools)
         return self.must_call or has_strict or isinstance(self.tool_choice, AllowedToolChoice)
-
-    @property
-    def calls_in_parallel(self) -> bool:
-        return self.parallel_tool_calls is not False
-
-    @property
-    def separates_reasoning(self) -> bool:
-        """Reasoning is a field beside content."""
-        return self.separate_reasoning is not False
 
     @property
     def template_args(self) -> dict[str, Any]:

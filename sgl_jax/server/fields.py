@@ -266,10 +266,6 @@ class JsonSchema(StrictModel):
     json_value: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    @property
-    def held(self) -> dict[str, Any]:
-        return held_schema(self.json_value, is_strict=self.strict)
-
 
 class ResponseFormat(StrictModel):
     """Any text, a JSON object, JSON by a schema, or tags (SGLang's)."""
@@ -293,7 +289,9 @@ class ResponseFormat(StrictModel):
                 raise InvalidRequestError(
                     "a response_format of type json_schema has a json_schema", "response_format"
                 )
-            return {"json_schema": json.dumps(self.json_schema.held)}
+            given = self.json_schema
+            held = held_schema(given.json_value, is_strict=given.strict)
+            return {"json_schema": json.dumps(held)}
         return {}
 
 
