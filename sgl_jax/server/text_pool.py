@@ -63,7 +63,7 @@ class TextPool:
     async def run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
         """Token ids of each text or conversation of `jobs`, for the client of this name.
 
-        If a job fails, or the caller is cancelled, those that have not begun are not done.
+        If one fails, or the caller is cancelled, the others are not begun.
 
         Raises:
             InvalidRequestError: a conversation is too long, or refused by the template.
