@@ -131,15 +131,22 @@ class _Server:
                 self._args, self._client.folder, self._on_exit, self._engine_command
             )
             gate = Gate(self._health)
-            app = with_cors(gate, self._args.cors_allow_origins)
-            serving = await stack.enter_async_context(_http(app, Limits.of(self._args), listener))
+            public = with_cors(gate, self._args.cors_allow_origins)
+            limits = Limits.of(self._args)
+            serving = await stack.enter_async_context(_http(public, limits, listener))
             logger.info("listening at %s; the engine starts", _url(listener))
             loading = _in_thread(lambda: open_model_files(self._args))
             stack.callback(loading.cancel)
             refs = await self._start(loading, stopping)
             if refs is None:  # stopped while starting
                 return 0
-            self._open(gate, refs)
+            app = build_app(refs, self._keys)
+            self._texts.start()
+            # The objects built so far stay as long as the process. A full collection through all of
+            # them, modules and vocabulary, would hold up every client.
+            gc.collect()
+            gc.freeze()
+            gate.open(app)
             logger.info("serving %s as %r", self._args.model_path, refs.model_name)
             print(f"sgl_jax is ready at {_url(listener)}", flush=True)
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -172,15 +179,6 @@ class _Server:
         limits = Limits.of(args, front.checks.max_prompt_chars)
         metrics = EngineMetrics(front.metrics)
         return References(args, front, info, metrics, limits, self._texts, self._health)
-
-    def _open(self, gate: Gate, refs: References) -> None:
-        app = build_app(refs, self._keys)
-        refs.texts.start()
-        # The objects built so far stay as long as the process. A full collection through all of
-        # them, modules and vocabulary, would hold up every client.
-        gc.collect()
-        gc.freeze()
-        gate.open(app)
 
     async def _drain(self, refs: References) -> None:
         """Wait for the running requests, up to the time allowed; the rest ends with an error."""
