@@ -167,9 +167,6 @@ class FairQueue(Generic[T]):
         self._num_out: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
     def put(self, client: str, work: T) -> None:
         self._waiting.setdefault(client, deque()).append(work)
         self._changed.set()

@@ -336,9 +336,6 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; one that is larger than the store is not kept."""
         self._stored[response_id] = stored
