@@ -6,7 +6,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from sgl_jax.core.calls import CALLS
 from sgl_jax.server import call_routes, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import install_error_handlers
@@ -34,7 +33,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     for router in (*apis, call_routes.router, management.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
-    install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
+    install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:

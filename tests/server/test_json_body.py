@@ -91,7 +91,7 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
 ) -> None:
     app = FastAPI()
     app.state.limits = Limits()
-    install_error_handlers(app, {})
+    install_error_handlers(app)
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/sum")
