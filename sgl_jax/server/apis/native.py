@@ -144,14 +144,10 @@ class GenerateBody(RequestFields):
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         prompts_too = not self.return_output_logprob_only
         all_options = super().options_of(num_prompts)
-        for options, is_scored, start, top, own_ids in zip(
-            all_options,
-            for_each("return_logprob", self.return_logprob, num_prompts),
-            for_each("logprob_start_len", self.logprob_start_len, num_prompts),
-            for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
-            for_each("token_ids_logprob", ids, num_prompts),
-            strict=True,
-        ):
+        names = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+        columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
+        columns.append(for_each("token_ids_logprob", ids, num_prompts))
+        for options, is_scored, start, top, own_ids in zip(all_options, *columns, strict=True):
             if is_scored:
                 options["return_logprob"] = True
                 options["logprob_start_len"] = start if prompts_too and start is not None else -1
