@@ -215,6 +215,7 @@ class PartsFormat(AnswerFormat):
     def __init__(self, refs: References, chat: ChatRequest) -> None:
         self._refs, self._chat = refs, chat
         self._answer: ChatAnswer | None = None
+        self._parts: list[AnswerPart] = []
         self._finish: FinishReason | None = None
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
@@ -228,14 +229,11 @@ class PartsFormat(AnswerFormat):
         self.closing(streams)
         return self._object
 
-    @property
-    def _parts(self) -> list[AnswerPart]:
-        return [] if self._answer is None else self._answer.parts
-
     def _events(self, chunk: Chunk, stream: RequestStream) -> Iterator[NamedEvent]:
         if self._answer is None:
             yield from self._begun(stream)
             self._answer = ChatAnswer(self._refs, self._chat, stream)
+            self._parts = self._answer.parts
         self._finish = chunk.finish
         for part, gain in self._answer.feed(chunk):
             yield from self._changed(part, gain)
