@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
-from sgl_jax.server.admin.calls import body_of
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.messages import (
     CountTokensBody,
@@ -44,6 +43,7 @@ from sgl_jax.server.apis.responses import (
     TextOptions,
 )
 from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, TokenizeBody
+from sgl_jax.server.call_routes import body_of
 from sgl_jax.server.chat_request import (
     CalledFunction,
     ChatMessage,
@@ -154,12 +154,13 @@ def _unserved_sections() -> list[str]:
 
 
 def _unserved(title: str, table: UnservedFields) -> list[str]:
-    ignored = ", ".join(f"`{name}`" for name in sorted(table.ignored))
+    ignored = ", ".join(f"`{name}`" for name in sorted(table) if table[name] is None)
     lines = [f"### {title}", "", f"Without effect at any value: {ignored}.", ""]
     lines += ["| refused unless it requests nothing | why |", "|---|---|"]
     by_reason: dict[str, list[str]] = {}
-    for name, reason in table.reasons.items():
-        by_reason.setdefault(reason, []).append(f"`{name}`{_exception(name)}")
+    for name, reason in table.items():
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(f"`{name}`{_exception(name)}")
     return [*lines, *(f"| {', '.join(names)} | {why} |" for why, names in by_reason.items()), ""]
 
 

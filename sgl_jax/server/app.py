@@ -6,12 +6,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from sgl_jax.core.calls import CALLS
-from sgl_jax.server.admin import calls, loads, management
+from sgl_jax.server import call_routes, management
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import install_error_handlers
-from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
-from sgl_jax.server.guards.json_body import JsonBodies
+from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
@@ -26,16 +24,16 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.references = refs
-    app.state.json_bodies = JsonBodies(refs.limits)
+    app.state.limits = refs.limits
     app.state.responses = responses.ResponseStore(
         refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
     )
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)
-    for router in (*apis, calls.router, management.router, loads.router, *others):
+    for router in (*apis, call_routes.router, management.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
-    install_error_handlers(app, {call.route: call.methods for call in CALLS if call.route})
+    install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:

@@ -1,11 +1,11 @@
 """The one way from a chat to its answer, for every API: body -> chat -> requests -> parts -> bytes.
 
-A chat's body passes eight names until the engine has its requests:
+A chat's body passes seven names until the engine has its requests:
 
 - `apis/chat.py`: `chat_completions` gets it as a `ChatRequest`, which other APIs' bodies make;
-- `chat.py`: `answer_chat`;
-- `requests.py`: `chat_requests` checks it, `encode_chat` has it tokenized, and `prompt_requests`
-  makes a request of each choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
+- `chat.py`: `answer_chat` checks it;
+- `requests.py`: `encode_chat` has it tokenized, and `prompt_requests` makes a request of each
+  choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
 - `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit` of `engine/frontend.py`,
   to be sent by `ZmqEngineClient.send`.
 
@@ -19,14 +19,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from fastapi import Request, Response
 
-from sgl_jax.core.messages import FinishReason
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import FinishReason, SessionTurn
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
-from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.chat_request import ChatRequest, NamedTool
+from sgl_jax.server.errors import client_names
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import chat_requests, prompt_tail
+from sgl_jax.server.requests import encode_chat, prompt_requests
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -37,6 +40,8 @@ from sgl_jax.text.output_events import (
     joined,
 )
 
+_PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
+
 
 async def answer_chat(
     request: Request, chat: ChatRequest, answer_format: AnswerFormat, names: Mapping[str, str]
@@ -45,16 +50,79 @@ async def answer_chat(
 
     Errors name fields by `names`, as for `client_names`.
     """
-    refs = references_of(request)
+    refs, parser = references_of(request), references_of(request).answer_parser
+    check_chat(refs, chat)
+    grammar = {}
     if chat.holds_calls:
         names = {**names, "ebnf": "tools"}
-    requests = await chat_requests(request, chat, names)
-    marks = refs.answer_parser.marks(
-        has_tools=bool(chat.shown_tools), has_reasoning=chat.separates_reasoning
+        grammar = _call_grammar(refs, chat)
+    with client_names(names):
+        ids = await encode_chat(request, chat)
+        samplings = [
+            msgspec.structs.replace(chat.to_sampling(choice), **grammar)
+            for choice in range(chat.num_choices)
+        ]
+    if samplings[0].grammar is not None:
+        reasoning = parser.reasoning_after(_prompt_tail(refs, ids))
+        samplings = [msgspec.structs.replace(each, reasoning=reasoning) for each in samplings]
+    requests = await prompt_requests(
+        request,
+        chat,
+        [ids],
+        [samplings],
+        names,
+        turn=None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
+        return_logprob=bool(chat.logprobs),
+        top_logprobs_num=chat.top_logprobs or 0,
     )
+    marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
     group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
     return await respond(group, answer_format)
+
+
+def check_chat(refs: References, chat: ChatRequest) -> None:
+    """Raise `InvalidRequestError` or `ApiError` if this server cannot take `chat` now."""
+    refs.check_open()
+    refs.check_model(chat.model)
+    if not chat.shown_tools:
+        return
+    if not refs.answer_parser.reads_calls:
+        raise InvalidRequestError(
+            "tools: how this model writes calls is not known; start the server with "
+            "--tool-call-parser",
+            "tools",
+        )
+    if "tools" not in refs.frontend.tokenizer.chat_template:
+        raise InvalidRequestError(
+            "tools: the model's chat template does not tell it of tools; start the server "
+            "with another --chat-template",
+            "tools",
+        )
+
+
+def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
+    """The sampling parameter that holds the calls of the answer to the tools' schemas.
+
+    Raises `InvalidRequestError` for tools whose calls cannot be held to them.
+    """
+    schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
+    assert grammar is not None, "tools are refused where the format of calls is unknown"
+    try:
+        marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)
+        special = refs.frontend.tokenizer.special_ids_of(marks)
+        if not chat.must_call:
+            return {"ebnf": grammar.calls_amid_content(schemas, special)}
+        is_single = not chat.parallel_tool_calls or isinstance(chat.tool_choice, NamedTool)
+        return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
+    except ValueError as error:
+        raise InvalidRequestError(f"tools: {error}", "tools") from error
+
+
+def _prompt_tail(refs: References, prompt: Sequence[int]) -> str:
+    """The last characters of a prompt, special tokens included."""
+    tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
+    return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 PartKind = Literal["content", "reasoning", "call"]
@@ -84,10 +152,10 @@ class ChatAnswer:
         self._parser = refs.answer_parser
         self._reader = self._parser.reader(
             chat.schemas,
-            prompt_tail(refs, stream.request.input_ids),
-            has_reasoning=chat.separates_reasoning,
+            _prompt_tail(refs, stream.request.input_ids),
+            has_reasoning=chat.separate_reasoning,
         )
-        self._is_parallel = chat.calls_in_parallel
+        self._is_parallel = chat.parallel_tool_calls
         self._num_calls = 0  # also of calls that are not handed out
         self._is_amid_call = False
         self.parts: list[AnswerPart] = []
@@ -147,6 +215,7 @@ class PartsFormat(AnswerFormat):
     def __init__(self, refs: References, chat: ChatRequest) -> None:
         self._refs, self._chat = refs, chat
         self._answer: ChatAnswer | None = None
+        self._parts: list[AnswerPart] = []
         self._finish: FinishReason | None = None
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
@@ -160,14 +229,11 @@ class PartsFormat(AnswerFormat):
         self.closing(streams)
         return self._object
 
-    @property
-    def _parts(self) -> list[AnswerPart]:
-        return [] if self._answer is None else self._answer.parts
-
     def _events(self, chunk: Chunk, stream: RequestStream) -> Iterator[NamedEvent]:
         if self._answer is None:
             yield from self._begun(stream)
             self._answer = ChatAnswer(self._refs, self._chat, stream)
+            self._parts = self._answer.parts
         self._finish = chunk.finish
         for part, gain in self._answer.feed(chunk):
             yield from self._changed(part, gain)

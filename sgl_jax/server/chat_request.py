@@ -4,7 +4,7 @@ the bodies of `/v1/responses` and `/v1/messages` take.
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from sgl_jax.core.messages import SessionId
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.server.fields import (
     GenerationFields,
+    Items,
     Part,
     RequestFields,
     StrictModel,
@@ -20,7 +21,8 @@ from sgl_jax.server.fields import (
     refuse_several,
 )
 
-MAX_TOOLS = 1024
+T = TypeVar("T")
+ToolList = Annotated[Items[T], Field(max_length=1024)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -65,10 +67,6 @@ class ToolCall(Part):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        call = {"type": self.type, "function": self.function.model_dump()}
-        return call if self.id is None else {"id": self.id, **call}
-
 
 class NamedFunction(StrictModel):
     name: FunctionName
@@ -83,7 +81,7 @@ class AllowedTools(StrictModel):
     """The tools that the model may call, or one of which it must, among those it sees."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: ToolList[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolChoice(StrictModel):
@@ -95,7 +93,6 @@ ToolChoice = (
     Literal["none", "auto", "required"]
     | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 )
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 MAX_MESSAGES = 16_384
 
 
@@ -108,14 +105,12 @@ class TextPart(StrictModel):
 
 class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+    content: str | Items[TextPart] | None = Field(
         default=None, description="may be missing beside tool_calls"
     )
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        Field(default=None, description="of the assistant")
-    )
+    tool_calls: ToolList[ToolCall] | None = Field(default=None, description="of the assistant")
     tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
 
     @model_validator(mode="after")
@@ -140,13 +135,9 @@ class ChatMessage(Part):
         The string is there without content, too: many templates add it to others.
         """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": joined_text(self.content)}
-        for extra in ("name", "reasoning_content", "tool_call_id"):
-            if getattr(self, extra) is not None:
-                message[extra] = getattr(self, extra)
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
+        written = {"role", "content"} if self.tool_calls else {"role", "content", "tool_calls"}
+        others = self.model_dump(exclude=written, exclude_none=True)
+        return {"role": role, "content": joined_text(self.content), **others}
 
 
 def joined_text(content: str | list[Any] | None) -> str:
@@ -159,23 +150,19 @@ def joined_text(content: str | list[Any] | None) -> str:
 class ChatRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        min_length=1, max_length=MAX_MESSAGES
-    )
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Tools | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: ToolChoice | None = Field(
         default=None, description="none: the model does not see the tools"
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="false: of several calls only the first is handed out"
+    parallel_tool_calls: bool = Field(
+        default=True, description="false: of several calls only the first is handed out"
     )
-    separate_reasoning: bool | None = Field(
-        default=None, description="false: reasoning stays in content"
-    )
+    separate_reasoning: bool = Field(default=True, description="false: reasoning stays in content")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -230,47 +217,40 @@ class ChatRequest(GenerationFields):
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
+    def _choice(self) -> tuple[str, set[str]]:
+        """The mode, and the names of the tools that may be called."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return "required", {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                return allowed.mode, {tool.function.name for tool in allowed.tools}
+            case mode:
+                return mode or "auto", {tool.function.name for tool in self.shown_tools}
+
+    @property
     def held_schemas(self) -> dict[str, dict[str, Any]]:
         """By name of each tool that may be called the schema that its arguments are held to.
 
         Raises `InvalidRequestError` if a tool is chosen that there is not.
         """
-        functions = [tool.function for tool in self.shown_tools]
+        _, chosen = self._choice
         schemas = {
-            each.name: held_schema(each.parameters, is_strict=each.strict) for each in functions
+            each.name: held_schema(each.parameters, is_strict=each.strict)
+            for each in (tool.function for tool in self.shown_tools)
         }
-        match self.tool_choice:
-            case NamedTool(function=function):
-                chosen = {function.name}
-            case AllowedToolChoice(allowed_tools=allowed):
-                chosen = {tool.function.name for tool in allowed.tools}
-            case _:
-                chosen = {*schemas}
         if not chosen or not chosen <= schemas.keys():
             raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
         return {name: schema for name, schema in schemas.items() if name in chosen}
 
     @property
     def must_call(self) -> bool:
-        choice = self.tool_choice
-        if isinstance(choice, AllowedToolChoice):
-            choice = choice.allowed_tools.mode
-        return choice == "required" or isinstance(choice, NamedTool)
+        return self._choice[0] == "required"
 
     @property
     def holds_calls(self) -> bool:
         """Calls, if there are any, are held to `held_schemas`."""
         has_strict = any(tool.function.strict for tool in self.shown_tools)
         return self.must_call or has_strict or isinstance(self.tool_choice, AllowedToolChoice)
-
-    @property
-    def calls_in_parallel(self) -> bool:
-        return self.parallel_tool_calls is not False
-
-    @property
-    def separates_reasoning(self) -> bool:
-        """Reasoning is a field beside content."""
-        return self.separate_reasoning is not False
 
     @property
     def template_args(self) -> dict[str, Any]:

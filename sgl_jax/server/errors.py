@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from sgl_jax.core.errors import (
@@ -159,19 +160,17 @@ def error_response(error: ApiError, path: str) -> Response:
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
-def install_error_handlers(app: FastAPI, methods: Mapping[str, Sequence[str]]) -> None:
-    """Make every way out of `app` use the envelope.
-
-    Args:
-        methods: path -> the methods in `Allow`. Each method is a route of its own, and a plain 405
-            names only the first.
-    """
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every way out of `app` use the envelope."""
 
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
         path = request.url.path
-        if answer.status_code == 405 and path in methods:
-            answer.headers = {"allow": ", ".join(methods[path])}
+        if answer.status_code == 405:
+            # Each method is a route of its own, and a plain 405 names only the first.
+            routes = [each for each in app.routes if isinstance(each, APIRoute)]
+            allowed = [m for route in routes if route.path == path for m in route.methods or ()]
+            answer.headers = {"allow": ", ".join(allowed)} if allowed else answer.headers
         if answer.status_code == 500:
             logger.error("%s %r failed", request.method, path, exc_info=error)
         return error_response(answer, path)

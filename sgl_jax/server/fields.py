@@ -23,21 +23,23 @@ from sgl_jax.core.request_limits import (
 from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, RANGES, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
-from sgl_jax.server.unserved_fields import NONE, UnservedFields
+from sgl_jax.server.unserved_fields import UnservedFields, advice, check_unserved
 
 T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 User = Annotated[str, Field(max_length=MAX_USER_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+# The check of a list ends at its first fault.
+Items = Annotated[list[T], Field(fail_fast=True)]
 # One for each prompt.
-ForEach = Annotated[list[T], Field(fail_fast=True, max_length=MAX_REQUESTS_PER_CALL)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+ForEach = Annotated[Items[T], Field(max_length=MAX_REQUESTS_PER_CALL)]
+TokenIds = Items[Annotated[int, Field(ge=0)]]
 
 
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
-    properties = schema.setdefault("properties", {})
-    schemas = model.unserved.schemas().items()
-    properties |= {name: schema for name, schema in schemas if name not in model.model_fields}
+    for name, reason in model.unserved.items():
+        effect = "without effect" if reason is None else f"not served: {reason}; {advice(name)}"
+        schema.setdefault("properties", {}).setdefault(name, {"description": effect})
 
 
 class StrictModel(BaseModel):
@@ -53,7 +55,7 @@ class StrictModel(BaseModel):
         frozen=True,
         json_schema_extra=_describe_unserved,
     )
-    unserved: ClassVar[UnservedFields] = NONE
+    unserved: ClassVar[UnservedFields] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +66,7 @@ class StrictModel(BaseModel):
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
         unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
         for name in unserved:
-            cls.unserved.check(name, body[name])
+            check_unserved(name, body[name], cls.unserved[name])
         return {n: value for n, value in body.items() if value is not None and n not in unserved}
 
 
@@ -138,7 +140,9 @@ def _few_keys(bias: Any) -> Any:
 
 
 _Bias = Annotated[float, Field(ge=RANGES["logit_bias"].low, le=RANGES["logit_bias"].high)]
-_StopString = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[
+    Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)
+]
 _GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 # An object, or its JSON.
 _Json = _GrammarText | dict[str, Any]
@@ -160,14 +164,12 @@ class SamplingFields(StrictModel):
     seed: int | None = in_range("seed")
     sampling_seed: int | None = in_range("seed", "same as seed")
     min_new_tokens: int | None = in_range("min_new_tokens")
-    stop: (
-        str
-        | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
-        | None
-    ) = None
-    stop_token_ids: (
-        Annotated[list[int], Field(fail_fast=True, max_length=_MAX_STOP_IDS_SENT)] | None
-    ) = Field(default=None, description="those outside the vocabulary are ignored")
+    stop: str | StopStrings | None = None
+    stop_token_ids: Items[int] | None = Field(
+        default=None,
+        max_length=_MAX_STOP_IDS_SENT,
+        description="those outside the vocabulary are ignored",
+    )
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
@@ -264,10 +266,6 @@ class JsonSchema(StrictModel):
     json_value: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    @property
-    def held(self) -> dict[str, Any]:
-        return held_schema(self.json_value, is_strict=self.strict)
-
 
 class ResponseFormat(StrictModel):
     """Any text, a JSON object, JSON by a schema, or tags (SGLang's)."""
@@ -291,7 +289,9 @@ class ResponseFormat(StrictModel):
                 raise InvalidRequestError(
                     "a response_format of type json_schema has a json_schema", "response_format"
                 )
-            return {"json_schema": json.dumps(self.json_schema.held)}
+            given = self.json_schema
+            held = held_schema(given.json_value, is_strict=given.strict)
+            return {"json_schema": json.dumps(held)}
         return {}
 
 

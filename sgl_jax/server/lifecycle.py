@@ -44,13 +44,14 @@ from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.metrics.engine_metrics import EngineMetrics
-from sgl_jax.server.admin.management import Gate
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.management import Gate
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
+from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ _START_POLL_S = 0.01
 _FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
 _TOKENIZER_TIMEOUT_S = 60.0
 _BACKLOG = 2048  # connections that the kernel holds until they are accepted
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
@@ -72,15 +74,26 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
         engine_command: command of the engine process; tests put a scripted one here.
     """
     try:
-        exit_code: int = uvloop.run(_Server(args, engine_command).run())
+        exit_code: int = uvloop.run(_serve(args, engine_command))
         return exit_code
     except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
         reason = str(error) or "out of memory"
         print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
         return 1
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter ends, with this code
+        for number in _SIGNALS:  # the interpreter ends, with this code
             signal.signal(number, signal.SIG_IGN)
+
+
+async def _serve(args: ServerArgs, engine_command: Sequence[str]) -> int:
+    code = 1
+    try:
+        code = await _Server(args, engine_command).run()
+    finally:  # to end is all that is left: a signal from now on must not change the exit code
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, lambda number, frame: os._exit(code))
+    return code
 
 
 class _Server:
@@ -89,109 +102,83 @@ class _Server:
         self._keys = ApiKeys.from_args(args)
         self._engine_command = engine_command
         self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
-        self._texts = TextPool(self._text_workers, Limits.of(args))
+        self._texts = TextPool(self._text_workers)
+        self._health = EngineHealth(args.engine_heartbeat_timeout)
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()  # engine's facts
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
-        self._health = EngineHealth(args.engine_heartbeat_timeout)
-        self._ready: asyncio.Future[dict[str, Any]]  # the engine's facts
         self._signalled = False
-        self._client: ZmqEngineClient | None = None
-        self._process: EngineProcess | None = None
         self._engine_may_end = False
+        self._process: EngineProcess | None = None
         self._frontend: Frontend | None = None
+        self._client = ZmqEngineClient()
 
     async def run(self) -> int:
-        code = 1
-        try:
-            code = await self._run()
-        finally:  # to end is all that is left: a signal from now on must not change the exit code
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().remove_signal_handler(number)
-                signal.signal(number, lambda number, frame: os._exit(code))
-        return code
-
-    async def _run(self) -> int:
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-
-        def on_exit(report: ExitReport) -> None:
-            loop.call_soon_threadsafe(self._on_death, str(report), report.how)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        stopping = asyncio.ensure_future(self._stop.wait())
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(stopping.cancel)
+            stack.callback(self._client.close)
             listener = stack.enter_context(_listening_socket(self._args))
-            client = self._client = ZmqEngineClient()
-            stack.callback(client.close)
             stack.callback(self._text_workers.close)
-            stack.push_async_callback(self._stop_engine, client)
+            stack.push_async_callback(self._stop_engine)
             stack.push_async_callback(self._texts.close)
             unreadable = "the engine sent a message that cannot be read"
-            client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
-            self._process = EngineProcess(self._args, client.folder, on_exit, self._engine_command)
+            self._client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
+            self._process = EngineProcess(
+                self._args, self._client.folder, self._on_exit, self._engine_command
+            )
             gate = Gate(self._health)
-            app = with_cors(gate, self._args.cors_allow_origins)
-            serving = await stack.enter_async_context(_http(app, Limits.of(self._args), listener))
+            public = with_cors(gate, self._args.cors_allow_origins)
+            limits = Limits.of(self._args)
+            serving = await stack.enter_async_context(_http(public, limits, listener))
             logger.info("listening at %s; the engine starts", _url(listener))
-            refs = await self._start(client)
+            loading = _in_thread(lambda: open_model_files(self._args))
+            stack.callback(loading.cancel)
+            refs = await self._start(loading, stopping)
             if refs is None:  # stopped while starting
                 return 0
-            self._open(gate, refs)
-            return await self._serve(refs, listener, serving)
+            app = build_app(refs, self._keys)
+            self._texts.start()
+            # The objects built so far stay as long as the process. A full collection through all of
+            # them, modules and vocabulary, would hold up every client.
+            gc.collect()
+            gc.freeze()
+            gate.open(app)
+            logger.info("serving %s as %r", self._args.model_path, refs.model_name)
+            print(f"sgl_jax is ready at {_url(listener)}", flush=True)
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if self._death is None:
+                await self._drain(refs)
+            return 1 if self._death is not None or not self._stop.is_set() else 0
 
-    async def _start(self, client: ZmqEngineClient) -> References | None:
+    async def _start(
+        self, loading: "asyncio.Future[Tokenizer]", stopping: "asyncio.Future[Any]"
+    ) -> References | None:
         """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
-        loading = _in_thread(lambda: open_model_files(self._args))
-        stopping = asyncio.ensure_future(self._stop.wait())
-        try:
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait((loading, stopping), return_when=first, timeout=_TOKENIZER_TIMEOUT_S)
-            if not loading.done() and not stopping.done():
-                raise ValueError(
-                    f"the tokenizer in {self._args.tokenizer_folder!r} did not load and write a "
-                    f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
-                )
-            if loading.done():
-                # The workers load it too, but only once it has been read here.
-                if loading.result().can_encode:
-                    self._text_workers.start()
-                await asyncio.wait((self._ready, stopping), return_when=first)
-        finally:
-            stopping.cancel()
-            loading.cancel()
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait((loading, stopping), return_when=first, timeout=_TOKENIZER_TIMEOUT_S)
+        if not loading.done() and not stopping.done():
+            raise ValueError(
+                f"the tokenizer in {self._args.tokenizer_folder!r} did not load and write a "
+                f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
+            )
+        if loading.done():
+            # The workers load it too, but only once it has been read here.
+            if loading.result().can_encode:
+                self._text_workers.start()
+            await asyncio.wait((self._ready, stopping), return_when=first)
         if self._death is not None:
             raise EngineDeadError(f"the engine did not start: {self._death}")
         if self._stop.is_set():
             return None
-        tokenizer = loading.result()
-        info = self._ready.result()
-        self._frontend = Frontend(self._args, tokenizer, info, client.send)
-        limits = Limits.of(self._args, self._frontend.checks.max_prompt_chars)
-        engine_metrics = EngineMetrics(self._frontend.metrics)
-        return References(
-            self._args, self._frontend, info, engine_metrics, limits, self._texts, self._health
-        )
-
-    def _open(self, gate: Gate, refs: References) -> None:
-        app = build_app(refs, self._keys)
-        refs.texts.start()
-        # The objects built so far stay as long as the process. A full collection through all of
-        # them, modules and vocabulary, would hold up every client.
-        gc.collect()
-        gc.freeze()
-        gate.open(app)
-
-    async def _serve(
-        self, refs: References, listener: socket.socket, serving: "asyncio.Future[None]"
-    ) -> int:
-        logger.info("serving %s as %r", self._args.model_path, refs.model_name)
-        print(f"sgl_jax is ready at {_url(listener)}", flush=True)
-        stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self._death is None:
-            await self._drain(refs)
-        return 1 if self._death is not None or not self._stop.is_set() else 0
+        args, info = self._args, self._ready.result()
+        self._frontend = front = Frontend(args, loading.result(), info, self._client.send)
+        limits = Limits.of(args, front.checks.max_prompt_chars)
+        metrics = EngineMetrics(front.metrics)
+        return References(args, front, info, metrics, limits, self._texts, self._health)
 
     async def _drain(self, refs: References) -> None:
         """Wait for the running requests, up to the time allowed; the rest ends with an error."""
@@ -220,14 +207,14 @@ class _Server:
                 ShuttingDownError,
             )
 
-    async def _stop_engine(self, client: ZmqEngineClient) -> None:
+    async def _stop_engine(self) -> None:
         self._engine_may_end = True
         if self._process is None or not self._process.is_alive:
             return
         if (self._frontend is None and self._death is None) or self._health.stuck_since:
             self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
-        client.send(Shutdown())
+        self._client.send(Shutdown())
         await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
 
     def _on_message(self, message: EngineMessage) -> None:
@@ -242,6 +229,10 @@ class _Server:
             self._on_death(message.message, "the engine failed; see the server's log")
         elif self._frontend is not None:
             self._frontend.handle(message)
+
+    def _on_exit(self, report: ExitReport) -> None:
+        """Runs on a thread of the process's handle."""
+        self._loop.call_soon_threadsafe(self._on_death, str(report), report.how)
 
     def _on_death(self, reason: str, shown: str) -> None:
         """The engine cannot go on; the first reason stands. Clients read `shown`."""
@@ -262,8 +253,7 @@ class _Server:
             return
         if self._process is not None:
             self._process.kill()
-        if self._client is not None:
-            self._client.remove_folder()
+        self._client.remove_folder()
         os._exit(_KILLED_BY_SIGNAL + number)
 
 

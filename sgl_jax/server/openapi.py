@@ -39,27 +39,18 @@ _structs = set[type[msgspec.Struct]]()  # of all routes
 def answers(
     kind: type[msgspec.Struct] | type[str] | None = None,
     failure: type[msgspec.Struct] = ErrorResponse,
+    *,
+    streams: bool = False,
 ) -> Responses:
-    """The answers of a route: `kind` as JSON (None: any object), and the errors as `failure`."""
-    responses: Responses = {200: {"description": "done", "content": _json(kind)}}
-    responses |= {status: {**error, "content": _json(failure)} for status, error in _ERRORS.items()}
-    return responses
-
-
-def streamed_answers(
-    kind: type[msgspec.Struct], failure: type[msgspec.Struct] = ErrorResponse
-) -> Responses:
-    """The same as `answers`, or a stream of server-sent events."""
-    responses = answers(kind, failure)
-    responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    return responses
-
-
-def text_answer(description: str) -> Responses:
-    responses = answers()
-    content = {"text/plain": {"schema": {"type": "string"}}}
-    responses[200] = {"description": description, "content": content}
-    return responses
+    """The answers of a route: `kind` as JSON (None: any object), if it streams also as server-sent
+    events, and the errors as `failure`."""
+    content = _json(kind)
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: Responses = {200: {"description": "done", "content": content}}
+    return responses | {
+        status: {**error, "content": _json(failure)} for status, error in _ERRORS.items()
+    }
 
 
 def _json(kind: type[msgspec.Struct] | type[str] | None) -> dict[str, Any]:

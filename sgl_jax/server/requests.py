@@ -2,53 +2,25 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
-from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.server.chat_request import ChatRequest, NamedTool
+from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
-from sgl_jax.text.jobs import EncodeChat
+from sgl_jax.text.jobs import EncodeChat, EncodeTexts
 
-_PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
-
-
-async def chat_requests(
-    request: Request, chat: ChatRequest, names: Mapping[str, str]
-) -> list[GenerateRequest]:
-    """The engine's requests for all choices of a chat. Raises as `prompt_requests`."""
-    refs = references_of(request)
-    check_chat(refs, chat)
-    grammar = _call_grammar(refs, chat) if chat.holds_calls else {}
-    with client_names(names):
-        ids = await encode_chat(request, chat)
-        choices = [
-            msgspec.structs.replace(chat.to_sampling(choice), **grammar)
-            for choice in range(chat.num_choices)
-        ]
-    if choices[0].grammar is not None:
-        reasoning = refs.answer_parser.reasoning_after(prompt_tail(refs, ids))
-        choices = [msgspec.structs.replace(each, reasoning=reasoning) for each in choices]
-    return await prompt_requests(
-        request,
-        chat,
-        [ids],
-        [choices],
-        names,
-        turn=None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
-        return_logprob=bool(chat.logprobs),
-        top_logprobs_num=chat.top_logprobs or 0,
-    )
+_SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
+_JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
 
 
 async def prompt_requests(
@@ -98,50 +70,6 @@ async def prompt_requests(
     return requests
 
 
-def check_chat(refs: References, chat: ChatRequest) -> None:
-    """Raise `InvalidRequestError` or `ApiError` if this server cannot take `chat` now."""
-    refs.check_open()
-    refs.check_model(chat.model)
-    if not chat.shown_tools:
-        return
-    if not refs.answer_parser.reads_calls:
-        raise InvalidRequestError(
-            "tools: how this model writes calls is not known; start the server with "
-            "--tool-call-parser",
-            "tools",
-        )
-    if "tools" not in refs.frontend.tokenizer.chat_template:
-        raise InvalidRequestError(
-            "tools: the model's chat template does not tell it of tools; start the server "
-            "with another --chat-template",
-            "tools",
-        )
-
-
-def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
-    """The sampling parameter that holds the calls of the answer to the tools' schemas.
-
-    Raises `InvalidRequestError` for tools whose calls cannot be held to them.
-    """
-    schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
-    assert grammar is not None, "tools are refused where the format of calls is unknown"
-    try:
-        marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)
-        special = refs.frontend.tokenizer.special_ids_of(marks)
-        if not chat.must_call:
-            return {"ebnf": grammar.calls_amid_content(schemas, special)}
-        is_single = not chat.calls_in_parallel or isinstance(chat.tool_choice, NamedTool)
-        return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
-    except ValueError as error:
-        raise InvalidRequestError(f"tools: {error}", "tools") from error
-
-
-def prompt_tail(refs: References, prompt: Sequence[int]) -> str:
-    """The last characters of a prompt, special tokens included."""
-    tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
-    return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
 async def encode_texts(
     request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[Ids]:
@@ -154,11 +82,28 @@ async def encode_texts(
     refs, special = references_of(request), add_special_tokens
     for text in texts:
         refs.frontend.checks.check_length(len(text))
-    if refs.texts.is_short(texts):
+    if sum(map(len, texts)) <= _SHORT_CHARS:  # costs less than a worker
         encode = refs.frontend.tokenizer.encode
         return [array("i", encode(text, add_special_tokens=special)) for text in texts]
-    encoding = refs.texts.encode(_client_of(request), texts, add_special_tokens=special)
-    return await unless_gone(request.receive, encoding)
+    jobs = [
+        EncodeTexts(piece, refs.limits.text_seconds(sum(map(len, piece))), special)
+        for piece in pieces_of(texts)
+    ]
+    return await unless_gone(request.receive, refs.texts.run(_client_of(request), jobs))
+
+
+def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if piece and num_chars + len(text) > _JOB_CHARS:
+            yield piece
+            piece, num_chars = [], 0
+        piece.append(text)
+        num_chars += len(text)
+    if piece:
+        yield piece
 
 
 async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
@@ -178,8 +123,8 @@ async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
         refs.frontend.facts.max_request_tokens,
         refs.limits.text_seconds(num_chars),
     )
-    encoding = refs.texts.encode_chat(_client_of(request), job)
-    return _unpack(refs, await unless_gone(request.receive, encoding))
+    (ids,) = await unless_gone(request.receive, refs.texts.run(_client_of(request), [job]))
+    return _unpack(refs, ids)
 
 
 def _unpack(refs: References, ids: Ids) -> list[int]:

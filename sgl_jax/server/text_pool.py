@@ -11,20 +11,18 @@ import os
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.guards.limits import Limits
 from sgl_jax.text.jobs import (
     LAST_JOB_BYTES,
     LENGTH,
     READY,
     EncodeChat,
-    EncodeTexts,
     Job,
     JobAnswer,
     Refused,
@@ -35,8 +33,6 @@ from sgl_jax.text.worker_process import TextWorkers
 logger = logging.getLogger(__name__)
 # One more than a client gets at a time; half of the processors, for they are the engine's as well.
 _NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
-_SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
-_JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
 _GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stopped
 _MAX_TRIES = 5
@@ -49,9 +45,8 @@ _decoder = msgspec.msgpack.Decoder(JobAnswer)
 class TextPool:
     """Belongs to one event loop; `start` and `close` it there."""
 
-    def __init__(self, workers: TextWorkers, limits: Limits) -> None:
+    def __init__(self, workers: TextWorkers) -> None:
         self._workers = workers
-        self._limits = limits
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
         self.num_open = 0  # requests whose prompts are being encoded, or wait for it
@@ -65,37 +60,15 @@ class TextPool:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    @staticmethod
-    def is_short(texts: Sequence[str]) -> bool:
-        """The event loop may encode these itself, which costs less than a worker."""
-        return sum(map(len, texts)) <= _SHORT_CHARS
+    async def run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
+        """Token ids of each text or conversation of `jobs`, for the client of this name.
 
-    async def encode(
-        self, client: str, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[Ids]:
-        """Token ids of each text, for the client of this name.
+        If one fails, or the caller is cancelled, the others are not begun.
 
         Raises:
+            InvalidRequestError: a conversation is too long, or refused by the template.
             ApiError: 503, it took too long.
         """
-        jobs = [
-            EncodeTexts(piece, self._limits.text_seconds(sum(map(len, piece))), add_special_tokens)
-            for piece in _pieces(texts)
-        ]
-        return await self._run(client, jobs)
-
-    async def encode_chat(self, client: str, job: EncodeChat) -> Ids:
-        """Token ids of a conversation, as `Tokenizer.apply_chat_template`.
-
-        Raises:
-            InvalidRequestError: too long, or refused by the template.
-            ApiError: 503, it took too long.
-        """
-        (ids,) = await self._run(client, [job])
-        return ids
-
-    async def _run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
-        """Do the jobs; if one fails, or the caller is cancelled, the others are not begun."""
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
         self.num_open += 1
@@ -178,20 +151,6 @@ class _Worker:
             self._streams = None
 
 
-def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
-    piece: list[str] = []
-    num_chars = 0
-    for text in texts:
-        if piece and num_chars + len(text) > _JOB_CHARS:
-            yield piece
-            piece, num_chars = [], 0
-        piece.append(text)
-        num_chars += len(text)
-    if piece:
-        yield piece
-
-
 T = TypeVar("T")
 
 
@@ -207,9 +166,6 @@ class FairQueue(Generic[T]):
         self._waiting: dict[str, deque[T]] = {}  # in the order in which it is their turn
         self._num_out: Counter[str] = Counter()
         self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     def put(self, client: str, work: T) -> None:
         self._waiting.setdefault(client, deque()).append(work)

@@ -2,12 +2,12 @@
 
 Clients, benches and routers send many of them without requesting anything. One rule holds for all:
 null, false, 0 and empty request nothing, and are accepted, as are lists of these; any other value
-is refused by name. Names in `ignored` may have any value, because they cannot change an answer
+is refused by name. Names without a reason may have any value, because they cannot change an answer
 here; those in `_ALLOWED` have values of their own.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
@@ -28,36 +28,22 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class UnservedFields(NamedTuple):
-    """The unserved fields of one kind of object."""
+# Name -> why a value that requests something is refused; None: any value is ignored.
+UnservedFields = Mapping[str, str | None]
 
-    ignored: frozenset[str]
-    reasons: Mapping[str, str]  # name -> why another value is refused
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.ignored or name in self.reasons
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise `InvalidRequestError` if `value` requests a feature that is not there."""
-        if name in self.ignored:
-            return
-        if isinstance(value, list) and len(value) > MAX_REQUESTS_PER_CALL:
-            raise InvalidRequestError(
-                f"{name}: a list has one entry for each prompt, at most {MAX_REQUESTS_PER_CALL}, "
-                f"got {len(value)}",
-                name,
-            )
-        if _requests_nothing(value, _ALLOWED.get(name)):
-            return
-        raise InvalidRequestError(f"{name}: {self.reasons[name]}; {advice(name)}", name)
-
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        ignored = {name: {"description": "without effect"} for name in self.ignored}
-        refused = {
-            name: {"description": f"not served: {reason}; {advice(name)}"}
-            for name, reason in self.reasons.items()
-        }
-        return ignored | refused
+def check_unserved(name: str, value: Any, reason: str | None) -> None:
+    """Raise `InvalidRequestError` if `value` requests a feature that is not there."""
+    if reason is None:
+        return
+    if isinstance(value, list) and len(value) > MAX_REQUESTS_PER_CALL:
+        raise InvalidRequestError(
+            f"{name}: a list has one entry for each prompt, at most {MAX_REQUESTS_PER_CALL}, "
+            f"got {len(value)}",
+            name,
+        )
+    if not _requests_nothing(value, _ALLOWED.get(name)):
+        raise InvalidRequestError(f"{name}: {reason}; {advice(name)}", name)
 
 
 def advice(name: str) -> str:
@@ -85,10 +71,9 @@ def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
 def _table(ignored: str, refused: Mapping[str, str]) -> UnservedFields:
     """`refused`: reason -> names."""
     reasons = {name: reason for reason, names in refused.items() for name in names.split()}
-    return UnservedFields(frozenset(ignored.split()), reasons)
+    return dict.fromkeys(ignored.split()) | reasons
 
 
-NONE = _table("", {})
 REQUEST = _table(
     # Accounting, labels, traces and hints; formats of a stream.
     "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 

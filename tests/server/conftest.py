@@ -95,7 +95,7 @@ async def serving(
     front = Frontend(args, tokenizer, engine.info, client.send)
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
-    texts = TextPool(text_workers(model_folder), bounds)
+    texts = TextPool(text_workers(model_folder))
     engine_metrics = EngineMetrics(front.metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
     app = with_cors(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)

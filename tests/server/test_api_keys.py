@@ -13,10 +13,10 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server.admin import calls as call_routes
-from sgl_jax.server.admin import management as management_routes
+from sgl_jax.server import call_routes
+from sgl_jax.server import management as management_routes
 from sgl_jax.server.apis import native as native_routes
-from sgl_jax.server.guards.body_limit import BodyLimitMiddleware
+from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import (
     ADMIN_PATHS,
     MAX_NAME_CHARS,
@@ -33,6 +33,12 @@ CLIENTS, ADMINS = {"ann": "a1", "bob": "b2"}, {"root": "r0"}
 ANN, ROOT = Caller("ann", is_admin=False), Caller("root", is_admin=True)
 
 
+def keys_of(clients: dict[str, str], admins: dict[str, str]) -> ApiKeys:
+    """The keys of these names."""
+    callers = [(Caller(name, is_admin=False), key) for name, key in clients.items()]
+    return ApiKeys([*callers, *((Caller(n, is_admin=True), key) for n, key in admins.items())])
+
+
 def admit(keys: ApiKeys, path: str, *authorization: str) -> Caller | None:
     return keys.admit(path, [value.encode() for value in authorization])
 
@@ -42,7 +48,7 @@ def from_flags(*flags: str, **environment: str) -> ServerArgs:
 
 
 def test_a_caller_has_the_name_of_its_key() -> None:
-    keys = ApiKeys(CLIENTS, ADMINS)
+    keys = keys_of(CLIENTS, ADMINS)
     assert admit(keys, "/generate", "Bearer a1") == ANN
     assert admit(keys, "/generate", "bearer  a1 ") == ANN
     assert admit(keys, "/generate", "BEARER r0") == ROOT
@@ -53,20 +59,20 @@ def test_a_caller_has_the_name_of_its_key() -> None:
     [[], [""], ["Bearer"], ["Bearer "], ["Bearer x"], ["Basic a1"], ["a1"], ["Bearer a1"] * 2],
 )
 def test_others_are_not_admitted(authorization: list[str]) -> None:
-    assert admit(ApiKeys(CLIENTS, ADMINS), "/generate", *authorization) is None
-    assert admit(ApiKeys(CLIENTS, {}), "/flush_cache", *authorization) is None
+    assert admit(keys_of(CLIENTS, ADMINS), "/generate", *authorization) is None
+    assert admit(keys_of(CLIENTS, {}), "/flush_cache", *authorization) is None
 
 
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
 def test_what_an_operator_does_needs_an_admin_key_if_there_is_one(path: str) -> None:
-    keys = ApiKeys(CLIENTS, ADMINS)
+    keys = keys_of(CLIENTS, ADMINS)
     assert admit(keys, path, "Bearer a1") is None
     assert admit(keys, path, "Bearer r0") == ROOT
-    assert admit(ApiKeys(CLIENTS, {}), path, "Bearer a1") == ANN
+    assert admit(keys_of(CLIENTS, {}), path, "Bearer a1") == ANN
 
 
 def test_with_an_admin_key_alone_the_model_is_open() -> None:
-    keys = ApiKeys({}, ADMINS)
+    keys = keys_of({}, ADMINS)
     assert admit(keys, "/generate") == Caller("anonymous", is_admin=False)
     assert admit(keys, "/flush_cache") is None
 
@@ -156,22 +162,22 @@ def test_a_missing_file_is_named() -> None:
 
 def test_names_are_not_shared_by_clients_and_admins() -> None:
     with pytest.raises(ValueError, match="both named 'ann'"):
-        ApiKeys({"ann": "a"}, {"ann": "b"})
+        keys_of({"ann": "a"}, {"ann": "b"})
 
 
 def test_a_name_fits_into_the_ids_of_its_sessions() -> None:
     longest = "\U0001f511" * MAX_NAME_CHARS
-    assert ApiKeys({longest: "a"}, {}).admit("/generate", [b"Bearer a"]) is not None
+    assert keys_of({longest: "a"}, {}).admit("/generate", [b"Bearer a"]) is not None
     engine_id = SessionOwner(Caller(longest, is_admin=False)).engine_id("s" * MAX_SESSION_ID_CHARS)
     check_session_id(engine_id)
     with pytest.raises(ValueError, match="at most 64 characters, one has 65"):
-        ApiKeys({"x" * 65: "a"}, {})
+        keys_of({"x" * 65: "a"}, {})
 
 
 def test_no_key_has_the_name_of_callers_without_one() -> None:
     for clients, admins in (({"anonymous": "a"}, {}), ({}, {"anonymous": "a"})):
         with pytest.raises(ValueError, match="'anonymous' is the name of callers without a key"):
-            ApiKeys(clients, admins)
+            keys_of(clients, admins)
 
 
 def test_no_key_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +202,7 @@ async def test_a_stranger_is_refused_before_anything_is_read() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guarded = ApiKeyMiddleware(BodyLimitMiddleware(app, Limits()), ApiKeys(CLIENTS, ADMINS))
+    guarded = ApiKeyMiddleware(BodyLimitMiddleware(app, Limits()), keys_of(CLIENTS, ADMINS))
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
     await guarded(scope, receive, send)
     assert sent[0]["status"] == 401
@@ -284,6 +290,7 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/ping", "/version", "/metrics"),
             *("/model_info", "/get_model_info", "/generate", "/abort_request"),
+            *("/v1/loads", "/get_load"),
             *("/open_session", "/close_session", "/list_sessions"),
             *("/fork_session", "/rollback_session"),
         }

@@ -24,7 +24,8 @@ async def test_one_clients_work_is_done_in_its_order() -> None:
     for work in "abc":
         queue.put("one", work)
     assert await order(queue, 3) == ["a", "b", "c"]
-    assert not len(queue)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(queue.get(), 0.05)
 
 
 async def test_who_brings_much_does_not_keep_others_waiting() -> None:

@@ -15,8 +15,8 @@ from pydantic import BaseModel, model_validator
 
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, install_error_handlers
-from sgl_jax.server.guards import json_body
-from sgl_jax.server.guards.json_body import JsonBodies, JsonRoute, check_shape
+from sgl_jax.server.guards import bodies
+from sgl_jax.server.guards.bodies import JsonRoute, check_shape
 from sgl_jax.server.guards.limits import Limits
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\,:[]{}/\n é😀')
@@ -33,7 +33,7 @@ VALUES = st.recursive(
 def slices(request: pytest.FixtureRequest) -> Iterator[None]:
     """Slices so small that every kind of byte is at the end of one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_SLICE_BYTES", request.param)
+        patch.setattr(bodies, "_SLICE_BYTES", request.param)
         yield
 
 
@@ -90,8 +90,8 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
     num_items: int, thread: str
 ) -> None:
     app = FastAPI()
-    app.state.json_bodies = JsonBodies(Limits())
-    install_error_handlers(app, {})
+    app.state.limits = Limits()
+    install_error_handlers(app)
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/sum")

@@ -10,29 +10,57 @@ from typing import Any
 
 import pytest
 
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
+from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.guards.limits import MAX_FIELDS, Limits
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import serving
 
 TABLE = (Path(__file__).parents[2] / "docs" / "guide" / "limits.md").read_text()
 
 
+def flag_of(limit: str) -> str | None:
+    """The setting that a limit comes from; limits in seconds end in `_s`, settings do not."""
+    flags = {field.name for field in dataclasses.fields(ServerArgs)}
+    return limit.removesuffix("_s") if limit.removesuffix("_s") in flags else None
+
+
+# Limits of no server in particular.
+CONSTANTS = {
+    "max_fields": (MAX_FIELDS, "fields of an object with fixed fields (400)"),
+    "max_prompts": (MAX_REQUESTS_PER_CALL, "prompts, and choices of them, in a request (400)"),
+    "max_token_ids_logprob": (
+        MAX_LOGPROB_IDS,
+        "ids of `token_ids_logprob`, for each prompt (400)",
+    ),
+    "max_grammar_chars": (
+        MAX_GRAMMAR_CHARS,
+        "characters of a schema, an expression or a grammar (400)",
+    ),
+    "max_logit_bias": (MAX_LOGIT_BIAS, "keys of `logit_bias` (400)"),
+}
+
+
 def test_the_table_lists_every_limit() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", TABLE, re.MULTILINE)
     wanted = []
     for limit in dataclasses.fields(Limits):
-        flag = limit.metadata["flag"]
+        flag = flag_of(limit.name)
         shown = "-" if flag is None else f"`--{flag.replace('_', '-')}`"
         wanted.append((limit.name, f"{limit.default:,}", shown, limit.metadata["meaning"]))
-    assert rows == wanted
+    assert [row for row in rows if row[0] not in CONSTANTS] == wanted
+    constants = {(name, f"{most:,}", "-", meaning) for name, (most, meaning) in CONSTANTS.items()}
+    assert {row for row in rows if row[0] in CONSTANTS} == constants
 
 
 def test_flags_have_the_defaults_of_the_limits() -> None:
     args = ServerArgs()
     for limit in dataclasses.fields(Limits):
-        if limit.metadata["flag"] is not None:
-            assert getattr(args, limit.metadata["flag"]) == limit.default
+        flag = flag_of(limit.name)
+        if flag is not None:
+            assert getattr(args, flag) == limit.default
 
 
 def test_flags_set_them() -> None:

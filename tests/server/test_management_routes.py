@@ -93,9 +93,8 @@ async def test_what_a_full_queue_refuses_is_not_tokenised(
     num_sent = MAX_QUEUED + MAX_RUNNING
     await meanwhile_until(lambda: rig.front.num_open == num_sent, "the requests are sent")
     asked: list[str] = []
-    for name in ("encode", "encode_chat"):
-        monkeypatch.setattr(rig.refs.texts, name, lambda *args, **kwargs: asked.append("text"))
-    monkeypatch.setattr(rig.refs.texts, "is_short", lambda texts: False)
+    monkeypatch.setattr(rig.refs.texts, "run", lambda *args: asked.append("text"))
+    monkeypatch.setattr("sgl_jax.server.requests._SHORT_CHARS", -1)
     for path, body in (
         ("/generate", {"text": "hi"}),
         ("/v1/completions", {"prompt": ["hi"]}),

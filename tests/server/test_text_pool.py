@@ -15,9 +15,9 @@ import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.guards.limits import Limits
-from sgl_jax.server.text_pool import TextPool
-from sgl_jax.text.jobs import EncodeChat
+from sgl_jax.server.requests import pieces_of
+from sgl_jax.server.text_pool import Ids, TextPool
+from sgl_jax.text.jobs import EncodeChat, EncodeTexts
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.tokenizers import TEMPLATE
@@ -54,11 +54,10 @@ def workers(model_folder: Path, tricky: Path) -> Any:
 def pool(workers: TextWorkers) -> Pools:
     @asynccontextmanager
     async def make() -> AsyncIterator[TextPool]:
-        limits = Limits(text_timeout_s=TIMEOUT_S, max_prompt_chars=MAX_CHARS)
-        pool = TextPool(workers, limits)
+        pool = TextPool(workers)
         pool.start()
         try:
-            await pool.encode("test", ["started"])
+            await encode(pool, ["started"])
             yield pool
         finally:
             await pool.close()
@@ -78,13 +77,18 @@ async def chat(pool: TextPool, content: str, client: str = "one", **arguments: A
         MAX_TOKENS,
         TIMEOUT_S,
     )
-    return (await pool.encode_chat(client, job)).tolist()
+    (ids,) = await pool.run(client, [job])
+    return ids.tolist()
+
+
+async def encode(pool: TextPool, texts: list[str]) -> list[Ids]:
+    return await pool.run("one", [EncodeTexts(piece, TIMEOUT_S) for piece in pieces_of(texts)])
 
 
 async def test_ids_are_those_of_the_tokenizer(pool: Pools, tokenizer: Tokenizer) -> None:
     texts = ["hello there " * 20_000, "", "Größe 😀", *["one two"] * 50, "x" * 70_000]
     async with pool() as texts_pool:
-        ids = await texts_pool.encode("one", texts)
+        ids = await encode(texts_pool, texts)
         assert [each.tolist() for each in ids] == [tokenizer.encode(text) for text in texts]
         messages = [{"role": "user", "content": "hi"}]
         wanted = tokenizer.apply_chat_template(messages)
@@ -161,7 +165,7 @@ async def test_a_worker_for_which_there_is_no_memory_fails_its_request_alone(
             patch.setattr("sgl_jax.server.text_pool._Worker._connected", no_memory)
             for _ in range(10):  # more often than there are workers
                 with pytest.raises(MemoryError):
-                    await asyncio.wait_for(texts.encode("one", ["hello"]), 10)
+                    await asyncio.wait_for(encode(texts, ["hello"]), 10)
         assert await chat(texts, "hi")
 
 
@@ -180,9 +184,9 @@ async def test_work_whose_client_is_gone_is_not_done(pool: Pools) -> None:
 
 async def test_no_process_is_left(model_folder: Path) -> None:
     workers = TextWorkers(str(model_folder))
-    pool = TextPool(workers, Limits())
+    pool = TextPool(workers)
     pool.start()
-    await pool.encode("one", ["hello"])
+    await encode(pool, ["hello"])
     parent = psutil.Process(workers.pid)
     family = [parent, *parent.children()]
     assert len(family) > 1

@@ -18,8 +18,8 @@ from sgl_jax.server.apis.openai import (
 )
 from sgl_jax.server.chat import AnswerPart, ChatAnswer, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
-from sgl_jax.server.guards.json_body import JsonRoute
-from sgl_jax.server.openapi import streamed_answers
+from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ class ChatCompletion(AnswerHead, frozen=True):
     object: str = "chat.completion"
 
 
-@router.post("/chat/completions", responses=streamed_answers(ChatCompletion))
+@router.post("/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

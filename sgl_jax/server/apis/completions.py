@@ -29,9 +29,9 @@ from sgl_jax.server.fields import (
     refuse_several,
     session_turn,
 )
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
-from sgl_jax.server.guards.json_body import JsonRoute
-from sgl_jax.server.openapi import streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 
@@ -100,7 +100,7 @@ class Completion(AnswerHead, frozen=True):
     object: str = "text_completion"
 
 
-@router.post("/completions", responses=streamed_answers(Completion))
+@router.post("/completions", responses=answers(Completion, streams=True))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     refs, prompts = references_of(request), body.prompts

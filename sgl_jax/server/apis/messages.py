@@ -2,8 +2,7 @@
 
 import json
 import uuid
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -12,15 +11,14 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.sampling_params import MAX_STOP_STRINGS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
-from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat
+from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     ChatRequest,
     FunctionName,
+    ToolList,
     joined_text,
 )
 from sgl_jax.server.errors import (
@@ -30,11 +28,19 @@ from sgl_jax.server.errors import (
     client_names,
     messages_error,
 )
-from sgl_jax.server.fields import Part, RequestFields, StrictModel, User, in_range
-from sgl_jax.server.guards.json_body import JsonRoute
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.fields import (
+    Items,
+    Part,
+    RequestFields,
+    StopStrings,
+    StrictModel,
+    User,
+    in_range,
+)
+from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
-from sgl_jax.server.requests import check_chat, encode_chat
+from sgl_jax.server.requests import encode_chat
 
 _MAX_BLOCKS = 16_384
 _Id = Annotated[str, Field(max_length=256)]
@@ -61,7 +67,7 @@ class ToolUseBlock(Part):
     input: dict[str, Any]
 
 
-_Text = str | Annotated[list[TextBlock], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
+_Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 
 class ToolResultBlock(Part):
@@ -77,13 +83,7 @@ Block = Annotated[
 
 class Message(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True, max_length=_MAX_BLOCKS)]
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
-        return self.content
+    content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
 
 
 class MessagesTool(Part):
@@ -149,10 +149,10 @@ class CountTokensBody(RequestFields):
     """Body of `/v1/messages/count_tokens`: the parts of a prompt."""
 
     system: _Text | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+    messages: Items[Message] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="the last is continued, if the model's"
     )
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = Field(default=None, description="by default as the template does")
     output_config: OutputConfig | None = None
@@ -169,7 +169,7 @@ class CountTokensBody(RequestFields):
         given: dict[str, Any] = {
             "user": self.user or (self.metadata and self.metadata.user_id),
             "messages": messages,
-            "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
+            "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),
             "tool_choice": None if choice is None else choice.of_chat,
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
         }
@@ -183,13 +183,7 @@ class CountTokensBody(RequestFields):
 
 class MessagesBody(CountTokensBody):
     max_tokens: int = Field(ge=1)
-    stop: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1)]],
-            Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
-        ]
-        | None
-    ) = Field(default=None, alias="stop_sequences")
+    stop: StopStrings | None = Field(default=None, alias="stop_sequences")
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
     top_k: int | None = in_range("top_k", "-1 or 0: all")
@@ -197,43 +191,23 @@ class MessagesBody(CountTokensBody):
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """The message as messages of a chat: results of calls come first, each by itself."""
-    blocks: dict[type, list[Any]] = defaultdict(list)
-    for block in message.blocks:
-        blocks[type(block)].append(block)
-    for result in blocks[ToolResultBlock]:
-        text = joined_text(result.content)
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    own: dict[str, Any] = {"role": message.role, "content": joined_text(blocks[TextBlock])}
-    if thought := "".join(block.thinking for block in blocks[ThinkingBlock]):
-        own["reasoning_content"] = thought
-    for block in blocks[ToolUseBlock]:
-        function = {"name": block.name, "arguments": json.dumps(block.input)}
-        call = {"id": block.id, "type": "function", "function": function}
-        own.setdefault("tool_calls", []).append(call)
-    if blocks[TextBlock] or len(own) > 2:
-        yield own
-
-
-class TextAnswer(Struct, tag_field="type", tag="text"):
-    text: str = ""
-
-
-class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
-    """Reasoning. Nothing is hidden, so there is nothing to sign."""
-
-    thinking: str = ""
-    signature: str = ""
-
-
-class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
-    """A call. If the answer was cut off, `input` has the complete part."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
+    content = message.content
+    texts, thought, calls = [], "", []
+    for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thought += block.thinking
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock():
+                text = joined_text(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if texts or thought or calls:
+        own = {"role": message.role, "content": "\n".join(texts)}
+        yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 
 class MessagesUsage(Struct, frozen=True):
@@ -246,11 +220,11 @@ class MessagesUsage(Struct, frozen=True):
 
 
 class MessageObject(Struct):
-    """An answer, as far as it is made."""
+    """An answer, as far as it is made; `content` holds texts, thinking and uses of tools."""
 
     id: str
     model: str
-    content: list[AnswerBlock]
+    content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -273,7 +247,7 @@ _NAMES = {
 }
 
 
-@router.post("", responses=streamed_answers(MessageObject, MessagesError))
+@router.post("", responses=answers(MessageObject, MessagesError, streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     chat = body.chat()
@@ -346,10 +320,12 @@ class MessagesFormat(PartsFormat):
         )
 
 
-def _block(part: AnswerPart) -> AnswerBlock:
+def _block(part: AnswerPart) -> dict[str, Any]:
+    """The block of a part. If the answer was cut off, the input of a call has the complete part."""
     match part.kind:
         case "content":
-            return TextAnswer(part.text)
-        case "reasoning":
-            return ThinkingAnswer(part.text)
-    return ToolUseAnswer(part.call_id, part.name, from_json(part.text or "{}", allow_partial=True))
+            return {"type": "text", "text": part.text}
+        case "reasoning":  # nothing is hidden, so there is nothing to sign
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+    arguments = from_json(part.text or "{}", allow_partial=True)
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}

@@ -27,9 +27,9 @@ from sgl_jax.server.fields import (
     refuse_several,
     session_turn,
 )
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer
@@ -144,14 +144,10 @@ class GenerateBody(RequestFields):
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         prompts_too = not self.return_output_logprob_only
         all_options = super().options_of(num_prompts)
-        for options, is_scored, start, top, own_ids in zip(
-            all_options,
-            for_each("return_logprob", self.return_logprob, num_prompts),
-            for_each("logprob_start_len", self.logprob_start_len, num_prompts),
-            for_each("top_logprobs_num", self.top_logprobs_num, num_prompts),
-            for_each("token_ids_logprob", ids, num_prompts),
-            strict=True,
-        ):
+        names = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+        columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
+        columns.append(for_each("token_ids_logprob", ids, num_prompts))
+        for options, is_scored, start, top, own_ids in zip(all_options, *columns, strict=True):
             if is_scored:
                 options["return_logprob"] = True
                 options["logprob_start_len"] = start if prompts_too and start is not None else -1
@@ -187,7 +183,7 @@ _SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.mo
 router = APIRouter(tags=["native"], route_class=JsonRoute)
 
 
-@router.post("/generate", responses=streamed_answers(Generated))
+@router.post("/generate", responses=answers(Generated, streams=True))
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts; the answer to a list is a list."""
     prompts = body.prompts

@@ -13,7 +13,7 @@ from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import DONE, AnswerFormat, event, json_response
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import GenerationFields
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 

@@ -13,55 +13,12 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 
 
-class OutputText(Struct, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[Any] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-
-
-class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
-class OutputMessage(Struct, tag_field="type", tag="message"):
-    id: str
-    status: str
-    content: list[OutputText]
-    role: str = "assistant"
-
-
-class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
-    id: str
-    status: str
-    content: list[ReasoningText]
-    summary: list[Any] = field(default_factory=list)
-
-
-class OutputCall(Struct, tag_field="type", tag="function_call"):
-    """A call; `arguments` is the text of a JSON object, unless the answer was cut off."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-OutputItem = OutputMessage | OutputReasoning | OutputCall
-
-
-class ResponseUsage(Struct, frozen=True):
-    """Tokens; reasoning tokens as the tokenizer counts its text."""
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens_details: dict[str, int]
-
-
 class ResponseObject(Struct):
-    """A response, as far as it is made. `created_at` in seconds since 1970."""
+    """A response, as far as it is made. `created_at` in seconds since 1970.
+
+    `output` holds messages, reasoning and calls of functions. In `usage`, reasoning tokens are as
+    the tokenizer counts its text.
+    """
 
     id: str
     created_at: int
@@ -78,9 +35,9 @@ class ResponseObject(Struct):
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     store: bool = True
-    output: list[OutputItem] = field(default_factory=list)
+    output: list[dict[str, Any]] = field(default_factory=list)
     status: str = "in_progress"  # then completed, incomplete or failed
-    usage: ResponseUsage | None = None
+    usage: dict[str, Any] | None = None
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     object: str = "response"
@@ -94,15 +51,6 @@ _EVENTS: dict[PartKind, tuple[str, str, dict[str, Any]]] = {
     "content": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
     "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
     "call": ("fc", "function_call_arguments", {}),
-}
-# Kind of part with text -> its item, and the content of that.
-_ITEMS: dict[PartKind, Callable[..., OutputItem]] = {
-    "content": OutputMessage,
-    "reasoning": OutputReasoning,
-}
-_CONTENTS: dict[PartKind, Callable[[str], OutputText | ReasoningText]] = {
-    "content": OutputText,
-    "reasoning": ReasoningText,
 }
 # Reason in a chat -> status of the response.
 _STATUSES = {"length": "incomplete", "abort": "failed"}
@@ -145,7 +93,7 @@ class ResponsesFormat(PartsFormat):
         if gain:
             yield f"response.{name}.delta", {**text_at, "delta": gain}
             return
-        contents = [_CONTENTS[part.kind](part.text)] if part.kind in _CONTENTS else []
+        contents = [] if part.kind == "call" else [_content(part)]
         content_at = {"item_id": item_id, **index, "content_index": 0}
         if gain is not None:
             item = _item(part, item_id, "in_progress", [])
@@ -182,19 +130,32 @@ class ResponsesFormat(PartsFormat):
         thoughts = "".join(part.text for part in self._parts if part.kind == "reasoning")
         num_thought = len(self._refs.frontend.tokenizer.encode(thoughts))
         num_input, num_output = stream.num_prompt_tokens, stream.num_output_tokens
-        response.usage = ResponseUsage(
-            num_input,
-            num_output,
-            num_input + num_output,
-            {"cached_tokens": stream.cached_tokens},
-            {"reasoning_tokens": min(num_thought, num_output)},
-        )
+        response.usage = {
+            "input_tokens": num_input,
+            "output_tokens": num_output,
+            "total_tokens": num_input + num_output,
+            "input_tokens_details": {"cached_tokens": stream.cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, num_output)},
+        }
         if response.store:
             self._keep(response, message_of(self._parts))
         yield f"response.{response.status}", {"response": response}
 
 
-def _item(part: AnswerPart, item_id: str, status: str, contents: list[Any]) -> OutputItem:
-    if part.kind == "call":
-        return OutputCall(item_id, status, part.call_id, part.name, part.text)
-    return _ITEMS[part.kind](item_id, status, contents)
+def _item(part: AnswerPart, item_id: str, status: str, contents: list[Any]) -> dict[str, Any]:
+    """The item of a part. The arguments of a call are the text of a JSON object, unless the answer
+    was cut off."""
+    head = {"id": item_id, "status": status}
+    match part.kind:
+        case "content":
+            return {"type": "message", **head, "content": contents, "role": "assistant"}
+        case "reasoning":
+            return {"type": "reasoning", **head, "content": contents, "summary": []}
+    call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+    return {"type": "function_call", **head, **call}
+
+
+def _content(part: AnswerPart) -> dict[str, Any]:
+    if part.kind == "content":
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": part.text}

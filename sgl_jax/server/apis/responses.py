@@ -21,17 +21,17 @@ from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
 from sgl_jax.server.chat import answer_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     CalledFunction,
     ChatRequest,
     FunctionDefinition,
+    ToolList,
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import Part, RequestFields, StrictModel, in_range
-from sgl_jax.server.guards.json_body import JsonRoute
+from sgl_jax.server.fields import Items, Part, RequestFields, StrictModel, in_range
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.openapi import answers, streamed_answers
+from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
 _MAX_METADATA = 16
@@ -47,7 +47,7 @@ class InputText(Part):
     text: str
 
 
-_Text = str | Annotated[list[InputText], Field(fail_fast=True)]
+_Text = str | Items[InputText]
 
 
 class MessageItem(Part):
@@ -76,7 +76,7 @@ class ReasoningInput(Part):
     """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[InputReasoning], Field(fail_fast=True)] | None = None
+    content: Items[InputReasoning] | None = None
 
 
 def _with_type(item: Any) -> Any:
@@ -109,7 +109,7 @@ class ChosenTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: ToolList[ChosenTool] = Field(min_length=1)
 
     @property
     def of_chat(self) -> dict[str, Any]:
@@ -150,10 +150,7 @@ class ReasoningOptions(Part):
 class ResponsesBody(RequestFields):
     """Body of `/v1/responses`."""
 
-    input: (
-        str
-        | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    )
+    input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(default=None, description="a system's message, for this once")
     previous_response_id: _Id | None = Field(
         default=None, description="its conversation, without its instructions, comes before"
@@ -163,7 +160,7 @@ class ResponsesBody(RequestFields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[ResponseTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[ChosenTool | ChosenTools, Field(discriminator="type")]
@@ -236,7 +233,7 @@ _NAMES = {
 }
 
 
-@router.post("", responses=streamed_answers(ResponseObject))
+@router.post("", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """Answer an input, after the conversation of an earlier response if one is named."""
     conversation = messages_of(body.items)
@@ -251,7 +248,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         ]
         written = map(msgspec.json.encode, (response, items, [*conversation, message]))
         stored = StoredResponse(caller_of(request).name, *written)
-        _store(request).put(response.id, stored)
+        request.app.state.responses.put(response.id, stored)
 
     chat = body.chat(conversation)
     refs = references_of(request)
@@ -294,7 +291,7 @@ async def get_response(response_id: str, request: Request) -> Response:
 @router.delete("/{response_id}", responses=answers(Deleted))
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response."""
-    _store(request).delete(response_id, caller_of(request).name)
+    request.app.state.responses.delete(response_id, caller_of(request).name)
     return json_response(Deleted(response_id))
 
 
@@ -312,14 +309,9 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     raise ApiError(400, "only background responses can be cancelled, and there are none here")
 
 
-def _store(request: Request) -> "ResponseStore":
-    store = request.app.state.responses
-    assert isinstance(store, ResponseStore)
-    return store
-
-
 def _stored(response_id: str, request: Request, param: str | None = None) -> "StoredResponse":
-    return _store(request).get(response_id, caller_of(request).name, param)
+    store: ResponseStore = request.app.state.responses
+    return store.get(response_id, caller_of(request).name, param)
 
 
 class StoredResponse(NamedTuple):
@@ -343,9 +335,6 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; one that is larger than the store is not kept."""

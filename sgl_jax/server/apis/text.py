@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -14,10 +14,10 @@ from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.apis.openai import Usage, token_text, usage_of
-from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tools
-from sgl_jax.server.fields import ForEach, RequestFields, StrictModel, TokenIds
+from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tool, ToolList
+from sgl_jax.server.fields import ForEach, Items, RequestFields, StrictModel, TokenIds
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat, encode_texts, prompt_requests
@@ -33,7 +33,7 @@ class TokenizeBody(StrictModel):
 
     model: str = "default"
     prompt: str | ForEach[str] | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(
+    messages: Items[ChatMessage] | None = Field(
         default=None, min_length=1, description="instead of prompt: as the chat template writes it"
     )
     add_special_tokens: bool | None = Field(
@@ -45,7 +45,9 @@ class TokenizeBody(StrictModel):
     )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Tools | None = Field(default=None, description="of messages: those of the request")
+    tools: ToolList[Tool] | None = Field(
+        default=None, description="of messages: those of the request"
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeBody":
@@ -113,13 +115,15 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         special = body.add_special_tokens is not False
         packed = await encode_texts(request, texts, add_special_tokens=special)
         ids = [each.tolist() for each in packed]
-    strings = [await _strings(refs, each) for each in ids] if body.return_token_strs else None
+
+    def shaped(values: list[Any]) -> Any:
+        return values if isinstance(body.prompt, list) else values[0]
+
+    strings: Any = UNSET
+    if body.return_token_strs:
+        strings = shaped([await _strings(refs, each) for each in ids])
     most = refs.frontend.facts.max_context_len
-    if isinstance(body.prompt, list):
-        counts = list(map(len, ids))
-        return json_response(Tokenized(ids, counts, most, UNSET if strings is None else strings))
-    (own,) = ids
-    return json_response(Tokenized(own, len(own), most, UNSET if strings is None else strings[0]))
+    return json_response(Tokenized(shaped(ids), shaped(list(map(len, ids))), most, strings))
 
 
 @router.post("/detokenize", responses=answers(Detokenized))
@@ -163,18 +167,16 @@ async def _strings(refs: References, ids: Sequence[int]) -> list[str]:
     return strings
 
 
-_LabelIds = Annotated[
-    list[Annotated[int, Field(ge=0)]],
-    Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_IDS),
-]
-
-
 class ScoreBody(RequestFields):
     """A query, and items that it is joined with, all texts or all token ids."""
 
     query: str | TokenIds
     items: str | ForEach[str] | ForEach[TokenIds]
-    label_token_ids: _LabelIds = Field(description="tokens whose probabilities are returned")
+    label_token_ids: TokenIds = Field(
+        min_length=1,
+        max_length=MAX_LOGPROB_IDS,
+        description="tokens whose probabilities are returned",
+    )
     apply_softmax: bool | None = Field(
         default=None, description="probabilities among these tokens, not among all"
     )

@@ -41,7 +41,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         # A request that meets the server's close is lost: clients should close first.
         self.timeout_keep_alive = self.limits.keep_alive_timeout_s  # type: ignore[assignment]
-        self._is_refused = False
         self._in_body = False
         # Bytes of the arriving request: of its body, and all others.
         self._body_bytes = 0
@@ -72,14 +71,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return
         if self._deadline is None:
             self._arm()
         self._framing_bytes += len(data)
         super().data_received(data)
         most = self.limits.max_head_bytes + self._body_bytes // _LEAST_BYTES_PER_FRAMING
-        if self._framing_bytes > most and not self._is_refused:
+        if self._framing_bytes > most and not self.transport.is_closing():
             self._refuse(431, f"the headers exceed {self.limits.max_head_bytes} bytes")
 
     # Parser
@@ -122,7 +119,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """The parser gave up, by itself or because of a refusal."""
-        if not self._is_refused:
+        if not self.transport.is_closing():
             self._refuse(400, "this is not HTTP/1.1")
 
     # Ends
@@ -165,7 +162,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        self._is_refused = True
         self._disarm()
         self.waiting.pop(self, None)
         self.transport.close()

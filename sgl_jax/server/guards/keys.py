@@ -4,9 +4,12 @@ Keys are kept as digests. Code sees a caller by its key's name, or number, never
 """
 
 import hashlib
-import hmac
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
@@ -17,7 +20,6 @@ from sgl_jax.core.calls import CALLS
 from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
-from sgl_jax.server.guards.key_file import read_key_file
 
 # Routes of operators, and routes that show all clients at once.
 ADMIN_PATHS = frozenset(
@@ -51,93 +53,138 @@ def caller_of(request: Request) -> Caller:
 
 
 class ApiKeys:
-    def __init__(
-        self,
-        clients: Mapping[str, str],
-        admins: Mapping[str, str],
-        tenants: Mapping[str, Tenant] | None = None,
-    ) -> None:
-        """
-        Args:
-            clients: name -> key of callers that may use the model.
-            admins: name -> key of callers that may use every route.
-            tenants: name -> tenant of the keys that have one.
+    def __init__(self, callers: Iterable[tuple[Caller, str]]) -> None:
+        """`callers`: each with its key.
 
-        Raises:
-            ValueError: a key is empty, a name too long or reserved, or either is the same as
-                another one.
+        Raises `ValueError` if a name is too long or reserved, or it or a key is the same as another
+        one.
         """
-        shared = sorted(set(clients) & set(admins))
-        if shared:
-            raise ValueError(f"an API key and an admin API key are both named {shared[0]!r}")
-        callers = [
-            (Caller(name, is_admin, (tenants or {}).get(name)), key)
-            for is_admin, keys in ((False, clients), (True, admins))
-            for name, key in keys.items()
-        ]
-        self._digests: list[tuple[bytes, Caller]] = []
+        self._callers: dict[bytes, Caller] = {}  # by the key's digest
+        are_admins: dict[str, bool] = {}
         for caller, key in callers:
-            if not key.strip():
-                raise ValueError(f"the API key {caller.name!r} is empty")
-            if caller.name == ANONYMOUS.name:
-                raise ValueError(f"{caller.name!r} is the name of callers without a key")
-            if len(caller.name) > MAX_NAME_CHARS:
+            name = caller.name
+            if name == ANONYMOUS.name:
+                raise ValueError(f"{name!r} is the name of callers without a key")
+            if len(name) > MAX_NAME_CHARS:
                 raise ValueError(
                     f"the name of an API key must have at most {MAX_NAME_CHARS} characters, "
-                    f"one has {len(caller.name)}"
+                    f"one has {len(name)}"
                 )
+            if are_admins.setdefault(name, caller.is_admin) != caller.is_admin:
+                raise ValueError(f"an API key and an admin API key are both named {name!r}")
             digest = _digest(key.encode())
-            if any(digest == other for other, _ in self._digests):
-                raise ValueError(f"the API key {caller.name!r} is the same as another one")
-            self._digests.append((digest, caller))
-        self._has_admins = bool(admins)
-        self._has_clients = bool(clients)
+            if digest in self._callers:
+                raise ValueError(f"the API key {name!r} is the same as another one")
+            self._callers[digest] = caller
+        self._has_admins = True in are_admins.values()
+        self._has_clients = False in are_admins.values()
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> "ApiKeys":
         """The keys in the settings. Raises `ValueError`, as `__init__` and for bad files."""
-        clients = {} if args.api_key is None else {"key": args.api_key}
-        admins = {} if args.admin_api_key is None else {"admin": args.admin_api_key}
-        tenants: dict[str, Tenant] = {}
-        for keys, path, prefix in (
-            (clients, args.api_key_file, "key"),
-            (admins, args.admin_api_key_file, "admin"),
-        ):
-            for key, tenant in () if path is None else read_key_file(path, prefix):
-                keys[tenant.name] = key
-                tenants[tenant.name] = tenant
-        return cls(clients, admins, tenants)
+        clients = _callers("key", args.api_key, args.api_key_file, is_admin=False)
+        admins = _callers("admin", args.admin_api_key, args.admin_api_key_file, is_admin=True)
+        return cls([*clients, *admins])
 
     @property
     def is_open(self) -> bool:
-        return not self._digests
+        return not self._callers
 
     def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
         """The caller with these `Authorization` headers; None if it may not use route `path`.
 
-        Takes the same time whichever key is wrong, and in whichever place.
+        Only digests are compared, so that the time it takes shows nothing of a key.
         """
-        caller = self._find(authorization)
+        caller = None
+        if len(authorization) == 1:
+            scheme, _, token = authorization[0].partition(b" ")
+            if scheme.lower() == b"bearer":
+                caller = self._callers.get(_digest(token.strip()))
         if path in ADMIN_PATHS and self._has_admins:
             return caller if caller is not None and caller.is_admin else None
         if caller is None and not self._has_clients:
             return ANONYMOUS if self.is_open else Caller("anonymous", is_admin=False)
         return caller
 
-    def _find(self, authorization: Sequence[bytes]) -> Caller | None:
-        if len(authorization) != 1:
-            return None
-        scheme, _, token = authorization[0].partition(b" ")
-        given = _digest(token.strip())
-        found = None
-        for digest, caller in self._digests:
-            if hmac.compare_digest(given, digest):
-                found = caller
-        return found if scheme.lower() == b"bearer" else None
-
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _callers(
+    prefix: str, key: str | None, path: str | None, *, is_admin: bool
+) -> Iterator[tuple[Caller, str]]:
+    """The callers of a flag's `key`, and of the file at `path`."""
+    if key is not None:
+        yield Caller(prefix, is_admin), key
+    for own_key, tenant in () if path is None else _read_key_file(path, prefix):
+        yield Caller(tenant.name, is_admin, tenant), own_key
+
+
+# A line of a file of keys.
+_FORMAT = "must be KEY, or NAME KEY [weight=W] [max_queued=N] [max_running=N]"
+_MOST = {"weight": 1e6, "max_queued": 1e7, "max_running": 1e7}
+_OPTION = re.compile(f"({'|'.join(_MOST)})=(.*)")
+
+
+def _read_key_file(path: str, prefix: str) -> Iterator[tuple[str, Tenant]]:
+    """The key and the tenant of each line of `path` that is no comment (#).
+
+    One without a name is called `prefix` and the line's number. Raises `ValueError`, naming the
+    line, for a bad file.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the API keys in {path}: {error}") from error
+    names = {prefix}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            key, tenant = _read_line(words, f"{prefix}-{number}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if tenant.name in names:
+            raise ValueError(f"{path}, line {number}: the name {tenant.name!r} is taken")
+        names.add(tenant.name)
+        yield key, tenant
+    if len(names) == 1:
+        raise ValueError(f"{path} holds no API key")
+
+
+def _read_line(words: Sequence[str], default_name: str) -> tuple[str, Tenant]:
+    if len(words) == 1:
+        return words[0], Tenant(name=default_name)
+    name, key, *options = words
+    if _OPTION.fullmatch(key):  # else the first word, a key, would be shown as a name
+        raise ValueError(f"a key with options needs a name: {_FORMAT}")
+    limits: dict[str, Any] = {}
+    for option in options:
+        match = _OPTION.fullmatch(option)
+        if match is None:
+            raise ValueError(_FORMAT)
+        field, text = match.groups()
+        if field in limits:
+            raise ValueError(f"{field} stands there twice")
+        limits[field] = _number(field, text)
+    return key, Tenant(name=name, **limits)
+
+
+def _number(field: str, text: str) -> float:
+    """The value of an option; an integer unless it is a weight."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST[field]:  # nor NaN
+        raise ValueError(f"{field} must be a number from 0 to {_MOST[field]:g}, got {text!r}")
+    if field == "weight" and value == 0:
+        raise ValueError("weight must be above 0")
+    if field != "weight" and not value.is_integer():
+        raise ValueError(f"{field} must be a whole number, got {text!r}")
+    return value if field == "weight" else int(value)
 
 
 def tenant_of(request: Request, user: str | None) -> Tenant | None:

@@ -1,5 +1,5 @@
 """The most that one client may request of the server, as numbers with names, listed in
-docs/guide/limits.md.
+docs/guide/limits.md beside the limits of `core/` that no server changes.
 
 Each bounds memory or time spent before the engine receives a request. Their sum is the most that
 clients without a key can take: connections times the bytes that each may send before its key is
@@ -10,12 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
-from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.server_args import ServerArgs
 
-MAX_FIELDS = 256
+MAX_FIELDS = 256  # of an object with fixed fields
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
@@ -26,8 +23,8 @@ _CHAT_PATHS = frozenset(
 )
 
 
-def _limit(default: Any, meaning: str, flag: str | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "flag": flag})
+def _limit(default: Any, meaning: str) -> Any:
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Limits:
         ServerArgs.max_connections,
         "open connections; with more, the one is closed that has waited longest for a request, or "
         "if all have one, the newest (503)",
-        "max_connections",
     )
     max_pipelined_requests: int = _limit(
         32, "requests sent ahead on a connection; with one more it is closed"
@@ -51,12 +47,10 @@ class Limits:
     receive_timeout_s: float = _limit(
         ServerArgs.receive_timeout,
         "seconds from a request's first byte to its last, and before a connection's first (408)",
-        "receive_timeout",
     )
     keep_alive_timeout_s: float = _limit(
         ServerArgs.keep_alive_timeout,
         "seconds without a request after which a connection is closed",
-        "keep_alive_timeout",
     )
 
     # Bodies, behind the key
@@ -64,7 +58,6 @@ class Limits:
         ServerArgs.max_body_bytes,
         "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
         "`/v1/score` (413)",
-        "max_body_bytes",
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
@@ -78,24 +71,13 @@ class Limits:
     max_json_depth: int = _limit(64, "objects and lists within each other (400)")
     max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")
     max_json_keys: int = _limit(2**17, "keys, lists and objects in a body (400)")
-    max_fields: int = _limit(MAX_FIELDS, "fields of an object with fixed fields (400)")
 
     # Prompts
-    max_prompts: int = _limit(
-        MAX_REQUESTS_PER_CALL, "prompts, and choices of them, in a request (400)"
-    )
     max_prompt_chars: int = _limit(
         _MIB,
         "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
         "token that a request may have",
     )
-    max_token_ids_logprob: int = _limit(
-        MAX_LOGPROB_IDS, "ids of `token_ids_logprob`, for each prompt (400)"
-    )
-    max_grammar_chars: int = _limit(
-        MAX_GRAMMAR_CHARS, "characters of a schema, an expression or a grammar (400)"
-    )
-    max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "keys of `logit_bias` (400)")
     max_stored_responses: int = _limit(
         1024, "responses that are kept for later requests; with more, the oldest goes"
     )

@@ -29,8 +29,8 @@ from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import StrictModel, User
+from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import unless_gone
-from sgl_jax.server.guards.json_body import JsonRoute
 from sgl_jax.server.guards.keys import SessionOwner, owner_of, tenant_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of

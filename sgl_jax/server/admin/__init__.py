@@ -1,1 +1,0 @@
-"""Routes of operators: health, load, sessions and calls of the engine."""

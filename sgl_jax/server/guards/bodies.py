@@ -1,0 +1,239 @@
+"""Bodies, bounded in bytes, and read strictly as JSON once it is clear that this is cheap.
+
+A decoder holds the interpreter until it is done. Its cost is not bytes but values: 27 MiB of empty
+lists take it seconds, as many of text milliseconds. So long bodies are counted first, in slices, by
+numpy, beside which other threads run. They are decoded and validated beside the event loop, which
+waits for one of these at most, and of a validation for one of its parts.
+"""
+
+import asyncio
+import ctypes
+import gc
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sgl_jax.server.errors import ApiError, error_response, to_api_error
+from sgl_jax.server.guards.connection import CLIENT_GONE
+from sgl_jax.server.guards.limits import Limits
+
+T = TypeVar("T")
+_LONG_BYTES = 2**20
+_DELAY_S = 1.0  # once for all requests that end within it
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies above the limit of their route, by their announced length or while they
+    arrive, and bodies that would exceed the bytes held at a time."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._limits = limits
+        self._held_bytes = 0
+        self._returns_memory = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        most = self._limits.body_bytes_of(scope["path"])
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > most:
+            # The rest is read and dropped, so that the client gets to read the answer; unless it
+            # would take too long.
+            is_endless = int(announced) > self._limits.max_held_body_bytes
+            refusal = _too_large(most, closes=is_endless)
+            await error_response(refusal, scope["path"])(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counting_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            gained = len(message.get("body", b""))
+            num_bytes += gained
+            self._held_bytes += gained
+            if num_bytes > most:
+                raise _too_large(most, closes=True)
+            if gained and self._held_bytes > self._limits.max_held_body_bytes:
+                raise ApiError(
+                    503, "the server holds too many long requests", code="too_many_bytes"
+                )
+            return message
+
+        try:
+            await self._app(scope, counting_receive, send)
+        finally:
+            self._held_bytes -= num_bytes
+            if num_bytes >= _LONG_BYTES and not self._returns_memory:
+                self._returns_memory = True
+                asyncio.get_running_loop().call_later(_DELAY_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        """Give the memory of long requests back to the system.
+
+        Garbage of a request may hang together in circles, of exceptions and the frames they went
+        through, which Python frees at some later time; and the C library keeps freed memory.
+        """
+        self._returns_memory = False
+        # It takes milliseconds: the objects of the server were frozen when it started.
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        if trim is not None:
+            asyncio.get_running_loop().run_in_executor(None, trim, 0)
+
+
+def _too_large(most: int, *, closes: bool) -> ApiError:
+    return ApiError(
+        413,
+        f"the body exceeds the {most} bytes that this route takes",
+        code="body_too_large",
+        headers={"connection": "close"} if closes else None,
+    )
+
+
+# One thread, since each of several would take its turn of the interpreter before the event loop.
+_READER = ThreadPoolExecutor(1, thread_name_prefix="json")
+_INLINE_BYTES = 65_536  # has so few values that counting them would cost more than it saves
+
+
+class JsonRoute(APIRoute):
+    """Calls an endpoint that takes a body with `body` and `request`, and nothing else.
+
+    FastAPI's own way to an endpoint handles forms, files and dependencies, and takes a sixth of a
+    short request's time. It still serves the routes without a body, and the description.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if self.body_field is None:
+            return super().get_route_handler()
+        field = self.body_field.field_info
+        annotation: Any = field.annotation
+        kind: TypeAdapter[Any] = TypeAdapter(annotation)
+        endpoint = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            data = await _whole_body(request)
+            body = None
+            if data or field.is_required():
+                body = await _read_as(kind, data, request)
+            response: Response = await endpoint(body=body, request=request)
+            return response
+
+        return handle
+
+
+async def _whole_body(request: Request) -> bytearray:
+    """The whole body. It grows in place: to join 30 MiB of pieces takes the loop a while."""
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_GONE, "the client went away") from error
+    return body
+
+
+async def _read_as(kind: TypeAdapter[T], body: bytearray, request: Request) -> T:
+    """The `kind` that `body` holds in JSON, by the letter of RFC 8259.
+
+    Raises:
+        ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow, or is
+            no `kind`.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    main, _, sub = content_type.partition("/")
+    if main != "application" or not (sub == "json" or sub.endswith("+json")):
+        return _validated(body or None, kind)
+    limits: Limits = request.app.state.limits
+    if len(body) > _INLINE_BYTES:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_READER, _read, kind, body, limits)
+    return _read(kind, body, limits)
+
+
+def _read(kind: TypeAdapter[T], body: bytearray, limits: Limits) -> T:
+    is_long = len(body) > _INLINE_BYTES
+    if is_long or body.count(b"[") + body.count(b"{") > limits.max_json_depth:
+        check_shape(body, limits)
+    try:
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError as error:
+        raise _invalid(f"the body is not UTF-8: {error.reason}") from error
+    except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
+        raise _invalid("the body is nested too deeply") from error
+    except msgspec.MsgspecError as error:
+        raise _invalid(f"the body is not valid JSON: {error}") from error
+    return _validated(value, kind)
+
+
+def _validated(value: Any, kind: TypeAdapter[T]) -> T:
+    """`value`, sent as a body, as a `kind`. Raises `ApiError` 400 that names the field at fault."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        in_body = [{**each, "loc": ("body", *each["loc"])} for each in found]
+        raise to_api_error(RequestValidationError(in_body)) from error
+
+
+_SLICE_BYTES = 2**20
+_QUOTE, _COMMA = ord('"'), ord(",")
+# Marks of keys, lists and objects, which cost most of decoding.
+_COSTLY = tuple(ord(char) for char in ":[{")
+_DEPTH_OF_BYTE = np.zeros(256, np.int8)
+_DEPTH_OF_BYTE[[ord("["), ord("{")]] = 1
+_DEPTH_OF_BYTE[[ord("]"), ord("}")]] = -1
+
+
+def check_shape(body: bytes | bytearray, limits: Limits) -> None:
+    """Raise `ApiError` 400 if `body` has more values, keys or depth than `limits` allow.
+
+    Exact for JSON; other bytes pass or fail without meaning.
+    """
+    depth = num_values = num_keys = 0
+    in_string = False
+    for piece in _without_escapes(body):
+        codes = np.frombuffer(piece, np.uint8)
+        is_quote = codes == _QUOTE
+        # True behind an odd number of quotes.
+        is_inside = np.bitwise_xor.accumulate(is_quote.view(np.uint8)) != int(in_string)
+        codes = codes[~is_inside]
+        in_string ^= bool(np.count_nonzero(is_quote) & 1)
+        num_values += int(np.count_nonzero(codes == _COMMA))
+        num_keys += sum(int(np.count_nonzero(codes == code)) for code in _COSTLY)
+        steps = _DEPTH_OF_BYTE[codes]
+        depths = depth + np.cumsum(steps[steps != 0], dtype=np.int32)
+        if len(depths):
+            depth = int(depths[-1])
+            _check("levels of lists and objects", int(depths.max()), limits.max_json_depth)
+        _check("values", num_values, limits.max_json_values)
+        _check("keys, lists and objects", num_keys, limits.max_json_keys)
+
+
+def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
+    r"""Slices of `body` without `\\` and `\"`, so that every quote begins or ends a string."""
+    begun = b""  # a backslash that escapes the next slice's first byte
+    for start in range(0, len(body), _SLICE_BYTES):
+        piece = begun + body[start : start + _SLICE_BYTES]
+        end = len(piece) - (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        begun = bytes(piece[end:])
+        yield piece[:end].replace(rb"\\", b"").replace(rb"\"", b"")
+
+
+def _check(unit: str, count: int, most: int) -> None:
+    if count > most:
+        raise _invalid(f"the body has more than {most:,} {unit}", code="too_complex")
+
+
+def _invalid(message: str, code: str = "invalid_json") -> ApiError:
+    return ApiError(400, message, code=code)

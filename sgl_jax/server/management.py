@@ -1,0 +1,304 @@
+"""Health, facts, metrics, and the load of each rank by the engine's state (`EngineCore.state`).
+
+`/health` at each point of a server's life:
+
+    starting   503   the engine loads and compiles
+    ready      200
+    paused     200   requests are taken, and wait until generation is continued
+    stuck      503   the engine's process is silent: stopped, or swapped out
+    draining   503   the server finishes running requests, and ends
+    dead       503   the engine has ended; the server ends, too
+
+Programs can read the same from the code of the error.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sgl_jax.core.errors import EngineStuckError, InvalidRequestError, QueueFullError
+from sgl_jax.core.messages import GetState
+from sgl_jax.core.request_limits import check_between
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.health import EngineHealth
+from sgl_jax.metrics.engine_metrics import max_tokens, token_usage, used_tokens
+from sgl_jax.server.answer_stream import StreamGroup, json_response
+from sgl_jax.server.call_routes import call_engine
+from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
+from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.openapi import answers
+from sgl_jax.server.references import references_of
+
+_HEALTH_TIMEOUT_S = 20.0
+_SCRAPE_TIMEOUT_S = 2.0
+_PROMETHEUS = {
+    "description": "counters in Prometheus' text format",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
+}
+router = APIRouter(tags=["management"], route_class=JsonRoute)
+
+
+@router.get("/health", responses=answers())
+@router.get("/ping", responses=answers())
+async def health(request: Request) -> Response:
+    """200 while the server takes requests; else 503 and why. It calls no engine and needs no
+    key. Hosting platforms call it `/ping`."""
+    refs = references_of(request)
+    return health_answer(refs.check_open, refs.health, is_paused=refs.is_paused)
+
+
+@router.get("/health_generate", responses=answers())
+async def health_generate(request: Request) -> Response:
+    """200 if the engine generates a token within 20 s, or an operator has paused generation."""
+    refs = references_of(request)
+    refs.check_open()
+    if refs.is_paused:
+        return await health(request)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    probe = refs.frontend.checks.prepare([0], sampling)
+    try:
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            await StreamGroup(request, [probe], streaming=False, names={}).collect()
+    except TimeoutError as error:
+        if not refs.is_paused:
+            raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
+    return await health(request)
+
+
+@router.get("/version", responses=answers())
+async def version(request: Request) -> Response:
+    """The version of this server."""
+    return json_response({"version": request.app.version})
+
+
+@router.get("/model_info", responses=answers())
+@router.get("/get_model_info", responses=answers())
+async def get_model_info(request: Request) -> Response:
+    """The served model."""
+    refs = references_of(request)
+    facts = refs.frontend.facts
+    return json_response(
+        {
+            "model_path": refs.model_path,
+            "tokenizer_path": refs.args.tokenizer_folder,
+            "served_model_name": refs.model_name,
+            "is_generation": True,
+            **facts._asdict(),
+        }
+    )
+
+
+@router.get("/server_info", responses=answers())
+@router.get("/get_server_info", responses=answers())
+async def get_server_info(request: Request) -> Response:
+    """Settings, the engine's facts, and the memory and load of every rank."""
+    refs = references_of(request)
+    # Settings that were left open have the values chosen since.
+    settings = refs.args.public() | refs.engine_info.get("settings", {})
+    state = (await call_engine(refs, GetState())).data
+    return json_response(
+        {
+            **settings,
+            "model_path": refs.model_path,
+            "served_model_name": refs.model_name,
+            "version": request.app.version,
+            "dp_size": refs.frontend.facts.dp_size,
+            "engine": refs.engine_info,
+            "internal_states": [_state_of(rank, state["counters"]) for rank in state["ranks"]],
+            **state,
+        }
+    )
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", responses=answers() | {200: _PROMETHEUS})
+async def metrics(request: Request) -> Response:
+    """Requests and latencies; memory and load of every rank, as the engine last reported."""
+    refs = references_of(request)
+    # A busy or dead engine is no reason to hide the other figures.
+    with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
+        if not refs.frontend.has_ended:
+            reply = await call_engine(refs, GetState(), _SCRAPE_TIMEOUT_S)
+            if reply.ok:
+                refs.engine_metrics.update(reply.data)
+    text = refs.frontend.metrics.exposition()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+# Values of `/v1/loads?include=`; "core" is always there, "all" is every one.
+_SECTIONS = ("core", "memory", "spec", "queues", "all")
+
+
+@router.get("/v1/loads", responses=answers())
+async def loads(
+    request: Request,
+    include: Annotated[str, Query(description=f"of {', '.join(_SECTIONS)}, with commas")] = "all",
+    dp_rank: Annotated[int | None, Query(ge=0, description="of this rank only")] = None,
+) -> Response:
+    """Requests, tokens and pages of every rank, and over all of them."""
+    sections = [name.strip() for name in include.split(",")]
+    for name in sections:
+        if name not in _SECTIONS:
+            raise InvalidRequestError(
+                f"include takes {', '.join(_SECTIONS)}, got {name!r}", "include"
+            )
+    refs = references_of(request)
+    dp_size = refs.frontend.facts.dp_size
+    if dp_rank is not None:
+        check_between("dp_rank", dp_rank, 0, dp_size - 1)
+    state = (await call_engine(refs, GetState())).data
+    found = [
+        _load(rank, state["counters"], _SECTIONS if "all" in sections else sections)
+        for rank in state["ranks"]
+        if dp_rank in (None, rank["dp_rank"])
+    ]
+    return json_response(
+        {
+            "version": request.app.version,
+            "dp_rank_count": dp_size,
+            "loads": found,
+            "aggregate": _aggregate(found),
+        }
+    )
+
+
+@router.get("/get_load", responses=answers())
+async def get_load(request: Request) -> Response:
+    """Requests and tokens of every rank, in the words of SGLang's older clients."""
+    state = (await call_engine(references_of(request), GetState())).data
+    return json_response(
+        [
+            {
+                "dp_rank": rank["dp_rank"],
+                "num_reqs": rank["num_running"] + rank["num_waiting"],
+                "num_waiting_reqs": rank["num_waiting"],
+                "num_tokens": used_tokens(rank),
+            }
+            for rank in state["ranks"]
+        ]
+    )
+
+
+def _load(
+    rank: Mapping[str, Any], counters: Mapping[str, Any], sections: Collection[str]
+) -> dict[str, Any]:
+    """The load of a rank, with these `_SECTIONS`, in SGLang's words.
+
+    Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
+    together, as of the engine's last line of statistics.
+    """
+    num_running, num_waiting = rank["num_running"], rank["num_waiting"]
+    load = {
+        "dp_rank": rank["dp_rank"],
+        "timestamp": time.time(),
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": num_running + num_waiting,
+        "num_used_tokens": used_tokens(rank),
+        "max_total_num_tokens": max_tokens(rank),
+        "token_usage": token_usage(rank),
+        "gen_throughput": counters.get("gen_throughput", 0.0),
+        "cache_hit_rate": _share(counters, "cached_tokens", "prompt_tokens"),
+        "max_running_requests": rank["total_rows"],
+        "utilization": num_running / max(rank["total_rows"], 1),
+    }
+    if "memory" in sections:
+        pages = {name: count for name, count in rank.items() if name.endswith("_pages")}
+        load["memory"] = {"token_capacity": max_tokens(rank), **pages}
+    if "spec" in sections:
+        rate = _share(counters, "accepted_draft_tokens", "drafted_tokens")
+        load["speculative"] = {"accept_rate": rate}
+    if "queues" in sections:
+        load["queues"] = {"waiting": num_waiting}
+    return load
+
+
+def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums and means over the ranks of `loads`."""
+    count = max(len(loads), 1)
+    return {
+        "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
+        "total_waiting_reqs": sum(load["num_waiting_reqs"] for load in loads),
+        "total_reqs": sum(load["num_total_reqs"] for load in loads),
+        "avg_token_usage": sum(load["token_usage"] for load in loads) / count,
+        "avg_throughput": sum(load["gen_throughput"] for load in loads) / count,
+        "avg_utilization": sum(load["utilization"] for load in loads) / count,
+    }
+
+
+def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """One of `/server_info`'s `internal_states`, as benches and routers read it."""
+    return {
+        "dp_rank": rank["dp_rank"],
+        "last_gen_throughput": counters.get("gen_throughput", 0.0),
+        "effective_max_running_requests_per_dp": rank["total_rows"],
+        "load": rank["num_running"] + rank["num_waiting"],
+        "memory_usage": {"token_capacity": max_tokens(rank), "token_usage": token_usage(rank)},
+    }
+
+
+def _share(counters: Mapping[str, Any], part: str, whole: str) -> float:
+    return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
+
+
+_STATUS_OF_CODE = {
+    "starting": "starting",
+    "engine_stuck": "stuck",
+    "shutting_down": "draining",
+    "engine_dead": "dead",
+}
+
+
+def health_answer(
+    check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
+) -> Response:
+    """200 if `check` passes; else the error that it raises, and if the engine is stuck, since when
+    (ISO 8601 in UTC)."""
+    try:
+        check()
+    except Exception as raised:
+        error, stuck_since = to_api_error(raised), health.stuck_since
+        if error.code not in _STATUS_OF_CODE:
+            raise
+        since = {} if stuck_since is None else {"since": stuck_since.isoformat(timespec="seconds")}
+        body = {"status": _STATUS_OF_CODE[error.code], **since, "error": error_body(error)}
+        headers = dict(error.headers or {})
+        return Response(msgspec.json.encode(body), error.status_code, headers, "application/json")
+    return json_response({"status": "paused" if is_paused else "ready"})
+
+
+class Gate:
+    """The application in front of uvicorn: refuses everything until `open`.
+
+    So a client reads that the server is starting, rather than waiting.
+    """
+
+    def __init__(self, health: EngineHealth) -> None:
+        self._health = health
+        self._app: ASGIApp | None = None
+
+    def open(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/health":
+            await health_answer(self._refuse, self._health)(scope, receive, send)
+        elif scope["type"] == "http":
+            await error_response(_starting(), scope["path"])(scope, receive, send)
+
+    def _refuse(self) -> None:
+        self._health.check()
+        raise _starting()
+
+
+def _starting() -> ApiError:
+    return ApiError(503, "the server is starting: the engine loads and compiles", code="starting")
