@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sgl_jax.core.command_line import parse_server_args
-from sgl_jax.engine.process import log_to_terminal
+from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.server.lifecycle import serve
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["serve"]:
         words = words[1:]
     args = parse_server_args(words)
-    log_to_terminal(args.log_level)
+    log_to_terminal(args.log_level, args.log_format)
     return serve(args)
 
 

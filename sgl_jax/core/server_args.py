@@ -297,7 +297,10 @@ class ServerArgs(SchedulerArgs):
         False, "events of a streamed /generate have only what is new, instead of all so far"
     )
     log_level: str = setting("info", "how much to log", ("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
     log_requests: bool = setting(False, "log each request's arrival and end")
+    disable_access_log: bool = setting(False, "log no line for each HTTP request")
+    enable_metrics: bool = setting(False, "accepted for SGLang's sake: metrics are always there")
     decode_log_interval: int = setting(
         100, "steps between two lines of statistics; 0: none", bounds=(0, 1_000_000_000)
     )

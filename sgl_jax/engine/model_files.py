@@ -14,6 +14,8 @@ def open_model_files(args: ServerArgs) -> Tokenizer:
     The config comes first, though the engine reads it again: the tokenizer's library reads it, too,
     and its error about a bad config would name the tokenizer.
     """
+    if not Path(args.model_path).is_dir():
+        raise ValueError(f"--model-path: there is no folder {args.model_path!r}")
     if (Path(args.model_path) / CONFIG_FILE).is_file():
         ModelConfig.from_path(args.model_path)
     return load_tokenizer(args)

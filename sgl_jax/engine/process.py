@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.messages import EngineFailed, EngineInfo
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, ZmqChannel
@@ -124,14 +125,6 @@ class EngineProcess:
         self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
 
 
-def log_to_terminal(level: str) -> None:
-    """Log to this process's standard error, from `level` up; of libraries, warnings at least."""
-    # Importing orbax sets logging up, so its handlers are replaced.
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level="ERROR" if level == "error" else "WARNING", format=form, force=True)
-    logging.getLogger("sgl_jax").setLevel(level.upper())
-
-
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     """Main function of the child: build the engine, send its `EngineInfo`, run; exit code."""
     # A service manager signals every process of the service: the parent decides when to end.
@@ -139,7 +132,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         signal.signal(number, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
-    log_to_terminal(args.log_level)
+    log_to_terminal(args.log_level, args.log_format)
     watch = threading.Thread(
         target=_die_with_parent, args=(start["folder"],), name="parent-watch", daemon=True
     )

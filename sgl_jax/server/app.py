@@ -11,6 +11,7 @@ from sgl_jax.server.apis import chat, completions, messages, native, openai, res
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
+from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
 
@@ -38,6 +39,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
+    app.add_middleware(RequestIdMiddleware, logs_access=not refs.args.disable_access_log)
     install_openapi(app, needs_key=not keys.is_open)
     return app
 
@@ -54,5 +56,5 @@ def with_cors(app: ASGIApp, origins: str | None) -> ASGIApp:
         allow_origins=[origin.strip() for origin in origins.split(",")],
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["retry-after"],  # browsers always show some others
+        expose_headers=["retry-after", HEADER],  # browsers always show some others
     )

@@ -149,6 +149,7 @@ class _Server:
             gate.open(app)
             logger.info("serving %s as %r", self._args.model_path, refs.model_name)
             print(f"sgl_jax is ready at {_url(listener)}", flush=True)
+            _notify_systemd("READY=1")
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if self._death is None:
                 await self._drain(refs)
@@ -185,6 +186,7 @@ class _Server:
         refs.draining = True
         frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
+        _notify_systemd("STOPPING=1")
         if refs.is_paused:
             frontend.ask(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
@@ -255,6 +257,19 @@ class _Server:
             self._process.kill()
         self._client.remove_folder()
         os._exit(_KILLED_BY_SIGNAL + number)
+
+
+def _notify_systemd(state: str) -> None:
+    """Report to the service manager, if one wants it (`Type=notify`, sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        try:
+            notified.connect("\0" + address[1:] if address.startswith("@") else address)
+            notified.sendall(state.encode())
+        except OSError as error:
+            logger.warning("the service manager was not notified of %s: %s", state, error)
 
 
 def _allow_files(num_files: int) -> None:

@@ -75,6 +75,22 @@ def test_what_does_not_finish_in_time_ends_with_an_error(start: Callable[..., Se
     assert server.wait_exit() == 0
 
 
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_systemd_is_notified_of_ready_and_stopping(
+    model_folder: Path, tmp_path: Path, is_abstract: bool
+) -> None:
+    address = f"{'@' if is_abstract else ''}{tmp_path}/notify"
+    environment = {"NOTIFY_SOCKET": address}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(60)
+        manager.bind("\0" + address[1:] if is_abstract else address)
+        with running_server(SCRIPTED, model_folder, environment=environment) as server:
+            assert manager.recv(100) == b"READY=1"
+            server.process.send_signal(signal.SIGTERM)
+            assert manager.recv(100) == b"STOPPING=1"
+            assert server.wait_exit() == 0
+
+
 def test_a_second_signal_ends_it_at_once(start: Callable[..., Server]) -> None:
     server = start("--random-seed", "100").wait_ready()
     engine = server.engine

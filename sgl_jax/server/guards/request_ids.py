@@ -1,0 +1,51 @@
+"""Names each HTTP request, for its answer and its log lines, and logs a line for each."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sgl_jax.core.log_lines import request_id
+
+logger = logging.getLogger(__name__)
+HEADER = "x-request-id"
+_VALID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Takes the id that the client or its proxy gave (1 to 128 printable ASCII characters without
+    spaces), else makes one; the answer has it in the same header.
+
+    `logs_access`: log method, path, status and seconds of each request, once its answer has ended.
+    """
+
+    def __init__(self, app: ASGIApp, *, logs_access: bool) -> None:
+        self._app = app
+        self._logs_access = logs_access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        name = given if _VALID.fullmatch(given) else uuid.uuid4().hex
+        status, started = 0, time.perf_counter()
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = name
+            await send(message)
+
+        token = request_id.set(name)
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            if self._logs_access:
+                seconds = time.perf_counter() - started
+                logger.info("%s %s %d %.3f s", scope["method"], scope["path"], status, seconds)
+            request_id.reset(token)
