@@ -19,8 +19,8 @@ from sgl_jax.core.messages import (
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Question,
     StopRequest,
+    WithReply,
 )
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
@@ -118,7 +118,7 @@ class Scheduler:
                 self._live.abort(event)
             case StopRequest():
                 self._live.stop(event)
-            case Question():
+            case WithReply():
                 return self._sessions.answer(event)
             case Expect():
                 self._live.expect(event)

@@ -116,7 +116,7 @@ class ChatMessage(Part):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         Field(default=None, description="of the assistant")
     )
-    tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
+    tool_call_id: str | None = Field(default=None, description="of a tool: id of its call")
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> "ChatMessage":

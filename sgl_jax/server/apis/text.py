@@ -45,7 +45,7 @@ class TokenizeBody(StrictModel):
     )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Tools | None = Field(default=None, description="of messages: those of the request")
+    tools: Tools | None = Field(default=None, description="only with messages")
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeBody":
