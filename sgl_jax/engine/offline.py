@@ -32,6 +32,7 @@ from sgl_jax.core.messages import (
     Shutdown,
 )
 from sgl_jax.core.request_limits import check_namespace, one_namespace
+from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
@@ -44,7 +45,7 @@ from sgl_jax.engine.offline_inputs import (
     as_batch,
     as_new_id,
     as_options,
-    as_sampling,
+    as_struct,
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.request_stream import RequestStream
@@ -328,8 +329,8 @@ class Engine:
         each_options = as_options(options, len(prompts))
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            params_of_one = as_sampling(sampling)
-            requests.append(checks.prepare(ids, params_of_one, default_max_new_tokens=128, **own))
+            one = as_struct(sampling or {}, SamplingParams, "sampling_params")
+            requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))

@@ -52,7 +52,7 @@ def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T |
 
 def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
     """`session_params` as a turn. Raises `InvalidRequestError`, also for several prompts."""
-    turn = None if given is None else _converted(given, SessionTurn, "session_params")
+    turn = None if given is None else as_struct(given, SessionTurn, "session_params")
     if turn is not None and num_prompts != 1:
         raise InvalidRequestError(
             f"a session takes one prompt at a time, got {num_prompts}", "session_params"
@@ -88,12 +88,7 @@ def as_batch(
     return batch, list(sampling_params)
 
 
-def as_sampling(sampling: Sampling) -> SamplingParams:
-    """Convert to a struct. Raises `InvalidRequestError`."""
-    return _converted(sampling or {}, SamplingParams, "sampling_params")
-
-
-def _converted(given: Any, kind: type[T], param: str) -> T:
+def as_struct(given: Any, kind: type[T], param: str) -> T:
     """A struct, or a mapping of its fields, as a struct. Raises `InvalidRequestError`."""
     if isinstance(given, kind):
         return given

@@ -1,6 +1,7 @@
 """Common parts of Pallas kernels for TPU: DMAs, products, the compiler's options.
 
-Imported by kernels alone: without them, a process does not wait for the import of Pallas.
+Only kernels import this file, so that a process without kernels does not import Pallas, which is
+slow.
 """
 
 from collections.abc import Callable

@@ -38,28 +38,23 @@ class Chip:
     bf16_flops_per_s: float
     clock_hz: float
     ici_link_bytes_per_s: float  # of one link in one direction
+    cores_in_name: int  # counted for a chip in the name of a slice
+    grids: tuple[tuple[int, ...], ...]  # of chips, that can be rented, the smallest first
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {
-        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9),
-        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9),
-        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9),
-        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9),
-    }
-)
-
-
-# The grids of chips that can be rented, the smallest first.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = (
     *((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)),
     *((4, 4, 4), (4, 4, 8), (4, 8, 8)),
 )
-_GRIDS: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
-    {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES}
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, _FLAT),
+        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, _FLAT),
+        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, _CUBES),
+        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, _CUBES),
+    }
 )
-_CORES_PER_CHIP_IN_NAME = MappingProxyType({"v5e": 1, "v6e": 1, "v5p": 2, "tpu7x": 2})
 
 
 class Topology(NamedTuple):
@@ -92,12 +87,12 @@ class Topology(NamedTuple):
     @classmethod
     def all_of(cls, generation: str) -> list["Topology"]:
         """Every slice of a generation, the smallest first."""
-        return [cls(generation, grid) for grid in _GRIDS[generation]]
+        return [cls(generation, grid) for grid in CHIPS[generation].grids]
 
     @property
     def name(self) -> str:
         """The cloud's name: `v6e-8`."""
-        return f"{self.generation}-{self.num_chips * _CORES_PER_CHIP_IN_NAME[self.generation]}"
+        return f"{self.generation}-{self.num_chips * self.chip.cores_in_name}"
 
     @property
     def chip(self) -> Chip:

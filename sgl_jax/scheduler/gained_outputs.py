@@ -55,7 +55,7 @@ class GainedOutputs:
         return bool(self.outputs or self._rids)
 
     def take(self) -> OutputBatch | None:
-        """All of it, once; None if nothing."""
+        """The outputs since the last call as one batch, or None if there are none."""
         if not self:
             return None
         batch = OutputBatch(self.outputs, self._rids, b"".join(self._tokens))

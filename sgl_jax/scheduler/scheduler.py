@@ -235,7 +235,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with memory, over all ranks."""
+        """Running requests of all ranks: the ones that hold KV memory."""
         return sum(len(rank.running) for rank in self.ranks)
 
     @property
@@ -327,7 +327,7 @@ class Scheduler:
         return [rank.memory.view() for rank in self.ranks]
 
     def tenants(self) -> dict[str, TenantCounts]:
-        """Requests and tokens of each tenant, by name: the empty one for requests without any."""
+        """Counts of each tenant by its name; "" has the counts of requests without a tenant."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:

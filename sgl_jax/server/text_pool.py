@@ -73,7 +73,7 @@ class TextPool:
     async def encode(
         self, client: str, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[Ids]:
-        """Token ids of each text, for the client of this name.
+        """Token ids of each text. `client` names the sender: clients take turns for the workers.
 
         Raises:
             ApiError: 503, it took too long.

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the probabilities of tokens: no text is generated."""
+"""Routes that generate no text: tokenize, detokenize, and scores of given tokens."""
 
 import asyncio
 import math
@@ -204,7 +204,7 @@ class ScoreBody(RequestFields):
 
 
 class Scores(Struct, frozen=True):
-    """A line for each item, with a probability for each label, in the order of the request."""
+    """`scores[i][j]`: the probability of label token j right after item i, as in the request."""
 
     scores: list[list[float]]
     model: str

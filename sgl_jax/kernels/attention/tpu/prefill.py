@@ -309,7 +309,7 @@ def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
 
 
 def attend(kernel: Prefill, work: Work) -> None:
-    """Merge the attention of all queries of the work's block into the softmax."""
+    """Add the work's keys to the softmax of all queries of the block."""
     queries, few = kernel.blocks.queries, kernel.blocks.few_queries
     if few == queries:
         attend_heads(kernel, work)
