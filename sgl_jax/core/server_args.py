@@ -58,8 +58,8 @@ class SchedulerArgs:
     )
     fair_share: str = setting(
         "off",
-        "how tenants of one priority share the engine: by order of arrival (off), or equally by "
-        "tokens served, in proportion to their weights (tokens)",
+        "how tenants of one priority share the engine: by order of arrival (off), or by tokens "
+        "served, in proportion to their weights (tokens)",
         ("off", "tokens"),
     )
     load_balance_method: str = setting(

@@ -136,13 +136,6 @@ class EitherWay(OfPart):
 
     other: Source
 
-    @property
-    def plain_shape(self) -> Shape:
-        return self.part.plain_shape
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return self.part.fit(plain)
-
     def as_stored(self, names: Container[str], prefix: str = "") -> Source:
         """The usual way, unless the checkpoint has all tensors of the other."""
         is_other = all(name in names for name in self.other.tensors(prefix))

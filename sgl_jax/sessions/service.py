@@ -126,9 +126,7 @@ class SessionService(Generic[T]):
 
         The caller must end the replaced turns before it begins this one. Changes no session.
 
-        Raises:
-            InvalidRequestError: the session cannot take the turn.
-            SessionsFullError: the sessions would hold too many tokens.
+        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
         turn = turn_of(message)
         found = self.store.find(turn.id)

@@ -6,6 +6,7 @@ The store records when each session was last used, and which of them close as so
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -59,8 +60,7 @@ class SessionStore:
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
         self._timed: dict[str, int] = {}  # serials of sessions with a time-out
-        self._new_timed: dict[str, None] = {}  # of them, the ones opened since the last tick
-        # A heap with one check for each other session with a time-out, and for some closed ones.
+        # A heap with one check for each session with a time-out, and for some closed ones.
         self._checks: list[_Check] = []
         self._serials = itertools.count()
         self._closing: set[str] = set()
@@ -74,12 +74,7 @@ class SessionStore:
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> None:
-        """Open a session.
-
-        Raises:
-            InvalidRequestError: the id is in use.
-            SessionsFullError: too many sessions are open.
-        """
+        """Open a session. Raises `InvalidRequestError` if its id is in use, `SessionsFullError`."""
         self._require_free(opened.session_id)
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
@@ -113,12 +108,7 @@ class SessionStore:
         return session
 
     def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Open a session with the history of `session`.
-
-        Raises:
-            InvalidRequestError: the new id is in use.
-            SessionsFullError: too many sessions are open, or they would hold too many tokens.
-        """
+        """Open a session with the history of `session`. Raises as `open`."""
         self._require_free(new_session_id)
         self._require_room(session, session.num_tokens)
         self._add(session.fork(new_session_id))
@@ -126,9 +116,7 @@ class SessionStore:
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
         """The session of a turn, and the turn's whole prompt. Changes nothing.
 
-        Raises:
-            InvalidRequestError: the session cannot take the turn.
-            SessionsFullError: the sessions would hold too many tokens.
+        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
         turn = turn_of(message)
         session = self.get(turn.id)
@@ -173,21 +161,19 @@ class SessionStore:
         self._now_s = max(self._now_s, now_s)
         self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
         self._used_since_tick.clear()
-        due, self._new_timed = list(self._new_timed), {}
+        expired = []
         while self._checks and self._checks[0].at_s < self._now_s:
             check = heapq.heappop(self._checks)
-            if self._is_open(check):
-                due.append(check.session_id)
-        expired = []
-        for session_id in due:
-            session = self._sessions[session_id]
+            if not self._is_open(check):
+                continue
+            session = self._sessions[check.session_id]
             assert session.timeout_s is not None
-            used_at = self._now_s if session.num_running else self._used_at[session_id]
+            used_at = self._now_s if session.num_running else self._used_at[check.session_id]
             ends_at = used_at + session.timeout_s
             if ends_at < self._now_s:
-                expired.append(session_id)
+                expired.append(check.session_id)
             else:
-                heapq.heappush(self._checks, _Check(ends_at, self._timed[session_id], session_id))
+                heapq.heappush(self._checks, check._replace(at_s=ends_at))
         return expired
 
     def all(self) -> Iterator[tuple[Session, float, bool]]:
@@ -201,8 +187,9 @@ class SessionStore:
         self._sessions[session.session_id] = session
         self.note_use(session)
         if session.timeout_s is not None:
-            self._timed[session.session_id] = next(self._serials)
-            self._new_timed[session.session_id] = None
+            serial = self._timed[session.session_id] = next(self._serials)
+            # Due at the next tick, which has the time of the opening.
+            heapq.heappush(self._checks, _Check(-math.inf, serial, session.session_id))
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
@@ -213,7 +200,6 @@ class SessionStore:
         if session.timeout_s is None:
             return
         del self._timed[session_id]
-        self._new_timed.pop(session_id, None)
         if len(self._checks) > _MIN_SWEPT + 2 * len(self._timed):
             self._checks = [check for check in self._checks if self._is_open(check)]
             heapq.heapify(self._checks)
@@ -235,9 +221,8 @@ class SessionStore:
     def _require_room(self, session: Session, num_added: int) -> None:
         """Check that `session` may grow by `num_added` tokens.
 
-        Raises:
-            SessionsFullError: all sessions together would hold too many tokens.
-            InvalidRequestError: this one alone would.
+        Raises `SessionsFullError` if all sessions together would hold too many, and
+        `InvalidRequestError` if this one alone would.
         """
         num_needed = session.num_tokens + num_added
         if num_added > 0 and num_needed > self._max_tokens:
