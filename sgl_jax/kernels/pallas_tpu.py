@@ -84,9 +84,9 @@ def call(
 def for_each_run(
     length: jax.Array, sizes: tuple[int, ...], most: int, do: Callable[[Any, int], None]
 ) -> None:
-    """do(first, size) for runs that make up `length` tokens, of `sizes` up to `most`.
+    """Call do(first, size) for runs that make up `length` tokens, with `sizes` up to `most`.
 
-    A DMA has a static size, and one that is longer than the row would reach into the next.
+    A DMA has a static size, and if it is longer than the row, it reaches into the next row.
     """
     done = jnp.int32(0)
     for size in sizes:

@@ -86,7 +86,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: each token is served by the `top_k` experts its router likes best."""
+    """Mixture of experts: the router chooses the `top_k` most probable experts for each token."""
 
     num_experts: int
     top_k: int
@@ -100,7 +100,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, in everything in which layers of a model may differ."""
+    """One layer: all settings in which the layers of one model may differ."""
 
     rope: RopeConfig | None  # None: with a recurrence, no token is turned
     sliding_window: int | None  # None: attention to all tokens, or a recurrence

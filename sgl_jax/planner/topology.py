@@ -65,7 +65,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """Read `v6e-8` or `v6e:2x4`. Raises ValueError, naming the allowed ones."""
+        """Read a name such as `v6e-8` or `v6e:2x4`. Raises ValueError with the allowed names."""
         match = re.fullmatch(r"([a-z0-9]+)[-:](\d+(?:x\d+)*)", name)
         if match is None or match[1] not in CHIPS:
             known = ", ".join(CHIPS)
@@ -113,7 +113,7 @@ class Topology(NamedTuple):
         return [(devices // n, n) for n in range(1, devices + 1) if devices % n == 0]
 
     def check_mesh(self, dp_size: int, tp_size: int) -> None:
-        """Raise ValueError if it has fewer devices than such a mesh."""
+        """Raise ValueError if the slice has fewer devices than the mesh."""
         if dp_size * tp_size > self.num_devices:
             raise ValueError(
                 f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
@@ -122,7 +122,7 @@ class Topology(NamedTuple):
 
 
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
-    """The mesh ('data', 'tensor') an engine would make on such a slice.
+    """The mesh ('data', 'tensor') that an engine would make on the slice.
 
     Raises:
         RuntimeError: libtpu is not installed.

@@ -58,17 +58,10 @@ def pack_row_params(admission: RowAdmission) -> Int32Array:
     """One admission's parameters as int32[PACKED_WIDTH].
 
     `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
-    Raises ValueError if there are more ids or biases than the device keeps slots for.
+    Raises ValueError, as numpy does, if there are more ids or biases than slots.
     """
     sampling = admission.sampling
     bias = sampling.logit_bias or {}
-    for name, count, limit in (
-        ("stop token ids", len(admission.stop_token_ids), MAX_STOP_TOKEN_IDS),
-        ("logit biases", len(bias), MAX_LOGIT_BIAS),
-        ("tokens to score", len(admission.logprob_ids), MAX_LOGPROB_IDS),
-    ):
-        if count > limit:
-            raise ValueError(f"row {admission.row} has {count} {name}, at most {limit} fit")
     greedy = sampling.temperature == 0.0 or sampling.top_k == 1
     packed = np.zeros(PACKED_WIDTH, np.int32)
     packed[:_NUM_INTS] = (

@@ -154,7 +154,7 @@ class PageBlock(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Brings page ids and pages of one layer from HBM into buffers."""
+    """Copies page ids and pages of one layer from HBM into buffers."""
 
     rows: Rows
     hbm: PagedArrays
