@@ -1,27 +1,27 @@
-"""A grammar that an output is held to, as clients name it."""
+"""Grammars that constrain an output, in the forms that clients send."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 MAX_GRAMMAR_CHARS = 1 << 16
-# With free spaces, a model that is not sure writes nothing else.
+# If a schema allowed free whitespace, an unsure model could write whitespace for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"  # the key under which llguidance finds its options in a schema
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` of JSON as Python writes it, unless it sets its own style."""
+    """`schema`, for JSON with the spaces that Python writes, unless it sets its own style."""
     return _with_options(schema, _JSON_STYLE, {})
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` without the keywords that no grammar can hold, such as `not`."""
+    """`schema`, compiled without the keywords that a grammar cannot express, such as `not`."""
     return _with_options(schema, {}, {"lenient": True, "coerce_one_of": True})
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
-    """True if `lenient` made it."""
+    """True if `lenient` made `schema`."""
     options = schema.get(_OPTIONS)
     return isinstance(options, Mapping) and options.get("lenient") is True
 
@@ -39,13 +39,15 @@ class Grammar(NamedTuple):
     """Text that describes the valid outputs.
 
     - json_schema: a JSON schema; the output is one JSON value that it allows.
-    - regex: a regular expression of Rust's `regex` crate, of the whole output.
+    - regex: a regular expression in the syntax of Rust's `regex` crate; it matches all of the
+      output.
     - ebnf: a grammar in GBNF (`root ::= ...`) or in Lark's form (`start: ...`).
-    - structural_tag: JSON with `structures`, each a `begin`, a `schema` and an `end`, and
-      `triggers`: free text, in which such a structure follows a trigger.
+    - structural_tag: JSON with `structures` (each has a `begin`, a `schema` and an `end`) and
+      `triggers`. The output is free text until a trigger; then one of the structures follows.
 
-    With `reasoning`, two marks, free text that ends with the second may come first, and spaces: if
-    it begins with the first mark, and in any case if that is "".
+    `reasoning` is a start mark and an end mark. The output may then begin with reasoning: the start
+    mark, free text, the end mark, whitespace. If the start mark is "", the output must begin with
+    free text up to the end mark.
     """
 
     kind: GrammarKind

@@ -19,8 +19,8 @@ from sgl_jax.core.messages import (
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Question,
     StopRequest,
+    WithReply,
 )
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
@@ -119,7 +119,7 @@ class Scheduler:
                 self._live.abort(event)
             case StopRequest():
                 self._live.stop(event)
-            case Question():
+            case WithReply():
                 return self._sessions.answer(event)
             case Expect():
                 self._live.expect(event)
@@ -237,7 +237,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with memory, over all ranks."""
+        """Running requests of all ranks: the ones that hold KV memory."""
         return sum(len(rank.running) for rank in self.ranks)
 
     @property
@@ -331,7 +331,7 @@ class Scheduler:
         return [rank.memory.view() for rank in self.ranks]
 
     def tenants(self) -> dict[str, TenantCounts]:
-        """Requests and tokens of each tenant, by name: the empty one for requests without any."""
+        """Counts of each tenant by its name; "" has the counts of requests without a tenant."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:
