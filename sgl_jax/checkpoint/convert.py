@@ -1,8 +1,8 @@
-"""Turn a Hugging Face folder into an orbax checkpoint that any mesh can read.
+"""Convert a Hugging Face folder to an orbax checkpoint that any mesh can read.
 
     python -m sgl_jax.checkpoint.convert --model-path HF_DIR --output DIR
 
-The whole model passes through the memory of this process. Configs and tokenizer files are copied.
+Loads the whole model into this process's memory. Copies configs and tokenizer files.
 """
 
 import argparse
@@ -27,11 +27,11 @@ _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def convert(model_path: Path, output: Path, dtype: str) -> None:
-    """Write `output`, which must not exist, from the safetensors in `model_path`.
+    """Write `output`, a new folder, from the safetensors in `model_path`.
 
     Raises:
         CheckpointError: `output` exists, or `model_path` has no weights that fit its config.
-        ModelConfigError: config.json is not one this package supports.
+        ModelConfigError: this package does not support the model's config.json.
     """
     if output.exists():
         raise CheckpointError(f"{str(output)!r} exists already")

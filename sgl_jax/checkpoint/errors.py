@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sgl_jax.layers.sources import Shape
 
-_MAX_NAMED = 8  # a config of another model makes hundreds of tensors wrong
+_MAX_NAMED = 8  # problems in a message; with another model's config there are hundreds
 
 
 class CheckpointError(ValueError):
@@ -13,7 +13,7 @@ class CheckpointError(ValueError):
 
 
 def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError, naming missing and unexpected tensors and wrong shapes."""
+    """Raise CheckpointError, which names them, for missing, unexpected and misshapen tensors."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [

@@ -1,8 +1,9 @@
-"""Refuse weights with NaNs or infinities when they are loaded: such a model generates nonsense.
+"""Find NaNs and infinities in loaded weights: a model with them generates nonsense.
 
-One program checks them on their devices. A sample finds a tensor that was never filled or
-overflowed. A NaN that the sample misses in a dense layer makes every logit of the token that ends
-the warm-up a NaN. A check of all weights takes some 2 s per GiB on a busy CPU.
+One program checks the weights on their devices. By default it checks a sample, which is enough to
+find a tensor that was never filled or that overflowed. If the sample misses a NaN in a dense layer,
+the warm-up finds it: its last token gets NaN logits. A check of all weights takes about 2 s per GiB
+on a busy CPU.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.layers.parameter import Path
 from sgl_jax.layers.sources import Source
 
-_WHOLE_SIZE = 2**20  # elements up to which a parameter is looked at whole
+_WHOLE_SIZE = 2**20  # parameters of up to so many elements are checked whole
 _ROW_STRIDE = 16
 
 
@@ -40,7 +41,7 @@ def _are_finite(arrays: list[jax.Array], check_all: bool) -> list[jax.Array]:
 
 
 def non_finite_tensor(source: Source, files: TensorFiles) -> str | None:
-    """Name and file of the first tensor of `source` that is not finite as it is stored."""
+    """Name and file of the first tensor of `source` whose stored values are not all finite."""
     for name, shape in source.tensors().items():
         tensor = files.read(name, tuple(slice(0, size) for size in shape))
         if not np.isfinite(tensor.astype(np.float32)).all():

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors straight into sharded arrays, one chip's part at a time."""
+"""Load Hugging Face safetensors into sharded arrays, one chip's part at a time."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,13 +23,16 @@ def load_safetensors(
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
-    `is_spare(name)` allows a tensor that no parameter needs. `check_all` checks every value for
-    NaNs and infinities, see `finite`.
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
+    Args:
+        declared: the parameters by path.
+        is_spare: True for the name of a tensor that may be present though no parameter needs it.
+        check_all: check every value for NaNs and infinities, not a sample (see `finite`).
+
     Raises:
-        CheckpointError: naming tensors that are missing, unexpected or of a wrong shape, or
-            one that holds other values than finite numbers.
+        CheckpointError: tensors are missing, unexpected or of a wrong shape, or one holds NaNs or
+            infinities; it names them.
     """
     with TensorFiles(folder) as files:
         names = files.shapes
@@ -43,9 +46,9 @@ def load_safetensors(
         params = {path: _load(*own, files) for path, own in declared.items()}
         for path in non_finite_parameters(params, check_all=check_all):
             array, source = declared[path]
-            where = non_finite_tensor(source, files)
-            what = f"{where} holds" if where else f"as {array.dtype}, {path} would hold"
-            raise CheckpointError(f"{what} values that are no finite numbers")
+            stored = non_finite_tensor(source, files)
+            holder = f"{stored} holds" if stored else f"as {array.dtype}, {path} would hold"
+            raise CheckpointError(f"{holder} values that are no finite numbers")
         return params
 
 
@@ -53,7 +56,7 @@ def _load(array: jax.ShapeDtypeStruct, source: Source, files: TensorFiles) -> ja
     parts: dict[tuple[tuple[int, int], ...], NDArray[Any]] = {}
 
     def read_part(index: tuple[slice, ...] | None) -> NDArray[Any]:
-        """One chip's part; chips that hold the same part share the read."""
+        """The part of one chip; chips with the same part share one read."""
         bounds = tuple(
             part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)
         )

@@ -1,7 +1,7 @@
-"""The file of scales for an 8-bit KV cache: written once for a model, read by its servers.
+"""The file of scales for an 8-bit KV cache: written once per model, read by its servers.
 
-Owns the file's form: JSON with the type of the cache, the model's shape, and a scale for each
-layer and KV head, for K and V apart. It names the shape so that another model's is refused.
+It is JSON with the cache's dtype, the model's shape, and a scale for each layer and KV head,
+separately for K and V. A file whose shape is not the served model's is refused.
 """
 
 import json
@@ -23,17 +23,18 @@ KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
 
 
 class ScalesByHead(NamedTuple):
-    """Divisors of K and V before they are cached; float32 [layers, kv_heads] each."""
+    """Numbers by which K and V are divided before they are cached; float32 [layers, kv_heads]."""
 
     k: NDArray[np.float32]
     v: NDArray[np.float32]
 
     @classmethod
     def fitting(cls, k_absmax: Any, v_absmax: Any, margin: float) -> "ScalesByHead":
-        """Scales for K and V up to `margin` times the greatest seen, [layers, kv_heads] each.
+        """Scales that fit K and V of up to `margin` times the greatest absolute values seen.
 
-        They are the next powers of two: multiplying by one rounds nothing, and a float of 8 bits
-        is as exact at any size. A head of nothing but zeros gets 1.
+        `k_absmax` and `v_absmax` are [layers, kv_heads]. Each scale is rounded up to a power of
+        two: multiplying by it is exact, and an 8-bit float has the same relative precision at any
+        magnitude. A head whose values were all 0 gets the scale 1.
         """
         exact = np.asarray([k_absmax, v_absmax], np.float64) * margin / GREATEST
         exponents = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
@@ -54,7 +55,7 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
     """Read a file that `write_kv_scales` wrote.
 
     Raises:
-        CheckpointError: there is no such file, or it is not for the model of `config`.
+        CheckpointError: the file is missing or malformed, or is for another model than `config`'s.
     """
     try:
         content = json.loads(path.read_text())
@@ -83,9 +84,9 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
 def place_kv_scales(
     scales: ScalesByHead, declared: Mapping[ParamPath, Declaration]
 ) -> dict[ParamPath, jax.Array]:
-    """The parameters of `layers.kv_scales.KVScales`, where and as they are declared.
+    """The parameters of `layers.attention.KVScales`, which no checkpoint holds, in their shardings.
 
-    No checkpoint holds them. Each chip with a copy of a KV head has its scale too.
+    If a KV head is copied to several chips, its scale is copied too.
     """
 
     def place(array: NDArray[np.float32], own: Declaration) -> jax.Array:

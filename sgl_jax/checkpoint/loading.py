@@ -1,4 +1,4 @@
-"""From a model folder to parameters in their places on the mesh: the entry of this room."""
+"""Load the parameters of a model folder onto the mesh: the entry point of this package."""
 
 import zlib
 from collections.abc import Mapping
@@ -30,21 +30,20 @@ def load_params(
     kv_cache_scales: str | Path | None = None,
     check_all_weights: bool = False,
 ) -> ParamTree:
-    """Fill a model from `model_path`.
+    """Load the parameters of `model_path` into the shapes and shardings that `placed` declares.
 
     Args:
         placed: the model, declared for a mesh.
-        model_path: model folder; not read when `load_format` is "dummy".
+        model_path: model folder; not read if `load_format` is "dummy".
         load_format: one of `LOAD_FORMATS`; see `detect_format`.
-        seed: of dummy weights.
-        kv_cache_scales: file with the scales of an 8-bit KV cache (see `kv_scales`), if any, for
-            a model that was placed with `has_kv_scales`.
-        check_all_weights: see `checkpoint.finite`.
+        seed: seed of dummy weights.
+        kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
+            that was placed with `has_kv_scales`.
+        check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
 
     Returns:
-        nested dictionaries of arrays, each where it was declared to be (`array.sharding.spec`);
-        where `placed.separates_layers`, matrices of layers are tuples of arrays (see
-        `layers.layer_weights`).
+        nested dictionaries of arrays. If `placed.separates_layers`, the matrices of layers are
+        tuples of arrays, one per layer (see `layers.layer_weights`).
 
     Raises:
         CheckpointError: the folder's weights, or the scales, do not fit the model.
@@ -54,7 +53,7 @@ def load_params(
         known = ", ".join(LOAD_FORMATS)
         raise ValueError(f"load_format must be one of {known}, got {load_format!r}")
     config = placed.model.config
-    # First: reading takes no time, and may fail.
+    # Read before the weights, since it is quick and may fail.
     kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
     folder = Path(model_path)
     sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
@@ -81,16 +80,16 @@ def detect_format(folder: Path) -> str:
         return "safetensors"
     raise CheckpointError(
         f"{str(folder)!r} holds neither *.safetensors nor {PARAMS_FOLDER}; for random weights "
-        f"ask for load_format 'dummy'"
+        f"set load_format to 'dummy'"
     )
 
 
 def _dummy_params(
     declared: Mapping[ParamPath, Declaration], initializer_range: float, seed: int
 ) -> dict[ParamPath, jax.Array]:
-    """Normal weights of standard deviation `initializer_range`, norms that multiply by 1.
+    """Random weights: normal with standard deviation `initializer_range`; norms multiply by 1.
 
-    They depend on the seed, the parameter's name and its shape, not on the mesh: each chip makes
+    They depend on the seed and each parameter's name and shape, not on the mesh. Each chip computes
     its own part.
     """
     params = {}

@@ -1,8 +1,8 @@
-"""The model as an orbax checkpoint: parameters stacked and fused as the step uses them.
+"""Orbax checkpoints of a model, with parameters stacked and fused as the step uses them.
 
-Written for no mesh in particular (vocabulary not padded, KV heads not copied), so it can be read
-on any: each chip reads its own part of most parameters, and the few that a mesh pads or copies
-are read whole and changed on the device (`Source.fit`).
+A checkpoint is independent of the mesh (its vocabulary is not padded, its KV heads are not copied),
+so any mesh can read it. Each chip reads only its own part of most parameters. The few parameters
+that the mesh pads or copies are read whole and changed on the device (`Source.fit`).
 """
 
 from pathlib import Path
@@ -21,12 +21,12 @@ from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Source
 
-# The number is the format's: 2 has a stack for each place in the period of unlike layers.
+# 2 is the format's version: it has one stack for each place in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
 
 
 def save_orbax(folder: Path, params: ParamTree) -> None:
-    """Write `params`, as built for one chip, into a new folder below `folder`."""
+    """Write `params`, which were loaded for one chip, to a new folder below `folder`."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute() / PARAMS_FOLDER, params)
 
@@ -36,16 +36,16 @@ def load_orbax(
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
-    `check_all` checks every value for NaNs and infinities, see `finite`.
+    `check_all` checks every value for NaNs and infinities, not a sample (see `finite`).
 
     Raises:
-        CheckpointError: naming parameters that are missing, unexpected or of a wrong shape,
-            or one that holds other values than finite numbers.
+        CheckpointError: parameters are missing, unexpected or of a wrong shape, or one holds NaNs
+            or infinities; it names them.
     """
     path = (folder / PARAMS_FOLDER).absolute()
     if not path.is_dir():
         raise CheckpointError(
-            f"no {PARAMS_FOLDER} folder in {str(folder)!r}: what an earlier version wrote (to "
+            f"no {PARAMS_FOLDER} folder in {str(folder)!r}: a checkpoint of an earlier version (in "
             "orbax_params) must be converted again, by python -m sgl_jax.checkpoint.convert"
         )
     with ocp.StandardCheckpointer() as checkpointer:
@@ -69,7 +69,7 @@ def _stored_shapes(checkpointer: Any, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:
-    """In its sharding, but whole on every chip where the mesh changes its shape."""
+    """The stored array in `target`'s sharding, or whole on every chip if the shapes differ."""
     if source.plain_shape == target.shape:
         return target
     whole = NamedSharding(target.sharding.mesh, P())

@@ -1,6 +1,6 @@
-"""The safetensors files of a Hugging Face model folder, seen as one set of named tensors.
+"""The safetensors files of a Hugging Face model folder as one set of named tensors.
 
-Slices are read on demand; nothing is kept in memory. Handles stay open until `close`.
+Slices are read on demand, and nothing is kept in memory. The files stay open until `close`.
 """
 
 import json
@@ -28,8 +28,8 @@ class TensorFiles:
         """Open every file.
 
         Raises:
-            CheckpointError: there are no files, one is missing or damaged, or a tensor is not of
-                a 16 or 32 bit float type, nor of bytes where it is a part of MXFP4.
+            CheckpointError: there are no files, one is missing or damaged, or a tensor's type is
+                neither a 16 or 32 bit float nor bytes of MXFP4 weights.
         """
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
         self._file_of: dict[str, Path] = {}
@@ -54,7 +54,7 @@ class TensorFiles:
         return self._file_of[name]
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
-        """Part of a tensor in the type it is stored in; bfloat16 comes as ml_dtypes.bfloat16."""
+        """Part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16)."""
         whole = np.asarray(self._tensors[name][tuple(slice(i.start, i.stop) for i in index)])
         return whole[tuple(slice(None, None, i.step) for i in index)]
 

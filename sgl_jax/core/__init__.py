@@ -1,4 +1,4 @@
-"""The vocabulary every other room shares: requests, sampling parameters, arguments, step plans.
+"""Types that all other packages share: requests, sampling parameters, settings, step plans.
 
-Nothing here imports jax or any other room.
+Imports neither jax nor any other package of `sgl_jax`.
 """

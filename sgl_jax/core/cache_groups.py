@@ -1,26 +1,26 @@
-"""Which layers need the same of a sequence, for the same time, and so share a page table."""
+"""Groups of layers that cache the same tokens of a sequence, and so share a page table."""
 
 from typing import NamedTuple
 
-# The lookback of layers that need only the state after the last token: a window's lookback is
-# one token less than the window.
+# The window of recurrent layers, which need only the state after the last token: a query with a
+# window of n tokens reads n - 1 cached ones.
 LAST_VALUE = 2
 
 
 class CacheGroup(NamedTuple):
-    """Layers that attend to the same tokens: all before a query, or a window of them; or layers
-    with a recurrence, whose state after the last token stands for all before it.
+    """Layers of one kind: full attention, sliding-window attention, or a recurrence.
 
-    Pages hold all layers of one group. Groups of equally many layers have pages of the same shape
-    and share a pool. States are in a pool of their own: a page table lists for them, at the
-    last of the page's tokens, a slot with the state after it, or 0 where none was kept. At most
-    one group is recurrent, and it is the last.
+    A page holds the KV of its tokens for all layers of one group. Groups with equally many layers
+    have pages of the same shape and share a pool. A recurrent group has no KV but states, one per
+    snapshot, in a pool of their own: each cell of its page table is the slot with the state after
+    the page's last token, or 0 if that state was not kept. At most one group is recurrent, and it
+    is the last.
     """
 
-    sliding_window: int | None  # tokens, the query's own among them; None: all
-    pool: int = 0
-    layers: tuple[int, ...] = ()
-    is_recurrent: bool = False  # then the window is LAST_VALUE
+    sliding_window: int | None  # in tokens, including the query's own; None: full attention
+    pool: int = 0  # number of the group's pool
+    layers: tuple[int, ...] = ()  # numbers of the model's layers
+    is_recurrent: bool = False  # then `sliding_window` is LAST_VALUE
 
 
 # Every layer attends to every token.

@@ -1,11 +1,12 @@
-"""The table of messages to the engine: its handler, and the route of a client.
+"""The table of messages to the engine: each with its handler, its reply and its HTTP route.
 
-A new call is a message (`core/messages.py`), a row here and the method that the row names: the
-engine finds the method by the row (`Call.handler`), and the server
-makes the route, its body and its description of row and message (`server/call_routes.py`).
+To add a call, write a message (`core/messages.py`), a row here, and the method that the row names.
+The engine finds the method by the row (`Call.handler`), and the server makes the route
+(`server/admin/calls.py`).
 
-The body of a `route` holds the message's fields but `rid`, by their annotations; those with a
-default may be left out. Its description is the first paragraph of the message's docstring.
+The body of a `route` holds the message's fields except `rid`, typed by their annotations; fields
+with a default are optional. The route's description is the first paragraph of the message's
+docstring.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from sgl_jax.core.messages import (
 
 
 class Done(msgspec.Struct, frozen=True):
-    """It was done; no other data."""
+    """The call succeeded; there is no other data."""
 
 
 class Flushed(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ class GenerationState(msgspec.Struct, frozen=True):
 
 
 class WeightsUpdated(msgspec.Struct, frozen=True):
-    """The new weights are served. `num_paused_requests` ran before, and go on with them."""
+    """The new weights are in use. `num_paused_requests` were running, and continue with them."""
 
     success: bool
     message: str
@@ -60,14 +61,14 @@ class WeightsUpdated(msgspec.Struct, frozen=True):
 
 
 class SettingsChanged(msgspec.Struct, frozen=True):
-    """The settings that were named, as they are now."""
+    """The settings that the call changed, with their new values."""
 
     updated: bool
     server_args: dict[str, Any]
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The folder of the device trace, now or later."""
+    """The folder of the device trace, which is written when the trace ends."""
 
     output_dir: str
 
@@ -89,8 +90,8 @@ class Forked(msgspec.Struct, frozen=True):
 class SessionEntry(msgspec.Struct, frozen=True):
     """A session.
 
-    `cached_tokens`: whose KV is in place on rank `dp_rank`, of its history and of the turn that
-    runs; 0 without a rank if it was evicted, or its turn waits to be computed anew.
+    `cached_tokens` counts the tokens of its history and running turn whose KV rank `dp_rank` holds.
+    It is 0, and `dp_rank` None, if the KV was evicted or the turn waits to be recomputed.
     """
 
     session_id: str
@@ -115,14 +116,14 @@ class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
-    # Method of `EngineCore`; of `Controls` for a `ControlMessage`, of `SessionService` for a
-    # `SessionMessage`; of `Scheduler` for the end of a request.
+    # Name of a method: of `Controls` for a `ControlMessage`, of `SessionService` for a
+    # `SessionMessage`, of `Scheduler` for the end of a request, else of `EngineCore`.
     handler: str
     answer: Any = None  # type of the data of a `Reply`; None: there is no reply
-    route: str | None = None  # made of this row
+    route: str | None = None  # path of the HTTP route; None: clients cannot make this call
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
-    timeout_s: float | None = None  # for the answer; None: as for most
+    timeout_s: float | None = None  # for the reply; None: the default of the server
 
 
 CALLS = (

@@ -1,4 +1,4 @@
-"""The command line of a server: a flag for each field of `ServerArgs`, made of its metadata."""
+"""The command line of a server: one flag per field of `ServerArgs`, made from its metadata."""
 
 import argparse
 import dataclasses
@@ -20,8 +20,11 @@ _CONFIG_HELP = "YAML file with flags by name; a flag on the command line wins ov
 def parse_server_args(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
 ) -> ServerArgs:
-    """Read the command line; where it names no value, the file of `--config`, and then the
-    environment (by default this process's). Exits with usage on a bad value, as argparse does."""
+    """Read settings from the command line, then from the file of `--config`, then from the
+    environment (default: this process's); the first that names a value wins.
+
+    Prints the usage and exits if a value is invalid, as argparse does.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="sgl-jax", description="Serve a language model over HTTP."
@@ -79,15 +82,14 @@ def add_arguments(
     """Add one flag per field of `ServerArgs`, or for those in `only`; booleans are switches.
 
     Args:
-        environment: where the variables that fields name (`env`) are looked up; they stand for
-            the default of a flag, which wins over them. They concern the command line alone:
-            a `ServerArgs` made in Python has its arguments alone.
+        environment: has the variables that fields name (`env`). A variable replaces the default of
+            its flag; a flag that is given overrides it. A `ServerArgs` made in Python ignores them.
 
     Raises:
-        ValueError: a variable cannot be read.
+        ValueError: a variable has no valid value.
     """
     shared = {field.name for field in dataclasses.fields(SchedulerArgs)}
-    # The scheduler's come last: a help text begins with the model.
+    # The scheduler's flags come last, so that the help text begins with the model.
     for field in sorted(dataclasses.fields(ServerArgs), key=lambda field: field.name in shared):
         if only is None or field.name in only:
             _add_flag(parser, field, environment or {})

@@ -1,18 +1,18 @@
-"""Plain loops over columns of arrays, compiled by numba.
+"""Loops over arrays of rows, compiled by numba.
 
-A step of the scheduler does a little for each of thousands of rows. With numpy calls that is
-dozens of passes over memory that has left the processor's caches since the step before; as a loop
-it is one. A loop is an ordinary function over arrays, marked with the types that it takes
-(`compiled`). The engine has all of them compiled, or loaded from numba's cache, before its first
-step (`compile_loops`), and none is compiled afterwards: a call with other types raises `TypeError`.
+A step of the scheduler does a little work for each of thousands of rows. In numpy that takes
+dozens of passes over memory which is no longer in the processor's caches; a compiled loop takes
+one. A loop is an ordinary function over arrays, decorated with its argument types (`compiled`).
+The engine compiles all loops, or loads them from numba's cache, before its first step
+(`compile_loops`). None is compiled afterwards: a call with other types raises `TypeError`.
 
 Rules for a loop:
 
-- Indices are not checked. Its caller, or the loop itself, has proved that they are in range.
-- Integers, so that all hosts compute the same; floating point only if rounded alike everywhere
-  (no fast mathematics, no sums whose order is left open).
+- Indices are not checked: the loop or its caller must prove that they are in range.
+- It computes with integers, so that all hosts get the same results. Floating point is allowed only
+  where rounding is the same everywhere (no fast mathematics, no sums in an unspecified order).
 - It calls no compiled function and reads no constant of another file: numba's cache notices
-  changes of the loop's own file alone.
+  changes only in the loop's own file.
 """
 
 import logging
@@ -28,21 +28,22 @@ logger = logging.getLogger(__name__)
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
-# Declared and not compiled yet: a loop, and the types of its arguments.
+# Loops that are declared and not compiled yet, with the types of their arguments.
 _pending: list[tuple[Any, str, dict[str, np.dtype[Any]]]] = []
 
 
 def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
-    """Declare a loop over arrays, to be compiled by `compile_loops`.
+    """Declare a loop over arrays; `compile_loops` compiles it.
 
-    `types` are its argument types in numba's notation, as "(int32[::1], int64)"; they may name
-    the types of `records`.
+    Args:
+        types: its argument types in numba's notation, such as "(int32[::1], int64)".
+        records: numpy record types that `types` refers to by name.
     """
 
     def declare(function: _Loop) -> _Loop:
         try:
             loop = njit(cache=True)(function)
-        except RuntimeError:  # no folder that could keep it can be written to
+        except RuntimeError:  # numba finds no writable folder for its cache
             loop = njit(function)
         _pending.append((loop, types, records))
         declared: _Loop = loop
@@ -52,7 +53,7 @@ def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
 
 
 def compile_loops() -> None:
-    """Compile all loops that were declared, or load them from where numba keeps them."""
+    """Compile all declared loops, or load them from numba's cache."""
     start = time.monotonic()
     num_compiled = 0
     while _pending:

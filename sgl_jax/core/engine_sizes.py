@@ -1,18 +1,18 @@
-"""The sizes an engine was built for, fixed at start-up and the same on every rank."""
+"""Sizes of an engine: fixed at start-up and equal on all ranks."""
 
 from typing import NamedTuple
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 
-# Whose drafts a decode row may hold slots for: two steps in flight, and the one that is planned.
+# Steps for whose tokens a decode row may hold slots: two in flight, and one that is planned.
 _STEPS_AHEAD = 3
 
 
 class EngineSizes(NamedTuple):
     """The sizes of the executor, which the scheduler must stay within.
 
-    Page 0 of each pool (the null page) and row 0 (the null row) are counted in `pool_pages` and
-    `num_rows`, are never handed out, and take the writes of padding.
+    Page 0 of each pool (the null page) and row 0 (the null row) receive the writes of padding. No
+    request gets them, but `pool_pages` and `num_rows` count them.
     """
 
     dp_size: int
@@ -21,44 +21,43 @@ class EngineSizes(NamedTuple):
     num_rows: int  # per rank, null row included: at most num_rows - 1 requests run on a rank
     max_context_len: int  # tokens of one request, prompt and output together
     max_step_tokens: int  # query tokens per rank and step
-    # Prompt tokens per rank and step whose successors' log-probabilities are reported.
+    # Prompt positions per rank and step that report the log-probability of the next token, at most.
     max_prompt_logprob_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()  # each ends an output
-    # Query tokens per rank that steps are padded to, ascending, so that a step may be planned to
-    # fill one; empty if the executor does not pad.
+    # Padded sizes of a step in query tokens per rank, ascending; the scheduler may fill a step up
+    # to one of them. Empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()
-    # Tokens drafted per row and step at most; 0 without speculative decoding.
-    max_draft_tokens: int = 0
+    max_draft_tokens: int = 0  # drafted per row and step; 0 without speculative decoding
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model's layers
-    # Intervals of kept states of recurrent layers, in tokens, multiples of the page size: in
-    # prompts and outputs at each multiple of the first; and in a row's output, the last at a
-    # multiple of the second.
+    # Recurrent layers: tokens between kept states, multiples of the page size. A state is kept at
+    # each multiple of `snapshot_interval` in prompt and output. In the output, the state at the
+    # last multiple of `tail_interval` is kept too.
     snapshot_interval: int = 0
     tail_interval: int = 0
-    max_step_snapshots: int = 0  # kept by one rank in one step
+    max_step_snapshots: int = 0  # states that one rank keeps in one step, at most
 
     @property
     def state_group(self) -> int | None:
-        """The number of the recurrent group, if there is one."""
+        """Index of the recurrent group in `groups`; None if there is none."""
         last = len(self.groups) - 1
         return last if self.groups[last].is_recurrent else None
 
     @property
     def num_snapshots(self) -> int:
-        """Slots of the pool of states, the null slot included; 0 without recurrent layers."""
+        """Slots of the pool of kept states, including the null slot; 0 without recurrent layers."""
         group = self.state_group
         return 0 if group is None else self.pool_pages[self.groups[group].pool]
 
     @property
     def num_state_slots(self) -> int:
-        """Slots of states of one rank: the pool's, then the rows' own."""
+        """State slots of one rank: first the pool of kept states, then each row's own slots."""
         if self.state_group is None:
             return 0
         return self.own_slot(self.num_rows, 0)
 
     def own_slot(self, row: int, half: int, index: int = 0) -> int:
-        """The slot of `row` in its half 0 or 1, for the state after `index` drafts."""
+        """The slot of `row`, in its half 0 or 1, for the state after `index` drafts."""
         return self.num_snapshots + (2 * row + half) * (1 + self.max_draft_tokens) + index
 
     @property
@@ -68,14 +67,15 @@ class EngineSizes(NamedTuple):
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Prefill tokens per rank and step: decode rows and their drafts come on top of them."""
+        """Prefill tokens per rank and step, at most; the rest of a step is for decode rows."""
         return self.max_step_tokens - (self.num_rows - 1) * (1 + self.max_draft_tokens)
 
     def row_pages(self, group: CacheGroup, num_tokens: int | None = None) -> int:
-        """Pages of a group that a row holds at most, for a request of `num_tokens` or the longest.
+        """Most pages of `group` that a request of `num_tokens` (None: the longest) holds.
 
-        For a window: pages that the first query of a step sees, and pages of the step's tokens. A
-        row's next query is rounded down to a page, where a cached prefix may end.
+        With a sliding window: the pages that the first query of a step reads, and the pages of the
+        step's tokens. The position of the first query is rounded down to a page, since a cached
+        prefix ends at a page's end.
         """
         pages = self.pages_per_row if num_tokens is None else self.pages_for(num_tokens)
         if group.sliding_window is None:
@@ -83,7 +83,7 @@ class EngineSizes(NamedTuple):
         return min(pages, self._window_pages(group.sliding_window, self.max_chunk_tokens))
 
     def resting_pages(self, group: CacheGroup) -> int:
-        """Pages of a window's group that a row holds at most beside a prompt's chunk."""
+        """Most pages of a sliding-window group that a row holds without a prompt chunk."""
         assert group.sliding_window is not None
         return min(self.pages_per_row, self._window_pages(group.sliding_window, 1))
 
@@ -96,7 +96,7 @@ class EngineSizes(NamedTuple):
         return -(-num_tokens // self.page_size)
 
     def request_pages(self, num_tokens: int) -> int:
-        """Pages of the first pool that a request of `num_tokens` holds at most."""
+        """Most pages of the first pool that a request of `num_tokens` holds."""
         return sum(self.row_pages(group, num_tokens) for group in self.groups if group.pool == 0)
 
     def tokens_within(self, num_pages: int) -> int:
@@ -104,7 +104,7 @@ class EngineSizes(NamedTuple):
         sharing = [group for group in self.groups if group.pool == 0]
         windows = [group for group in sharing if group.sliding_window is not None]
         num_tables = len(sharing)
-        # A window that is full takes no more pages, however long the request becomes.
+        # Once a window is full, it takes no more pages, however long the request becomes.
         for full in sorted(map(self.row_pages, windows)):
             if num_tables * full > num_pages:
                 break
@@ -114,5 +114,5 @@ class EngineSizes(NamedTuple):
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens of the longest request one rank can hold when it is alone there."""
+        """Tokens of the longest request that a rank can hold when no other request runs there."""
         return min(self.max_context_len, self.tokens_within(self.pool_pages[0] - 1))

@@ -1,12 +1,11 @@
-"""Errors that cross rooms: faults of a caller, and failures of the engine."""
+"""Errors shared by several packages: faults of a caller, and failures of the engine."""
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served as it stands; the text names the allowed values.
+    """A request that can never be served as it is; the text states the allowed values.
 
-    `param` names the offending field as the client spelled it, or is None when no single
-    field is at fault; `code` is a name of the reason that programs can test. The HTTP layer
-    answers 400 with all of them.
+    `param` is the client's name of the field at fault, or None if no single field is. `code` names
+    the reason for programs. The HTTP layer sends all three with status 400.
     """
 
     code = "invalid_value"
@@ -19,12 +18,12 @@ class InvalidRequestError(ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and output are longer than they may be. Clients look for these words and this code."""
+    """Prompt and output are too long together. Clients look for this code and these words."""
 
     code = "context_length_exceeded"
 
     def __init__(self, sizes: str, most: int, param: str, *, is_session: bool = False) -> None:
-        """`sizes` names the sizes that exceed the `most` tokens of the model, or of the session."""
+        """`sizes` names the lengths that exceed the `most` tokens of the model, or of a session."""
         holder, whose = ("the session", "its") if is_session else ("one request", "this model's")
         super().__init__(
             f"{sizes} exceed the {most} tokens that {holder} can hold, the maximum allowed length; "
@@ -34,20 +33,20 @@ class ContextLengthError(InvalidRequestError):
 
 
 class EngineDeadError(RuntimeError):
-    """The scheduling process has ended; nothing more can be served."""
+    """The engine process has ended; no further request can be served."""
 
 
 class EngineStuckError(RuntimeError):
-    """The scheduling process is there and sends nothing; it may go on later."""
+    """The engine process runs but sends nothing; it may recover."""
 
 
 class QueueFullError(RuntimeError):
-    """So much waits for the engine that no more is taken; it may be tried again later."""
+    """Too many requests wait for the engine; the client may try again later."""
 
 
 class TenantQueueFullError(RuntimeError):
-    """So much of one tenant waits that no more of it is taken; it may be tried again later."""
+    """Too many requests of one tenant wait; the client may try again later."""
 
 
 class ShuttingDownError(RuntimeError):
-    """The server is shutting down, and the time that running requests get for it was up."""
+    """The server is shutting down, and its time limit for running requests has passed."""

@@ -1,4 +1,4 @@
-"""A grammar that an output is held to, as clients name it."""
+"""Grammars that constrain an output, in the forms that clients send."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -16,8 +16,8 @@ _OPEN = "open_objects"  # our own among these options
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` for llguidance: of JSON as Python writes it, and with closed objects
-    (`closed_schema.py`), except where its options differ."""
+    """`schema` for llguidance: of JSON with the spaces that Python writes, and with closed
+    objects (`closed_schema.py`), except where its options differ."""
     own = schema.get(_OPTIONS, {})
     if not isinstance(own, Mapping):
         return dict(schema)  # llguidance reports the fault
@@ -33,12 +33,12 @@ def opened(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` without the keywords that no grammar can hold, such as `not`."""
+    """`schema`, compiled without the keywords that a grammar cannot express, such as `not`."""
     return _with_options(schema, {"lenient": True, "coerce_one_of": True})
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
-    """True if `lenient` made it."""
+    """True if `lenient` made `schema`."""
     options = schema.get(_OPTIONS)
     return isinstance(options, Mapping) and options.get("lenient") is True
 
@@ -54,13 +54,15 @@ class Grammar(NamedTuple):
     """Text that describes the valid outputs.
 
     - json_schema: a JSON schema; the output is one JSON value that it allows.
-    - regex: a regular expression of Rust's `regex` crate, of the whole output.
+    - regex: a regular expression in the syntax of Rust's `regex` crate; it matches all of the
+      output.
     - ebnf: a grammar in GBNF (`root ::= ...`) or in Lark's form (`start: ...`).
-    - structural_tag: JSON with `structures`, each a `begin`, a `schema` and an `end`, and
-      `triggers`: free text, in which such a structure follows a trigger.
+    - structural_tag: JSON with `structures` (each has a `begin`, a `schema` and an `end`) and
+      `triggers`. The output is free text until a trigger; then one of the structures follows.
 
-    With `reasoning`, two marks, free text that ends with the second may come first, and spaces: if
-    it begins with the first mark, and in any case if that is "".
+    `reasoning` is a start mark and an end mark. The output may then begin with reasoning: the start
+    mark, free text, the end mark, whitespace. If the start mark is "", the output must begin with
+    free text up to the end mark.
     """
 
     kind: GrammarKind

@@ -1,10 +1,10 @@
 """The messages between the front (text, HTTP) and the engine process.
 
-Every message is a msgspec struct, tagged by its class name, so that it travels as msgpack over
-a socket and never as pickle. Front to engine: `FrontMessage`, each with a row in the table of
-`core/calls.py`. Engine to front: `EngineMessage`.
+Every message is a msgspec struct, tagged with its class name, and travels as msgpack. Messages to
+the engine are `FrontMessage`s, each with a row in the table of `core/calls.py`; messages to the
+front are `EngineMessage`s.
 
-Annotations limit the values of clients; the server checks them, the engine does not.
+Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,13 +21,13 @@ _MAX_PATH_CHARS = 1024
 
 
 class Name(str):
-    """Annotates a field that clients call so."""
+    """Annotates a field with the name that clients use for it."""
 
 
 SessionId = Annotated[str, MinLen(1), MaxLen(MAX_SESSION_ID_CHARS)]
-# If the client gives none, the answer has the generated one.
+# If the client sends none, the server generates one and returns it.
 NewSessionId = Annotated[SessionId, doc("default: a new one")]
-# Clients name it by `extra_key` or `cache_salt`.
+# Clients send it as `extra_key` or `cache_salt`.
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 FinishType = Literal["stop", "length", "abort"]
@@ -40,9 +40,9 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
-    # For an abort not requested by the client: the HTTP status of its answer, 400 or 5xx.
+    # HTTP status of the response, 400 or 5xx, for an abort that the client did not request.
     status_code: int | None = None
-    code: str | None = None  # a name of the reason for programs, where the status is too coarse
+    code: str | None = None  # the reason as a name for programs, where the status is too coarse
     param: str | None = None  # the field at fault
 
 
@@ -50,18 +50,17 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The place of a request in a session.
 
     Args:
-        id: of the session.
-        rid: regular sessions: the turn to append to, or with `replace` the one to replace; None
-            starts anew. Streaming sessions always append to their last turn.
-        offset: regular sessions: keep so many tokens of the history (0: all), or if negative, all
-            but so many.
-        replace: regular sessions: drop the turns after `rid` (everything, without one).
-        drop_previous_output: regular sessions: append to the last turn's prompt, not its output.
-        is_whole: streaming sessions: `input_ids` are the whole conversation, not its end; the
-            session finds the part it has.
+        id: the session's id.
+        rid: regular sessions: name of the turn to continue; None begins a new branch. Streaming
+            sessions always continue their last turn.
+        offset: regular sessions: number of tokens of the continued turn to keep; 0 keeps all, and a
+            negative number drops as many from the end.
+        replace: regular sessions: drop all turns that continue `rid` (all turns, if that is None).
+        drop_previous_output: regular sessions: keep the prompt of the continued turn, not its
+            output.
+        is_whole: streaming sessions: `input_ids` are the whole conversation, not only its new end.
         bos_token_id: dropped from the front of an appended turn.
-        name: how the client calls this turn; by default its request's rid, which the front may
-            have made unique.
+        name: the client's name for this turn; None: the rid of the request.
     """
 
     id: str
@@ -74,18 +73,18 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
-# Begins the names of tenants that clients choose (`user`). No key's name holds a space, so no
-# client can choose a key's name.
+# Prefix of tenant names that come from the field `user`. Names of API keys have no space, so no
+# client can pass for the tenant of a key.
 USER_PREFIX = "user "
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The customer a request is served for. All requests of one name state the same numbers.
+    """The customer that a request belongs to. All requests of one name have the same limits.
 
     Args:
         weight: share of the engine under contention, relative to other tenants; above 0.
-        max_queued: requests that may wait; with more, new ones are refused. 0: no limit.
-        max_running: requests that may run; others wait meanwhile. 0: no limit.
+        max_queued: waiting requests at most; further ones are refused. 0: no limit.
+        max_running: running requests at most; further ones wait. 0: no limit.
     """
 
     name: str
@@ -95,26 +94,26 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Generate a continuation of `input_ids`. Validated before it is sent.
+    """Generate a continuation of `input_ids`. The front validates it before sending it.
 
     Args:
         rid: request id, unique among the requests in flight.
         input_ids: prompt token ids, at least one.
-        sampling: how to choose tokens; `max_new_tokens` is set (the front fills the default).
+        sampling: sampling parameters; `max_new_tokens` is set (the front fills in the default).
         return_logprob: report the log-probability of each generated token.
-        top_logprobs_num: and of this many most likely tokens at each position.
-        token_ids_logprob: and of these tokens, at most MAX_LOGPROB_IDS.
+        top_logprobs_num: report it also for this many most likely tokens at each position.
+        token_ids_logprob: report it also for these token ids, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         dp_rank: pin the request to one data-parallel rank; None leaves it to the balancer.
-        session: the session this is a turn of; its history is put before `input_ids`.
-        namespace: requests share cached prefixes only within one namespace; "" is one, too. A
-            turn names none, or its session's.
+        session: set if the request is a session's turn; the history is put before `input_ids`.
+        namespace: requests share cached prefixes only within one namespace, "" included. A turn
+            has its session's namespace or "".
         priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
-        is_prompt_only: the client needs no output. The engine generates one token all the same;
-            the front keeps it to itself.
-        is_length_default: the client did not set `max_new_tokens`: a turn gets fewer where the
-            history of its session leaves less room.
-        tenant: the tenant that pays for it; None: no tenant, all such requests share alike.
+        is_prompt_only: the client needs no output. The engine still generates one token, which the
+            front drops.
+        is_length_default: the client did not set `max_new_tokens`: the engine may lower it where
+            the session's history leaves less room.
+        tenant: None: no tenant; all such requests share the engine as one tenant would.
     """
 
     rid: str
@@ -134,10 +133,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request wherever it is. `rid` "" with `abort_all` ends every request.
+    """End a request, waiting or running. `abort_all` ends every request; `rid` is then "".
 
-    The engine may have finished it meanwhile. `session` is set if the client did not receive that
-    end and will not: the session that it was a turn of then forgets the turn.
+    The engine may have finished the request already. `session` is set if it was a session's turn
+    whose client will not receive the end: the session then drops that turn.
     """
 
     rid: str = ""
@@ -147,10 +146,10 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A stop string was found in the text: the output is finished at `num_output_tokens`.
+    """The front found a stop string in the text: the output ends after `num_output_tokens`.
 
-    Later tokens of the request are overshoot; the engine forgets them and sends no reply. It may
-    have ended the request meanwhile: then a `session` that it was a turn of forgets them.
+    The engine drops the tokens that it generated after that, and sends no reply. If it has ended
+    the request already, and that was a turn of `session`, the session drops them.
     """
 
     rid: str
@@ -158,24 +157,24 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that a `Reply` answers; the front gives it its `rid`."""
+class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A message that the engine answers with a `Reply` of the same `rid`, which the front sets."""
 
     rid: str = ""
 
 
-class FlushCache(Question, frozen=True, kw_only=True, tag=True):
+class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
 
-class GetState(Question, frozen=True, kw_only=True, tag=True):
-    """Request the memory view and counters; the `Reply` has a dictionary."""
+class GetState(WithReply, frozen=True, kw_only=True, tag=True):
+    """Get the memory view of each rank and the counters, as a dictionary."""
 
 
-class OpenSession(Question, frozen=True, kw_only=True, tag=True):
-    """Open a session; answers its id, or a 503 while too many are open.
+class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
+    """Open a session; returns its id, or a 503 while too many are open.
 
-    Refused if the id is in use. `namespace` is that of all its turns, as in `GenerateRequest`.
+    Refused if the id is in use. All turns have its `namespace` (see `GenerateRequest`).
     """
 
     session_id: NewSessionId
@@ -187,88 +186,88 @@ class OpenSession(Question, frozen=True, kw_only=True, tag=True):
     timeout_s: Annotated[
         Annotated[float, Gt(0), Le(_MAX_TIMEOUT_S)] | None,
         Name("timeout"),
-        doc("idle seconds until it is closed"),
+        doc("idle seconds until the session is closed"),
     ] = None
     namespace: Namespace = ""
 
 
-class CloseSession(Question, frozen=True, kw_only=True, tag=True):
-    """Close a session and free its memory; a turn in flight is finished first."""
+class CloseSession(WithReply, frozen=True, kw_only=True, tag=True):
+    """Close a session and free its memory, after a turn in flight has finished."""
 
     session_id: SessionId
 
 
-class RollbackSession(Question, frozen=True, kw_only=True, tag=True):
+class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Take a streaming session back to the end of its first `num_turns` turns."""
 
     session_id: SessionId
     num_turns: Annotated[int, Ge(0), Lt(INT32)]
 
 
-class ForkSession(Question, frozen=True, kw_only=True, tag=True):
-    """Open a streaming session with the history of another; what is cached of it is shared. A 503
-    while too many are open, or sessions hold too many tokens.
+class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
+    """Open a streaming session with the history of another; the two share its cached KV. Returns a
+    503 while too many sessions are open, or they hold too many tokens.
     """
 
     session_id: SessionId
     new_session_id: NewSessionId
 
 
-class ListSessions(Question, frozen=True, kw_only=True, tag=True):
-    """All open sessions of the caller."""
+class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):
+    """List all open sessions of the caller."""
 
 
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
-class PauseGeneration(Question, frozen=True, kw_only=True, tag=True):
-    """Run no step until generation is continued. Requests are taken meanwhile, and wait."""
+class PauseGeneration(WithReply, frozen=True, kw_only=True, tag=True):
+    """Run no step until generation is continued. New requests are accepted and wait."""
 
     mode: Annotated[
         PauseMode,
         doc(
-            "of running requests, `in_place` leaves all as it is; `retract` takes their KV, and "
-            "they go on with the same tokens afterwards; `abort` ends them and those that wait"
+            "`in_place`: running requests keep their KV; `retract`: their KV is freed and computed "
+            "again afterwards; `abort`: all running and waiting requests are aborted"
         ),
     ] = "abort"
 
 
-class ContinueGeneration(Question, frozen=True, kw_only=True, tag=True):
-    """Run steps again after a pause; does nothing if there is none."""
+class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
+    """Run steps again after a pause; does nothing if generation is not paused."""
 
 
-class UpdateWeightsFromDisk(Question, frozen=True, kw_only=True, tag=True):
-    """Go on with the weights of another folder of the same model. Requests that run give up their
-    KV, and go on with the same tokens; if loading fails, with the old weights."""
+class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
+    """Load the weights of another folder of the same model. Running requests compute their KV again
+    and continue after the same tokens. If loading fails, the old weights stay."""
 
     model_path: Annotated[
         str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
     ]
     flush_cache: Annotated[
-        bool, doc("empty the prefix caches, sessions' too; else KV of the old weights is used on")
+        bool, doc("empty all caches, sessions' too; if false, KV of the old weights stays in use")
     ] = True
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
-class SetInternalState(Question, frozen=True, kw_only=True, tag=True):
-    """Change settings while the server runs, under the names of its flags; the others stay."""
+class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
+    """Change settings of the running server, named as its flags; all other settings stay."""
 
     server_args: Annotated[
         dict[str, str | float],
         doc(
             "`schedule_policy`, `load_balance_method`, `waiting_timeout`, `request_timeout`, "
-            "`priority_scheduling_preemption_threshold`, `chunked_prefill_size` up to that of the "
-            "start"
+            "`priority_scheduling_preemption_threshold`, `chunked_prefill_size` up to its value at "
+            "start-up"
         ),
     ]
 
 
-class StartProfile(Question, frozen=True, kw_only=True, tag=True):
+class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """Start a device trace, to be read with TensorBoard or xprof."""
 
     num_steps: Annotated[
         Annotated[int, Ge(1), Lt(INT32)] | None,
-        doc("steps after which it ends by itself; default: it ends at `/stop_profile`"),
+        doc("number of steps to trace; default: until `/stop_profile`"),
     ] = None
 
     output_dir: Annotated[
@@ -277,12 +276,12 @@ class StartProfile(Question, frozen=True, kw_only=True, tag=True):
     ] = None
 
 
-class StopProfile(Question, frozen=True, kw_only=True, tag=True):
+class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """End the trace and write it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End the engine; requests in flight are aborted. To finish them, wait before sending this."""
+    """End the engine and abort the requests in flight."""
 
 
 ControlMessage = (
@@ -293,14 +292,14 @@ ControlMessage = (
     | StartProfile
     | StopProfile
 )
-Asked = FlushCache | GetState | SessionMessage | ControlMessage
-FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
+CallMessage = FlushCache | GetState | SessionMessage | ControlMessage  # each gets a `Reply`
+FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token, and of others at its position.
 
-    These are the most likely ones, and the ones that the request names (`token_ids_logprob`).
+    The others are the most likely tokens, and the request's `token_ids_logprob`.
     """
 
     token_id: int
@@ -311,10 +310,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The gain of one request since its last output.
+    """The new tokens of one request since its last output.
 
-    `token_ids` are the new tokens only. `cached_tokens` counts the prompt tokens whose KV came
-    from the prefix cache. `finish` is set on the last output of the request, exactly once.
+    `cached_tokens` counts the prompt tokens whose KV came from the prefix cache. `finish` is set on
+    the last output of the request, exactly once.
     """
 
     rid: str
@@ -324,19 +323,18 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    # For a session's turn, with its first output: tokens of the prompt, history included.
+    # With the first output of a session's turn: prompt tokens, history included.
     prompt_tokens: int | None = None
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step, one entry per request that gained something.
+    """The outputs of one step; each request with an output is either in `outputs` or in `rids`.
 
-    Most requests gain exactly one plain token in most steps: `rids[i]` gained `token_ids()[i]`.
-    Everything else (first output, last output, several tokens, log-probabilities) is in `outputs`.
-    A request is in one of the two, not in both.
+    Most requests get exactly one plain token in most steps: `rids[i]` gets `token_ids()[i]`. A
+    first or last output, several tokens, or log-probabilities are in `outputs`.
 
-    `tokens` are int32, little-endian: a copy of an array, since the engine would take as long to
-    make a list of numbers, and to encode it, as for much else of a step.
+    `tokens` is an int32 array, little-endian: building and encoding a list of integers would take a
+    noticeable part of the engine's time per step.
     """
 
     outputs: list[RequestOutput] = []
@@ -344,16 +342,16 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes = b""
 
     def token_ids(self) -> list[int]:
-        """The tokens, one for each of `rids`."""
+        """The new token of each of `rids`."""
         ids: list[int] = np.frombuffer(self.tokens, "<i4").tolist()
         return ids
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a message that carries `rid` and expects one.
+    """The engine's reply to the message with the same `rid`.
 
-    If not `ok`, `message` has the reason, and `data` may name the `param` at fault, a `code`
-    for programs and the `status_code` that a client should see, if not 400.
+    If not `ok`, `message` has the reason, and `data` may have the `param` at fault, a `code` for
+    programs, and the HTTP `status_code` if it is not 400.
     """
 
     rid: str
@@ -363,9 +361,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The facts of a started engine: every program is compiled, sizes are known.
+    """Facts of a started engine, such as its sizes and settings.
 
-    Its first message, and sent again when some have changed, before the reply to that call.
+    It is the engine's first message, sent when the programs are compiled. A call that changes some
+    facts sends it again, before its reply.
     """
 
     info: dict[str, Any]
@@ -381,10 +380,10 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine's process runs. Sent once a second, also while it loads, compiles, or computes.
+    """Sign of life of the engine process, once a second, also while it loads, compiles or computes.
 
-    `turn_s` is how long the engine loop has been in its present turn, in seconds: a long step
-    shows there. None before there is a loop.
+    `turn_s` is the age of the engine loop's current turn in seconds: it is large during a long
+    step. None before the loop starts.
     """
 
     turn_s: float | None

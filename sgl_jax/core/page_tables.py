@@ -1,8 +1,8 @@
-"""Which pages each row lists, by cache group. Plans carry the changes, never whole tables.
+"""Page tables of the rows, and their changes from one step to the next.
 
-Page tables are most of a step's input, and hardly change from one step to the next. So a plan
-carries the cells that changed since the plan before (`PageChanges`), and an executor keeps the
-tables of all rows (`PageTables`), as it keeps their tokens.
+Page tables are the largest input of a step, but few cells change between steps. So a plan carries
+only the changed cells (`PageChanges`), and the executor keeps the tables of all rows
+(`PageTables`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,16 @@ class PageChanges(NamedTuple):
     """
 
     cells: NDArray[np.intp]  # [m] indices into the flattened tables
-    pages: NDArray[np.int32]  # [m] page ids there from now on, 0 (the null page) for none
+    pages: NDArray[np.int32]  # [m] new page ids of these cells; 0 (the null page) for none
 
     @staticmethod
     def listing(
         sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[Sequence[int]]]
     ) -> "PageChanges":
-        """That rows, by (rank, row), list `pages` of each group, from their first column on."""
+        """Changes that put `pages` into the first columns of rows.
+
+        `pages` maps (rank, row) to the page ids of each group.
+        """
         num_groups = len(sizes.groups)
         cells = [
             ((dp_rank * sizes.num_rows + row) * num_groups + group) * sizes.pages_per_row + column
@@ -35,29 +38,29 @@ class PageChanges(NamedTuple):
             for group, listed in enumerate(by_group)
             for column in range(len(listed))
         ]
-        told = [page for by_group in pages.values() for listed in by_group for page in listed]
-        return PageChanges(np.array(cells, np.intp), np.array(told, np.int32))
+        ids = [page for by_group in pages.values() for listed in by_group for page in listed]
+        return PageChanges(np.array(cells, np.intp), np.array(ids, np.int32))
 
 
 NO_PAGE_CHANGES = PageChanges(np.zeros(0, np.intp), np.zeros(0, np.int32))
 
 
 class PageTables:
-    """The pages of every row of every rank, as far as plans have listed them; at first none."""
+    """The page tables of all rows of all ranks; all cells are 0 at first."""
 
     def __init__(self, sizes: EngineSizes) -> None:
         shape = (sizes.dp_size, sizes.num_rows, len(sizes.groups), sizes.pages_per_row)
         self._pages = np.zeros(shape, np.int32)
 
     def apply(self, changes: PageChanges) -> None:
-        """Take over the changes of a plan: of each that is launched, in order."""
+        """Apply the changes of a plan. Every launched plan's must be applied, in launch order."""
         self._pages.reshape(-1)[changes.cells] = changes.pages
 
     def of(self, dp_rank: int, rows: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
         """A copy of the first `num_pages` columns of a rank's `rows`, by group.
 
-        int32[len(rows), groups, num_pages], 0 beyond each row's last page and where a window has
-        passed.
+        int32[len(rows), groups, num_pages]; 0 beyond a row's last page, and for pages that a
+        sliding window has left behind.
         """
         table: NDArray[np.int32] = self._pages[dp_rank, rows, :, :num_pages]
         return table

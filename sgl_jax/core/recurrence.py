@@ -1,17 +1,17 @@
-"""The shape of a layer's recurrence, in the place of attention."""
+"""Shapes of a recurrent layer, which stands in place of an attention layer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
-    """A gated delta net (see `layers.gated_delta_net`), over all the chips of a rank."""
+    """Sizes of a gated delta net (see `layers.gated_delta_net`), over all chips of a rank."""
 
     num_key_heads: int
-    num_value_heads: int  # a multiple of the key heads, the ones of one key head are neighbours
+    num_value_heads: int  # a multiple of num_key_heads; value heads of one key head are adjacent
     key_dim: int  # of a head
-    value_dim: int
-    conv_size: int  # tokens that the convolution before it sees, the newest among them
+    value_dim: int  # of a head
+    conv_size: int  # width in tokens of the causal convolution of queries, keys and values
 
     @property
     def group(self) -> int:
@@ -20,7 +20,7 @@ class GatedDeltaConfig:
 
     @property
     def key_head_channels(self) -> int:
-        """Channels convolved for a key head: its query, its key, the values of its value heads."""
+        """Convolved channels of a key head: its query, its key, the values of its value heads."""
         return 2 * self.key_dim + self.group * self.value_dim
 
     @property
@@ -28,15 +28,16 @@ class GatedDeltaConfig:
         return self.num_key_heads * self.key_head_channels
 
 
-# Elements of a row of a TPU's memory.
+# Elements in the last dimension of a tile of TPU memory.
 _LANES = 128
 
 
 def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
-    """The layout of a convolution's state: the last `width` - 1 inputs, one after the other.
+    """Shape of a convolution's state, which holds its last `width` - 1 inputs one after the other.
 
-    In rows of 128 if an input fills them: then a TPU moves a state as it is. For [width - 1,
-    channels] its compiler makes another layout, to which all states would be copied in each step.
+    If `channels` is a multiple of 128, each input is split into rows of 128: a TPU can then move a
+    state as it is. For [width - 1, channels] its compiler would choose another layout, and copy all
+    states to it in each step.
     """
     rows_each = channels // _LANES if channels % _LANES == 0 else 1
     return (width - 1) * rows_each, channels // rows_each

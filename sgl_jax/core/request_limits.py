@@ -1,6 +1,6 @@
-"""Limits on names and numbers of clients, checked before the engine sees it.
+"""Limits on names and numbers in requests, checked before a request reaches the engine.
 
-Each check raises `InvalidRequestError` that names the field and the allowed values. The ranges of
+Each check raises `InvalidRequestError` with the field and its allowed values. The ranges of
 sampling parameters are in `sampling_params.py`.
 """
 
@@ -12,8 +12,8 @@ MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_USER_CHARS = 256
-MAX_OWNER_CHARS = 4096  # a server's prefix that separates its callers' sessions
-INT32 = 2**31  # counts and offsets lie below it
+MAX_OWNER_CHARS = 4096  # prefix by which the server separates the sessions of its callers
+INT32 = 2**31  # bound of counts and offsets, exclusive
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
 MAX_CHOICES = 128  # answers to one prompt
 MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
@@ -29,9 +29,9 @@ def check_session_id(session_id: str, param: str = "session_id") -> None:
 
 
 def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """The namespace that a client names by either field: the same text is the same namespace.
+    """The namespace in either field, which are two names for it; "" if neither is set.
 
-    "" without any. Raises `InvalidRequestError` if the two differ.
+    Raises `InvalidRequestError` if the two differ.
     """
     if extra_key and cache_salt and extra_key != cache_salt:
         raise InvalidRequestError(
@@ -42,7 +42,10 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
 
 
 def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """The value of field `name` for each prompt: an entry of its list, or its one value."""
+    """The value of field `name` for each prompt, from a list of values or one value for all.
+
+    Raises `InvalidRequestError` if the list has not `num_prompts` entries.
+    """
     each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
     if len(each) != num_prompts:
         raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)
@@ -50,7 +53,7 @@ def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
 
 
 def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
-    """One HTTP request may make so many engine requests."""
+    """Check the number of engine requests that one HTTP request makes."""
     if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
         raise InvalidRequestError(
             f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "
@@ -78,8 +81,8 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
 
 
-def _check_length(what: str, name: str, most: int, param: str) -> None:
+def _check_length(noun: str, name: str, most: int, param: str) -> None:
     if not 1 <= len(name) <= most:
         raise InvalidRequestError(
-            f"{what} must have 1 to {most} characters, got {len(name)}", param
+            f"{noun} must have 1 to {most} characters, got {len(name)}", param
         )

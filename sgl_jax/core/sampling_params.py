@@ -1,8 +1,8 @@
-"""The choice of a request's tokens, and its end.
+"""Sampling parameters of a request, and their ranges.
 
-Owns the ranges of the sampling parameters (`RANGES`): the bodies of every protocol and
-`SamplingParams.checked` take them from here. The device computes in float32, so `checked` also
-replaces values that equal a limit in float32 arithmetic by that limit.
+The request bodies of all HTTP APIs and `SamplingParams.checked` use the same ranges (`RANGES`).
+The device computes in float32, so `checked` also replaces values too close to a limit for float32
+by that limit.
 """
 
 import math
@@ -16,19 +16,19 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from sgl_jax.core.request_limits import INT32
 
-# Limits are part of the compiled step: the device keeps this many entries per request.
+# These limits are shapes of the compiled step: the device keeps this many entries per request.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_IDS = 64
 MAX_STOP_STRINGS = 16
 
-# Below this, dividing the logits may overflow float32, and all other tokens have no chance: greedy.
+# Below this, logits divided by the temperature may overflow float32, and only the likeliest token
+# has a chance: sampling is greedy.
 MIN_TEMPERATURE = 1e-6
-# The likeliest of n tokens has a probability of at least 1 / n, so in a vocabulary of up to ten
-# million no smaller top_p keeps another set of tokens; float32 would take 1e-46 for 0.
+# The likeliest of n tokens has a probability of at least 1 / n, so with a vocabulary of up to ten
+# million, every smaller top_p keeps the same set of tokens. In float32, 1e-46 would be 0.
 MIN_TOP_P = 1e-7
-
 
 _GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 
@@ -41,7 +41,7 @@ class Range(NamedTuple):
     is_low_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """True for a number in the range."""
+        """True if `value` is a finite number in the range."""
         above = value > self.low if self.is_low_open else value >= self.low
         return math.isfinite(value) and above and value <= self.high
 
@@ -59,7 +59,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "top_k": Range(-1, INT32 - 1),
         "top_p": Range(0.0, 1.0, is_low_open=True),
         "min_p": Range(0.0, 1.0),
-        # It divides positive logits and multiplies negative ones, before the temperature does.
+        # Positive logits are divided by it and negative ones multiplied, before the temperature.
         "repetition_penalty": Range(1e-4, 1e4),
         "frequency_penalty": Range(-2.0, 2.0),
         "presence_penalty": Range(-2.0, 2.0),
@@ -73,9 +73,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling parameters of one request; defaults leave the model's distribution untouched.
 
     Args:
-        max_new_tokens: tokens to generate at most; None means as many as the context allows, 0
-            computes (and may score) the prompt only.
-        min_new_tokens: until this many were generated, stop tokens cannot be sampled.
+        max_new_tokens: tokens to generate at most; None: as many as the context allows; 0: compute
+            (and perhaps score) the prompt only.
+        min_new_tokens: stop tokens cannot be sampled before this many tokens are generated.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; -1 and 0 keep all.
         top_p: keep the smallest set of tokens whose probability reaches top_p.
@@ -85,16 +85,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         frequency_penalty: subtracted once per earlier occurrence in the output.
         presence_penalty: subtracted once if the token occurred in the output.
         logit_bias: token id -> added to its logit.
-        seed: same request and seed, same answer, independent of the batch; None draws one.
+        seed: the same request with the same seed gets the same output, independent of the batch;
+            None draws a seed.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         no_stop_trim: keep the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        json_schema, regex, ebnf, structural_tag: constraints of the output, one of them at most
-            (`core/grammar.py`). It then ends where the grammar does, by the model's own
+        json_schema, regex, ebnf, structural_tag: grammar that constrains the output, at most one of
+            them (`core/grammar.py`). The output ends where the grammar does, with the model's
             end-of-sequence token, also with `ignore_eos`.
-        reasoning: the marks of text that may come before that (`Grammar.reasoning`).
+        reasoning: marks of the reasoning that may precede the constrained text
+            (`Grammar.reasoning`).
     """
 
     max_new_tokens: int | None = None
@@ -129,10 +131,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":
-        """Convert to the engine's form.
+        """Check all ranges, and convert to the form of the engine.
 
-        A temperature below `MIN_TEMPERATURE` is greedy, `top_p` is at least `MIN_TOP_P`, and
-        `stop_token_ids` outside the vocabulary, which are never generated, are left out.
+        There, a temperature below `MIN_TEMPERATURE` is 0 (greedy), `top_p` is at least `MIN_TOP_P`,
+        and `stop_token_ids` outside the vocabulary, which are never generated, are left out.
 
         Raises:
             InvalidRequestError: names the first field that is outside its range.
@@ -187,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.min_new_tokens:
             raise InvalidRequestError(
-                f"min_new_tokens cannot be kept where {given[0]} says when the output ends",
+                f"min_new_tokens cannot be combined with {given[0]}, which decides the end",
                 "min_new_tokens",
             )
 

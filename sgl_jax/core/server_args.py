@@ -1,4 +1,4 @@
-"""Every setting of a server, and those among them that the scheduler heeds."""
+"""All settings of a server; the scheduler's are a class of their own."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,31 +10,33 @@ from sgl_jax.core.settings import check_settings, flag, setting
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """The settings of a scheduler. A recording holds these alone."""
+    """The settings of a scheduler, which a recording holds."""
 
     # Memory
-    disable_radix_cache: bool = setting(False, "keep no prefixes between requests")
+    disable_radix_cache: bool = setting(False, "cache no prefixes between requests")
     radix_eviction_policy: str = setting(
         "adaptive",
-        "which prefixes leave first: least likely to be used again, or least recently used",
+        "which cached prefixes are evicted first: least likely to be used again (adaptive), or "
+        "least recently used (lru)",
         ("adaptive", "lru"),
     )
 
     # Scheduling
     max_queued_requests: int = setting(
         2048,
-        "requests that may wait beside those that run or can start; with more, new ones get a 503",
+        "waiting requests at most, besides all that run or can start; further ones get a 503",
         bounds=(1, 10_000_000),
     )
     schedule_policy: str = setting(
         "lpm",
-        "which waiting request that fits is tried first: first come, or longest cached prefix",
+        "which of the waiting requests that fit starts first: first come (fcfs), or longest cached "
+        "prefix (lpm)",
         ("fcfs", "lpm"),
     )
     schedule_conservativeness: float = setting(
         1.0,
-        "factor of the pages kept for the expected output of running requests: above 1 admits "
-        "later and retracts less",
+        "factor of the pages reserved for the expected output of running requests: above 1, "
+        "requests start later and are retracted less often",
         bounds=(0.0, 10.0),
     )
     enable_priority_scheduling: bool = setting(
@@ -45,24 +47,26 @@ class SchedulerArgs:
     )
     priority_scheduling_preemption_threshold: int = setting(
         10,
-        "with it, a request is retracted only for one that is more important by more than this",
+        "with --enable-priority-scheduling, a running request is retracted only for one whose "
+        "priority is higher by more than this",
         bounds=(0, 2**31 - 1),
     )
     priority_aging_s: float = setting(
         0.0,
-        "with --enable-priority-scheduling, a request that arrived so many seconds before another "
-        "counts as one more important; 0: it never does, and low priorities may starve",
+        "with --enable-priority-scheduling, seconds of waiting that raise a request's priority by "
+        "one; 0: waiting does not, and requests of low priority may starve",
         bounds=(0.0, 1e9),
     )
     fair_share: str = setting(
         "off",
-        "how tenants of one priority share the engine: by order of arrival alone, or by the "
-        "tokens served to each",
+        "how tenants of one priority share the engine: by order of arrival (off), or by tokens "
+        "served, in proportion to their weights (tokens)",
         ("off", "tokens"),
     )
     load_balance_method: str = setting(
         "prefix_aware",
-        "which rank gets a request: the one where it costs least, or each in turn",
+        "which rank gets a request: the one where it costs least (prefix_aware), or each in turn "
+        "(round_robin)",
         ("prefix_aware", "round_robin"),
     )
     waiting_timeout: float = setting(
@@ -71,28 +75,31 @@ class SchedulerArgs:
     request_timeout: float = setting(
         0.0, "seconds from arrival to the last token; 0: no limit", bounds=(0.0, 1e9)
     )
-    random_seed: int = setting(0, "of everything random, and of dummy weights")
+    random_seed: int = setting(0, "seed of requests that bring none, and of dummy weights")
 
     # Sessions
     session_memory_fraction: float = setting(
         0.8, "share of a rank's KV pages that idle sessions may hold", bounds=(0.0, 1.0)
     )
     max_sessions: int = setting(
-        4096, "sessions that may be open; more are refused with a 503", bounds=(1, 1_000_000)
+        4096, "open sessions at most; further ones get a 503", bounds=(1, 1_000_000)
     )
     max_session_tokens: int = setting(
         67_108_864,
-        "tokens of history kept for all sessions together; more are refused with a 503",
+        "tokens of history kept for all sessions together; calls that need more get a 503",
         bounds=(1, 1_000_000_000_000),
     )
 
     # Proof
     check_memory: str = setting(
-        "idle", "when the ledger of every rank is proved", ("off", "idle", "busy")
+        "idle",
+        "when the page ledger of every rank is checked: never, by a full walk while idle, or also "
+        "by its counts after every step",
+        ("off", "idle", "busy"),
     )
     test_retract: bool = setting(
         False,
-        "for tests: retract half of the running requests every few steps though memory suffices",
+        "for tests: retract half of the running requests every few steps, though memory suffices",
         env="SGLANG_TEST_RETRACT",
     )
     test_retract_interval: int = setting(
@@ -103,7 +110,7 @@ class SchedulerArgs:
     )
     test_retract_no_prefill_bs: int = setting(
         0,
-        "with --test-retract, start nothing while more requests run than this; 0: no bound",
+        "with --test-retract, start no request while more than this run; 0: no limit",
         env="SGLANG_TEST_RETRACT_NO_PREFILL_BS",
         bounds=(0, 65536),
     )
@@ -118,13 +125,13 @@ class SchedulerArgs:
             raise ValueError("--priority-aging-s needs --enable-priority-scheduling")
 
     def importance(self, priority: int) -> int:
-        """A request's priority so that larger is more important; 0 unless priorities count."""
+        """`priority`, negated where lower values are more important; 0 if priorities are off."""
         if not self.enable_priority_scheduling:
             return 0
         return -priority if self.schedule_low_priority_values_first else priority
 
     def for_scheduler(self) -> "SchedulerArgs":
-        """These settings alone, of arguments that have others, secrets among them."""
+        """A copy with the scheduler's settings only, and so without secrets."""
         names = [field.name for field in dataclasses.fields(SchedulerArgs)]
         return SchedulerArgs(**{name: getattr(self, name) for name in names})
 
@@ -136,7 +143,7 @@ class SchedulerArgs:
 
 @dataclass(frozen=True)
 class ServerArgs(SchedulerArgs):
-    """Settings of one server. Flag names follow SGLang: `--max-total-tokens` and so on."""
+    """Settings of one server. Names of flags follow SGLang: `--max-total-tokens` and so on."""
 
     # Model
     model_path: str = setting("", "folder of the model in Hugging Face or orbax layout")
@@ -147,25 +154,27 @@ class ServerArgs(SchedulerArgs):
     )
     check_weights: str = setting(
         "sample",
-        "which weights must be finite numbers for the model to be served",
+        "which weights are checked for NaNs and infinities when they are loaded",
         ("sample", "all"),
     )
     dtype: str = setting(
         "auto",
-        "of weights and activations; auto is float32 on CPU, else bfloat16",
+        "number format of weights and activations; auto is float32 on CPU, else bfloat16",
         ("auto", "float32", "bfloat16"),
     )
     kv_cache_dtype: str = setting(
-        "auto", "auto follows --dtype", ("auto", "float32", "bfloat16", "fp8_e4m3")
+        "auto",
+        "number format of cached keys and values; auto follows --dtype",
+        ("auto", "float32", "bfloat16", "fp8_e4m3"),
     )
     kv_cache_scales: str | None = setting(
-        None, "file of scales for fp8_e4m3, by scripts/calibrate_kv_scales; default: all are 1"
+        None, "file of scales for fp8_e4m3, from scripts/calibrate_kv_scales; default: all are 1"
     )
     context_length: int | None = setting(None, "tokens per request; default: the model's own limit")
     chat_template: str | None = setting(None, "file with a chat template, if not the tokenizer's")
     tool_call_parser: str = setting(
         "auto",
-        "format of the model's tool calls; auto: the chat template's, if that is certain",
+        "format of the model's tool calls; auto: detected from the chat template, if certain",
         (
             *("auto", "none", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral"),
             *("deepseekv3", "kimi_k2", "glm45", "gpt-oss", "gemma", "pythonic"),
@@ -173,7 +182,7 @@ class ServerArgs(SchedulerArgs):
     )
     reasoning_parser: str = setting(
         "auto",
-        "format of the model's reasoning; auto: the chat template's, if that is certain",
+        "format of the model's reasoning; auto: detected from the chat template, if certain",
         ("auto", "none", "qwen3", "deepseek-r1", "gpt-oss", "kimi", "glm45"),
     )
 
@@ -185,12 +194,13 @@ class ServerArgs(SchedulerArgs):
     dp_size: int = setting(1, "data-parallel ranks; devices used = dp x tp", bounds=(1, 4096))
     weight_sharding: str = setting(
         "replicated",
-        "whether each rank holds all weights or gathers them layer by layer",
+        "each rank holds all weights (replicated), or gathers them layer by layer (data)",
         ("replicated", "data"),
     )
     attention_backend: str = setting(
         "auto",
-        "the TPU's kernel, simulated on a CPU, or XLA everywhere; auto is pallas on TPU, else xla",
+        "pallas: the TPU's kernels, simulated on a CPU; xla: XLA programs; auto is pallas on TPU, "
+        "else xla",
         ("auto", "pallas", "xla"),
     )
 
@@ -202,12 +212,13 @@ class ServerArgs(SchedulerArgs):
         0.85, "share of device memory for weights and KV pages", bounds=(0.05, 0.98)
     )
     max_total_tokens: int | None = setting(
-        None, "KV tokens per rank, instead of --mem-fraction-static"
+        None, "tokens in the KV pool of a rank, instead of --mem-fraction-static"
     )
     swa_full_tokens_ratio: float | None = setting(
         None,
-        "KV tokens of sliding-window layers to those of the others, where their pages cannot share "
-        "a pool; default: windows of all running requests, and a share for cached ones",
+        "size of the KV pool of sliding-window layers, relative to the other layers' pool, where "
+        "they have separate pools; default: the windows of all running requests, and a share for "
+        "cached ones",
         bounds=(0.001, 1.0),
     )
     recurrent_state_dtype: str = setting(
@@ -215,34 +226,38 @@ class ServerArgs(SchedulerArgs):
     )
     recurrent_snapshot_interval: int | None = setting(
         None,
-        "tokens between the states that the prefix cache keeps of a prompt, beside its end and its "
-        "branches; default: so that those of a path take no more memory than its KV",
+        "tokens between the recurrent states that the prefix cache keeps of a prompt, besides its "
+        "end and its branch points; default: the states take no more memory than the prompt's KV",
         bounds=(1, 1 << 20),
     )
     max_recurrent_snapshots: int | None = setting(
         None,
-        "states that the prefix cache of a rank may keep; default: 3/4 of the bytes of KV",
+        "recurrent states that the prefix cache of a rank may keep; default: as many as take 3/4 "
+        "of the bytes of KV",
         bounds=(1, 1 << 20),
     )
 
     # Scheduling
     max_running_requests: int = setting(
         0,
-        "requests running at once over all ranks, and sessions kept in place; 0: by device",
+        "requests running at once over all ranks, idle sessions with KV in place included; 0: by "
+        "device",
         bounds=(0, 65536),
     )
     chunked_prefill_size: int = setting(
         0,
-        "prompt tokens per step and rank at most, beside decode tokens; 0: by device",
+        "prompt tokens per step and rank at most, besides decode tokens; 0: by device",
         bounds=(0, 1_048_576),
     )
     disable_overlap_schedule: bool = setting(
-        False, "read each step's result before the next launch"
+        False, "read the result of each step before the next is launched"
     )
 
     # Speculative decoding
     speculative_algorithm: str = setting(
-        "none", "NGRAM drafts tokens that followed the same words before", ("none", "NGRAM")
+        "none",
+        "NGRAM drafts the tokens that followed an earlier occurrence of the last tokens",
+        ("none", "NGRAM"),
     )
     speculative_num_draft_tokens: int = setting(
         4, "tokens drafted per request and step", bounds=(1, 32)
@@ -251,14 +266,15 @@ class ServerArgs(SchedulerArgs):
     # Proof
     memory_error_action: str = setting(
         "repair",
-        "when it does not balance: end, or fail what runs, flush and go on",
+        "after a defect of the page ledger: end the engine (crash), or fail all requests, empty "
+        "the caches and continue (repair)",
         ("crash", "repair"),
     )
     memory_dump_dir: str | None = setting(
-        None, "folder for the dump of a rank whose ledger does not balance; default: temporary"
+        None, "folder for memory dumps after a defect of the ledger; default: a temporary one"
     )
     record_events: str | None = setting(
-        None, "file for the scheduler's events, to run again with python -m sgl_jax.replay"
+        None, "file for the scheduler's events, to be replayed with python -m sgl_jax.replay"
     )
 
     # HTTP
@@ -271,30 +287,30 @@ class ServerArgs(SchedulerArgs):
         secret=True,
     )
     api_key_file: str | None = setting(
-        None, "file of such keys, a line each: KEY, or NAME KEY and limits of its tenant"
+        None, "file of such keys, one per line: KEY, or NAME KEY and the limits of its tenant"
     )
     admin_api_key: str | None = setting(
         None,
-        "key that the routes of the operator ask for, instead of those above",
+        "key that the operator's routes require, instead of --api-key",
         env="SGL_JAX_ADMIN_API_KEY",
         secret=True,
     )
     admin_api_key_file: str | None = setting(None, "file of such keys, as --api-key-file")
     cors_allow_origins: str | None = setting(
-        None, "web origins whose pages may call this server, with commas between them, or *"
+        None, "web origins whose pages may call this server, separated by commas, or *"
     )
     max_connections: int = setting(
-        4096, "connections open at once; more are answered 503", bounds=(1, 1_000_000)
+        4096, "connections open at once; further ones get a 503", bounds=(1, 1_000_000)
     )
     max_body_bytes: int = setting(33_554_432, "bytes of a request's body", bounds=(1024, 2**31 - 1))
     receive_timeout: float = setting(
-        60.0, "seconds in which a request must have arrived", bounds=(0.1, 86400.0)
+        60.0, "seconds within which a request must arrive in full", bounds=(0.1, 86400.0)
     )
     keep_alive_timeout: float = setting(
         120.0, "seconds without a request after which a connection is closed", bounds=(0.1, 86400.0)
     )
     incremental_streaming_output: bool = setting(
-        False, "events of a streamed /generate have only what is new, instead of all so far"
+        False, "events of a streamed /generate have only the new output, instead of all so far"
     )
     log_level: str = setting("info", "how much to log", ("debug", "info", "warning", "error"))
     log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
@@ -302,10 +318,10 @@ class ServerArgs(SchedulerArgs):
     disable_access_log: bool = setting(False, "log no line for each HTTP request")
     enable_metrics: bool = setting(False, "accepted for SGLang's sake: metrics are always there")
     decode_log_interval: int = setting(
-        100, "steps between two lines of statistics; 0: none", bounds=(0, 1_000_000_000)
+        100, "steps between two log lines of statistics; 0: none", bounds=(0, 1_000_000_000)
     )
     watchdog_timeout: float = setting(
-        300.0, "seconds a step may take before the engine gives up", bounds=(1.0, 86400.0)
+        300.0, "seconds a step may take before the engine ends itself", bounds=(1.0, 86400.0)
     )
     engine_heartbeat_timeout: float = setting(
         20.0,
@@ -319,13 +335,14 @@ class ServerArgs(SchedulerArgs):
     # Start-up
     warmup: str = setting(
         "auto",
-        "programs compiled before ready: all of them; plain: those of structured output follow in "
-        "the background; none: each in the step that needs it first; auto is all on CPU, else "
-        "plain",
+        "programs compiled before the server is ready: all; plain: all but structured output's, "
+        "which follow in the background; none: each is compiled when first needed; auto is all on "
+        "CPU, else plain",
         ("auto", "all", "plain", "none"),
     )
     compilation_cache_dir: str | None = setting(
-        None, "default: a private folder of this user; 'none' switches it off"
+        None,
+        "folder for compiled programs; default: a private folder of this user; 'none': no cache",
     )
 
     def __post_init__(self) -> None:

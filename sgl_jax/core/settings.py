@@ -1,6 +1,6 @@
-"""Settings as fields of dataclasses, whose metadata makes the command line.
+"""Settings as fields of dataclasses: each field states a default, a range and a help text.
 
-A field states once a setting's default, its range, and its purpose.
+`core/command_line.py` makes the flags from them.
 """
 
 import dataclasses
@@ -17,18 +17,22 @@ def setting(
     env: str | None = None,
     secret: bool = False,
 ) -> Any:
-    """The field of a setting.
+    """Make the dataclass field of a setting.
 
-    `bounds` are inclusive; the upper ones are far beyond useful values, to catch slips of the
-    keyboard. `env` names the environment variable that gives the flag's default, where there is
-    one; a secret is never shown.
+    Args:
+        help: meaning of the value, as shown on the command line and in the docs.
+        choices: the allowed values of a text.
+        bounds: the allowed numbers, both ends included; upper bounds are far beyond useful values,
+            to catch typing errors.
+        env: environment variable that replaces the default on the command line.
+        secret: never show the value.
     """
     metadata = {"help": help, "choices": choices, "bounds": bounds, "env": env, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_settings(settings: Any) -> None:
-    """Raise ValueError, naming the flag, for a value that is out of bounds or no choice."""
+    """Raise ValueError, with the flag's name, for a value outside its bounds or choices."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         bounds, choices = field.metadata["bounds"], field.metadata["choices"]
@@ -41,5 +45,5 @@ def check_settings(settings: Any) -> None:
 
 
 def flag(name: str) -> str:
-    """The command line's name of a setting."""
+    """The name of a setting on the command line."""
     return "--" + name.replace("_", "-")

@@ -2,21 +2,19 @@
 
 A step is one launch on the device. For each data-parallel rank it lists rows: one token for each
 running request (decode), then prefill chunks. The tokens themselves are not in the plan: the
-executor keeps a *token table* on the device, `tokens[row, position]`, filled once when a request
-is admitted (`RowAdmission`) and extended by the step itself with each sampled token. So the next
-step can be planned and launched before the sampled token was ever seen by the host: this is the
-token relay.
+executor keeps a *token table* on the device, `tokens[row, position]`. A request's admission
+(`RowAdmission`) fills in the prompt, and each step appends the tokens that it samples. So the host
+can plan and launch the next step before it has read the sampled tokens: this is the token relay.
 
-A decode row may also carry drafts: guesses, mostly made by the step itself from the token table, of
-the tokens that follow. The step computes and samples at every one of their positions and keeps the
-sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens, and
-its length is not known on the host when the next step is planned before the result is read: the
-executor keeps it on the device (`tokens` per row) and the plan marks it for a look-up
-(`relayed`).
+A decode row may also have k drafts: guesses of the tokens that follow, mostly made by the step
+itself from the token table. The step samples a token at each draft's position too, and keeps the
+sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens. If
+the next step is planned before the result is read, the host has no exact length of the row: the
+plan marks the row (`relayed`), and the executor uses the length that it keeps on the device.
 
 Every array in a plan is a fresh copy, or a part of one made for all ranks (so it need not be
-contiguous). The executor may hand it to the device without copying again, and the scheduler never
-writes to it after the launch.
+contiguous). The scheduler never writes to it after the launch, so the executor may pass it to the
+device without a copy.
 """
 
 from collections.abc import Sequence
@@ -32,54 +30,54 @@ from sgl_jax.core.sampling_params import SamplingParams
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-# Rows or pages, as an index into columns: numpy converts any other type on each use.
+# Rows or pages as an index into arrays: numpy converts any other type on each use.
 IntpArray = NDArray[np.intp]
 RowIndex = IntpArray
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of 32 bits, one for each token, lowest first, set for each allowed token."""
+    """Length of a token mask in 32-bit words: bit i of the mask is set if token i is allowed."""
     return -(-vocab_size // 32)
 
 
 class RowAdmission(NamedTuple):
-    """A request takes a row: everything the device needs about it, sent once.
+    """A request gets a row; has everything that the device needs about it, sent once.
 
-    After a retract the same request is admitted again, to any row, with the tokens it had
-    generated as part of `tokens`; `prompt_len` is still the original prompt's, so penalties
-    and `min_new_tokens` go on counting where they were.
+    After a retract the request is admitted again, to any row, with its generated tokens as part of
+    `tokens`. `prompt_len` is still the length of the original prompt, so that penalties and
+    `min_new_tokens` count the same output.
     """
 
     row: int
-    tokens: Int32Array  # [n], prompt then output, from position `start` on
+    tokens: Int32Array  # [n], the prompt, then the output, from position `start` on
     prompt_len: int
     sampling: SamplingParams
     seed: int  # uint32; drawn by the scheduler if the request brought none
     stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
-    # Tokens that the row still holds on the device, from the turn of a session before this.
+    # Tokens already in the row's token table, from the session's previous turn.
     start: int = 0
-    # Tokens whose log-probabilities are reported beside each other one.
+    # Tokens whose log-probabilities are reported at each position, besides the sampled one's.
     logprob_ids: tuple[int, ...] = ()
 
 
 class StatePlan(NamedTuple):
-    """The states that one rank's rows go on from, and leave, in a step; n rows as in `RankPlan`.
+    """Recurrent states that a rank's rows read and write in a step; n rows as in `RankPlan`.
 
-    Slots are of `EngineSizes.own_slot` and of the pool of snapshots. Each row has slots of
-    its own in two halves: a step reads the half of the step before, and writes the other, so
-    the state before a step outlives it.
+    The slots of kept states (snapshots) come first, then each row's own (`EngineSizes.own_slot`). A
+    row has two halves of own slots: a step reads the half that the previous step wrote, and writes
+    the other, so the state before a step is still there after it.
     """
 
-    # [n] slot of the state before the row's first query; NO_SLOT: the one its last step left.
+    # [n] slot of the state before the row's first query; NO_SLOT: the slot its last step wrote.
     sources: Int32Array
     halves: Int32Array  # [n] 0 or 1: the half of the row's own slots that the step writes
     # [m, 3] states to keep: index of the row in the plan, length in tokens, slot of a snapshot.
-    # Written if the step computes, and keeps, the token before that length.
+    # The step writes a snapshot if it computes, and keeps, the last token of that length.
     snapshots: Int32Array
 
     @classmethod
     def from_nothing(cls, num_rows: int) -> "StatePlan":
-        """The plan of rows that start without tokens before them, and keep nothing."""
+        """The plan of `num_rows` rows that start from the empty state and keep no snapshots."""
         zeros = np.zeros(num_rows, np.int32)
         return cls(zeros, zeros, np.zeros((0, 3), np.int32))
 
@@ -92,34 +90,32 @@ class RankPlan(NamedTuple):
     """The rows of one rank in one step. Row order: `num_decode` decode rows, then prefill chunks.
 
     With n rows: row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
-    reads the KV of all positions before them in the pages that its row lists, and, where
-    `samples[i]`, draws the token at position kv_starts[i] + q_lens[i] and records it in the token
-    table.
+    and reads the KV of all earlier positions from the pages in its page table. If `samples[i]`, the
+    step samples the token at position kv_starts[i] + q_lens[i] and writes it to the token table.
 
-    A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it,
-    and a token is drawn after each query. With `relayed[i]`, kv_starts[i] is only the least that
-    the position of that last token can be: the executor uses the row's length, which it has.
+    A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it, and
+    a token is sampled after each query. If `relayed[i]`, kv_starts[i] is only a lower bound of that
+    last token's position: the executor uses the row's length on the device.
     """
 
     rows: Int32Array  # [n] row of ReqToTokenPool, never 0
     kv_starts: Int32Array  # [n]
     q_lens: Int32Array  # [n], 1 + drafts for decode rows
     samples: BoolArray  # [n]
-    num_pages: int  # that the longest of the rows may read or write
+    num_pages: int  # columns of the page tables that the longest of the rows may use
     num_decode: int
     relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
-    # The number of a row's last queries that report prompt log-probabilities: 0 for decode
-    # rows, and at most EngineSizes.max_prompt_logprob_tokens in all.
-    num_scored: Int32Array | None = None  # [n] or None for none
-    # Set if any row reports the log-probability of its sampled token; the number of others: the
-    # likeliest, and (also beside its prompt's) the `logprob_ids` that it was admitted with.
-    return_logprob: bool = False
-    top_logprobs_num: int = 0
-    num_logprob_ids: int = 0
-    states: StatePlan | None = None  # of models with recurrent layers
-    # Drafts of decode rows that the host has; NO_DRAFT where the step is to guess.
-    drafts: Int32Array | None = None  # [num_decode, max_draft_tokens] or None: it guesses all
+    # [n] the number of each row's last queries that report prompt log-probabilities: 0 for decode
+    # rows, and at most EngineSizes.max_prompt_logprob_tokens in all; None: all 0.
+    num_scored: Int32Array | None = None
+    return_logprob: bool = False  # True if any row reports its sampled token's log-probability
+    top_logprobs_num: int = 0  # likeliest tokens reported besides it, the most of any row
+    num_logprob_ids: int = 0  # `logprob_ids` reported besides it, the most of any row
+    states: StatePlan | None = None  # only for models with recurrent layers
+    # [num_decode, max_draft_tokens] drafts that the host has chosen for decode rows; NO_DRAFT
+    # where the step makes its own. None: it makes all of them.
+    drafts: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +123,7 @@ class RankPlan(NamedTuple):
         return int(self.q_lens.sum())
 
     def known_drafts(self, index: int) -> list[int]:
-        """The drafts of one row that `drafts` has."""
+        """The drafts in `drafts` of the row at `index`."""
         if self.drafts is None or index >= self.num_decode:
             return []
         drafts: list[int] = self.drafts[index, : self.q_lens[index] - 1].tolist()
@@ -135,7 +131,7 @@ class RankPlan(NamedTuple):
 
     @property
     def num_drafts(self) -> Int32Array:
-        """Drafts of each row, int32[n]."""
+        """Number of drafts of each row, int32[n]."""
         drafts = np.zeros_like(self.q_lens)
         drafts[: self.num_decode] = self.q_lens[: self.num_decode] - 1
         return drafts
@@ -145,11 +141,11 @@ class RankPlan(NamedTuple):
 class StepPlan:
     """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do.
 
-    `page_changes` has the cells changed since the step before was planned: of all rows,
-    not only the step's.
+    `page_changes` has the changes since the previous step was planned, of all rows, not only the
+    step's.
 
-    If a row that samples is held to a grammar (`is_masked`), the step draws nothing until
-    `Executor.draw`: which tokens are allowed depends on the one before.
+    `is_masked` is set if a grammar constrains a row that samples. The step then samples only when
+    `Executor.draw` is called, since the allowed tokens depend on the previous token.
     """
 
     step_id: int
@@ -172,10 +168,10 @@ class PromptLogprobs(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """The gain of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens.
+    """New tokens of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens.
 
-    A row's new tokens come first in its line, the rest of it is -1: all of it where a row did not
-    sample. Optional fields are None unless the plan requests them.
+    `tokens[i]` begins with the new tokens of row i; the rest is -1, and all of it if the row did
+    not sample. Optional fields are None unless the plan requests them.
     """
 
     tokens: Int32Array  # [n, w]
@@ -183,11 +179,11 @@ class RankResult(NamedTuple):
     top_ids: Int32Array | None = None  # [n, w, MAX_TOP_LOGPROBS], most likely first
     top_logprobs: Float32Array | None = None  # [n, w, MAX_TOP_LOGPROBS]
     id_logprobs: Float32Array | None = None  # [n, w, MAX_LOGPROB_IDS], each row's own come first
-    # Plan index -> values, of the rows that score.
+    # Index of a row in the plan -> its values, for rows with `num_scored` above 0.
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
 
 
-# A launched step whose result has not been read: opaque to all but the executor that made it.
+# A launched step whose result has not been read; only the executor that made it looks inside.
 StepHandle: TypeAlias = Any
 
 
@@ -195,8 +191,8 @@ class Executor(Protocol):
     """The scheduler's view of the device.
 
     Steps run in launch order. `launch` returns before the step has finished; `result` waits for
-    it. Results must be read in launch order, each exactly once. A masked step is drawn before its
-    result is read, or another step launched.
+    it. Results must be read in launch order, each exactly once. After the launch of a masked step,
+    `draw` must be called before any other launch, and before its result is read.
     """
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -204,16 +200,16 @@ class Executor(Protocol):
         ...
 
     def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
-        """Let a masked step draw.
+        """Sample the tokens of a masked step.
 
         Args:
-            handle: of the step launched last.
-            masks: of each rank, int32[n, 1 + max_draft_tokens, mask_words(vocab_size)], the tokens
-                that each row of its plan may draw next, and after each of its drafts if that is
-                right; masks of rows without a grammar allow everything.
+            handle: the step launched last.
+            masks: for each rank, int32[n, 1 + max_draft_tokens, mask_words(vocab_size)]: the tokens
+                allowed for each row of its plan, first after its last token, then after each of its
+                drafts. The masks of rows without a grammar allow all tokens.
         """
         ...
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """Wait for a step and return the samples of each rank."""
+        """Wait for a step, and return the results of each rank."""
         ...

@@ -1,16 +1,18 @@
-"""Channels between the engine loop and the front: messages in, messages out. No jax here.
+"""Channels that carry messages between the engine loop and the front. Must not import jax.
 
-Over queues within one process, or over two local ZeroMQ sockets, in msgpack:
+Within one process they are queues. Between processes they are two local ZeroMQ sockets, and
+messages are msgpack:
 
     front  PUSH --- to_engine.sock ---> PULL  engine
     front  PULL <-- to_front.sock ----- PUSH  engine
 
-The sockets lie in a folder that only this user can enter. Must never unpickle anything, and
-never block on a send. The engine binds both: a process that has no file descriptor left when a
-peer connects to it is aborted by ZeroMQ, and the front, which has clients, must live on; one that
-connects tries again. A PUSH socket that connects queues its messages, whether or not the other
-end is there; one that was bound can queue nothing before, so the engine waits for the front once.
-Queues are unbounded here because both ends bound their admissions.
+The sockets are in a folder that only this user can enter. A channel must never unpickle anything,
+and never block on a send. Its queues are unbounded, because both ends limit the requests in flight.
+
+The engine binds both sockets and the front connects. ZeroMQ aborts a process that has bound a
+socket and has no file descriptor left when a peer connects; the front must survive that, and a
+connecting socket only tries again. A connecting PUSH socket also queues messages before the other
+end is there. A bound one cannot, so the engine waits for the front once.
 """
 
 import asyncio
@@ -38,11 +40,11 @@ _READABLE = int(zmq.POLLIN)
 
 
 class ChannelError(RuntimeError):
-    """A message that is too large to send, or that makes no sense."""
+    """A message is too large to send or cannot be decoded, or the front did not connect."""
 
 
 class Channel(Protocol):
-    """The engine's end of the line. Implemented over ZeroMQ and over in-process queues."""
+    """The engine's end of a channel."""
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
         """Messages that have arrived, in order; waits up to `timeout_s` (0: not at all)."""
@@ -54,7 +56,7 @@ class Channel(Protocol):
 
 
 class InProcessChannel:
-    """The engine's end, and an `inbox` for the front. Implements `Channel`.
+    """A `Channel` within one process; the front puts messages into its `inbox`.
 
     Args:
         deliver: called with each message for the front, in the thread that sends it.
@@ -79,10 +81,10 @@ class InProcessChannel:
 
 
 class ZmqChannel:
-    """The engine's end, a `Channel`. The thread of the engine loop owns it, but for `send`."""
+    """A `Channel` over ZeroMQ. Only the engine loop's thread may use it, except for `send`."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: made by the front, for the sockets of both (`ZmqEngineClient.folder`).
+        """Bind the sockets in `folder`, which the front made (`ZmqEngineClient.folder`).
 
         Raises `ChannelError` if the front does not connect within `_FRONT_TIMEOUT_S`.
         """
@@ -114,7 +116,7 @@ class ZmqChannel:
 
 
 class ZmqEngineClient:
-    """The front's end, on an asyncio loop. Make, `listen` and `send` on the loop's thread."""
+    """The front's end, on an asyncio loop. Only the loop's thread may create and use it."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="sgl_jax-")  # mode 0700
@@ -151,8 +153,8 @@ class ZmqEngineClient:
     ) -> None:
         """Call `on_message` on the running loop for each message of the engine, in order.
 
-        ZeroMQ signals its file descriptor once per change, not while there is something to read:
-        so every wake-up drains the socket, and the first look needs no wake-up.
+        ZeroMQ signals its file descriptor once per change, not as long as there is something to
+        read. So every wake-up drains the socket, and the first read does not wait for one.
         """
         self._loop = asyncio.get_running_loop()
 
@@ -179,7 +181,7 @@ class ZmqEngineClient:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the sockets' folder; all that is left to do if the process ends at once."""
+        """Remove the sockets' folder. If the process is about to exit, this replaces `close`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
-"""An operator's calls to a running engine: pauses, other weights, other settings, traces.
+"""An operator's calls to a running engine: pauses, new weights, changed settings, traces.
 
-Each is done between two turns of the loop. Changes to requests are events of the scheduler, so that
-a recording has them.
+Each call runs between two turns of the engine loop. It changes requests only by events of the
+scheduler, so that a recording has the changes.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.record.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# Settings that nothing was compiled or sized for, but for the chunk, which may be smaller.
+# No program or buffer depends on these settings, except on the chunk size, which may only shrink.
 CHANGEABLE = (
     "schedule_policy",
     "load_balance_method",
@@ -43,7 +43,7 @@ _WORDS = {str: "text", int: "a whole number", float: "a number"}
 
 
 class Controlled(Protocol):
-    """The parts of an `EngineCore` that its controls use."""
+    """The parts of `EngineCore` that `Controls` uses."""
 
     args: ServerArgs
     info: dict[str, Any]
@@ -63,30 +63,30 @@ class Controls:
         self._core = core
 
     def pause(self, message: PauseGeneration) -> Reply:
-        """Launch nothing more; launched steps still give their tokens."""
+        """Launch no more steps; the tokens of launched ones are still sent."""
         self._core.settle()
         self._core.scheduler.handle(Pause(message.mode))
-        return self._tell_generation(message)
+        return self._generation_reply(message)
 
     def resume(self, message: ContinueGeneration) -> Reply:
         """Launch steps again."""
         self._core.scheduler.handle(Resume())
-        return self._tell_generation(message)
+        return self._generation_reply(message)
 
-    def _tell_generation(self, message: PauseGeneration | ContinueGeneration) -> Reply:
+    def _generation_reply(self, message: PauseGeneration | ContinueGeneration) -> Reply:
         scheduler = self._core.scheduler
         self._core.change_info(is_paused=scheduler.is_paused)
         now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
         return answer(message, now)
 
     def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
-        """Load other weights between two steps; requests go on, also if the load fails."""
+        """Load other weights between two steps; requests continue, also if loading fails."""
         path = message.model_path
         try:
             self._core.executor.check_model(path)
         except ModelConfigError as error:
             return refusal(message, str(error), code="other_model", param="model_path")
-        except (OSError, ValueError) as error:  # no file can have such a name
+        except (OSError, ValueError) as error:  # the path cannot be a file's
             return refusal(message, str(error), code="weights_refused", param="model_path")
         self._core.settle()
         num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
@@ -106,12 +106,12 @@ class Controls:
         return answer(message, WeightsUpdated(True, text, num_running))
 
     def _give_up_kv(self) -> None:
-        """Retract all requests and empty all caches: their KV is of other weights, or must go."""
+        """Retract all requests and empty all caches, whose KV is of the old weights."""
         self._core.scheduler.handle(RetractAll())
         self._core.scheduler.handle(Flush())
 
     def set_settings(self, message: SetInternalState) -> Reply:
-        """All that are named, or none."""
+        """Change all settings in `message`, or none if one of them is refused."""
         core, given = self._core, message.server_args
         most = core.executor.sizes.max_chunk_tokens
         try:
@@ -132,7 +132,7 @@ class Controls:
         return answer(message, SettingsChanged(updated=True, server_args=changes))
 
     def start_profile(self, message: StartProfile) -> Reply:
-        """Trace the devices; a folder that was made for it goes if that is refused."""
+        """Start a device trace; if it is refused, the temporary folder made for it is removed."""
         folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
             self._core.executor.profiler.start(Path(folder), message.num_steps)
@@ -152,7 +152,10 @@ class Controls:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of a setting that may change. Raises ValueError for another, or another type."""
+    """`value` in the type of setting `name`.
+
+    Raises ValueError if the type is wrong, or if the setting cannot be changed.
+    """
     if name not in CHANGEABLE:
         raise ValueError(
             f"{name} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
@@ -170,5 +173,5 @@ def answer(message: Any, data: Any) -> Reply:
 
 
 def refusal(message: Any, why: str, **data: Any) -> Reply:
-    """Why not; `data` as in `Reply`."""
+    """The reply to a refused call, with the reason `why`; `data` as in `Reply`."""
     return Reply(rid=message.rid, ok=False, message=why, data=data)

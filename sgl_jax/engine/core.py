@@ -55,7 +55,8 @@ from sgl_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
-# Requests are waiting, none can run, nothing is in flight: rare, and not worth a busy loop.
+# Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
+# would gain nothing.
 _STARVED_POLL_S = 0.001
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _GIVEN_UP = "the output could not be held to its grammar any longer: "
@@ -66,16 +67,16 @@ _REBUILT = (
 
 
 class EngineCore:
-    """Builds the executor (and compiles its programs) and a scheduler of its sizes.
+    """Builds the executor, compiles its programs, and runs a scheduler on it.
 
-    `info` holds the facts a front needs: sizes, model path, end-of-sequence ids, dtype. A change
-    is sent to it.
-    The scheduler's state changes only by `scheduler.handle`, which a recording repeats.
+    `info` has the facts that a front needs: sizes, model path, end-of-sequence ids, dtype. Changes
+    of it are sent to the front. The scheduler's state changes only by `scheduler.handle`, whose
+    events a recording repeats.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
-        # Opened first: if that fails, no time was spent on loading.
+        # Opened first, so that a failure is reported before the model is loaded.
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
         self.executor = ModelExecutor(args)
         self.executor.warm_up()
@@ -114,10 +115,11 @@ class EngineCore:
     ) -> None:
         """Serve until a `Shutdown` message. Raises errors that the engine cannot recover from.
 
-        Afterwards the device's memory is freed, unless `close` is False.
 
-        `on_stall` is called, from another thread, if a step takes longer than the watchdog allows;
-        `after_turn` after each turn of the loop, with whether there was nothing to do in it.
+        Args:
+            on_stall: called from another thread if a step takes longer than the watchdog allows.
+            close: free the device's memory afterwards.
+            after_turn: called after each turn of the loop, with True if there was nothing to do.
         """
         self._channel = channel
         self.watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
@@ -128,7 +130,8 @@ class EngineCore:
                 messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
                 is_idle = is_resting and not messages
                 now_s = time.monotonic()
-                # No message may find an old time. Else only if it matters: each tick is recorded.
+                # A message must see the current time. Without one, a tick is made only if due,
+                # since each is recorded.
                 if messages or self.scheduler.needs_tick(now_s):
                     self._tick(now_s)
                 for message in messages:
@@ -158,7 +161,7 @@ class EngineCore:
             self.executor.close()
 
     def _look_for_programs(self) -> None:
-        """Start requests that waited for programs, once these are compiled beside this loop."""
+        """When the background compilation has ended, start the requests that waited for it."""
         end = self.executor.background_end()
         if end is None:
             return
@@ -170,7 +173,7 @@ class EngineCore:
     # -- steps ------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
-        """Pass the time on; requests that it ends free memory, which is audited again."""
+        """Set the scheduler's time. If that ends requests or sessions, audit the memory again."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
         try:
             self.scheduler.handle(Tick(now_s))
@@ -212,7 +215,7 @@ class EngineCore:
         return True
 
     def settle(self) -> None:
-        """Wait for all that is in flight, so that no token of it is lost."""
+        """Read the results of all steps in flight, so that none of their tokens is lost."""
         while self._in_flight:
             self._read_oldest()
 
@@ -254,32 +257,32 @@ class EngineCore:
         return masks
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: its requests end with an error, the device starts afresh."""
+        """A step failed: end all requests with an error, and reset the device."""
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
         self.executor.reset()
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
     def _answer_defect(self, error: MemoryDefectError) -> None:
-        """Record a memory defect; then, by the setting, end, or end all requests and go on."""
+        """Record a memory defect; then crash, or end all requests and continue, by the setting."""
         memories = [rank.memory for rank in self.scheduler.ranks]
         context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
         where = self._defects.record(error, memories, context)
         if self.args.memory_error_action == "crash":
             raise type(error)(f"{error}; {where}") from error
-        # Steps in flight on the device still use the old pages: it gets a new pool.
+        # Steps in flight still use the old pages, so the device gets a new pool.
         self._in_flight.clear()
         self.executor.reset()
         self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
-        """Change facts, and send them to the front."""
+        """Update `info`, and send it to the front."""
         self.info = self.info | facts
         self._channel.send(EngineInfo(info=self.info))
 
     def _audit(self) -> None:
-        """At rest: prove by a full walk that nothing leaked since the last time."""
+        """While idle, prove by a full walk that no page has leaked since the last audit."""
         if self._is_audited or self.args.check_memory == "off":
             return
         self.scheduler.audit()
@@ -288,7 +291,7 @@ class EngineCore:
     # -- messages ---------------------------------------------------------------------------
 
     def _handle(self, message: FrontMessage) -> None:
-        """Call the method named by the table of calls; its return value is the answer."""
+        """Call the message's method in the table of calls, and send the reply that it returns."""
         call = CALL_OF[type(message)]
         if isinstance(message, ControlMessage):
             handle: Any = getattr(self._controls, call.handler)
@@ -308,7 +311,7 @@ class EngineCore:
             self._channel.send(reply)
 
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request; its grammar is compiled meanwhile."""
+        """Queue a request, and begin to compile its grammar."""
         grammar = message.sampling.grammar
         if grammar is not None:
             self._grammars.start(grammar)
@@ -319,7 +322,7 @@ class EngineCore:
         self._is_shutting_down = True
 
     def _abort_all(self) -> None:
-        """The end: every lease is released, as at any other time."""
+        """At the end, abort all requests, which releases all leases, and audit the memory."""
         self._in_flight.clear()
         try:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")

@@ -1,8 +1,7 @@
-"""The front between clients and the engine: requests in flight, and the streams of answers.
+"""The front between clients and the engine: requests in flight, and the streams of their outputs.
 
-Owns every request in flight as the clients see it. Shared by the HTTP server and the offline
-`Engine`; synchronous and callback-based, so both asyncio and threads can sit on top. Must never
-import jax or wait for anything.
+The HTTP server and the offline `Engine` share it. It is synchronous and calls back, so that both
+asyncio and threads can use it. It must never import jax or wait for anything.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from sgl_jax.core.errors import (
 )
 from sgl_jax.core.messages import (
     AbortRequest,
-    Asked,
+    CallMessage,
     EngineMessage,
     FrontMessage,
     GenerateRequest,
@@ -44,8 +43,8 @@ from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
-# Most open calls to an engine that does not respond.
-_MAX_QUESTIONS = 1024
+# Calls without a reply, at most: the engine may not respond.
+_MAX_CALLS = 1024
 
 
 class Frontend:
@@ -82,11 +81,11 @@ class Frontend:
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
-        # Requests without any output so far: on their way, waiting, or computing their
-        # first token. Counted here, since the engine's own queue has no limit while the engine
-        # does not look at it. One whose client went away counts on: its message is still there.
-        self._unheard: dict[str, Tenant | None] = {}
-        self._num_unheard_of: Counter[str] = Counter()  # by the tenant's name
+        # Requests without any output so far: sent, waiting, or computing their first token. They
+        # are limited here, since the channel to the engine has no limit while the engine does not
+        # read it. A request whose client went away still counts, as its message is still there.
+        self._pending: dict[str, Tenant | None] = {}
+        self._num_pending_of: Counter[str] = Counter()  # by the tenant's name
         self._max_queued = args.max_queued_requests
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -119,9 +118,9 @@ class Frontend:
         if tenant is not None and tenant.max_queued:
             _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
             most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
-            if self._num_unheard_of[tenant.name] + num_requests > most:
+            if self._num_pending_of[tenant.name] + num_requests > most:
                 raise TenantQueueFullError(
-                    f"{self._num_unheard_of[tenant.name]} requests of tenant {tenant.name!r} wait "
+                    f"{self._num_pending_of[tenant.name]} requests of tenant {tenant.name!r} wait "
                     f"for the engine, and {num_requests} more would exceed its limits of "
                     f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
                 )
@@ -129,12 +128,12 @@ class Frontend:
         _check_fits(
             num_requests, most, "the engine holds (--max-queued-requests and those it runs)"
         )
-        num_unheard = len(self._unheard)
-        if num_unheard + num_requests > most:
+        num_pending = len(self._pending)
+        if num_pending + num_requests > most:
             raise QueueFullError(
-                f"the queue is full: {num_unheard} requests wait for the engine, and "
-                f"{num_requests} more would exceed what --max-queued-requests "
-                f"({self._max_queued}) allows"
+                f"the queue is full: {num_pending} requests wait for the engine, and "
+                f"{num_requests} more would exceed the limit of --max-queued-requests "
+                f"({self._max_queued})"
             )
 
     # Requests
@@ -150,8 +149,8 @@ class Frontend:
     ) -> RequestStream:
         """Send a prepared request.
 
-        It has a name of its own in the engine, never used twice: outputs that were under way
-        when a request ended cannot reach a later one of the same name.
+        In the engine it has a unique rid, so that late outputs of an ended request cannot reach a
+        later request with the same rid of the client.
 
         Args:
             on_ready: called (on the engine's side) when `take` has something to give.
@@ -178,15 +177,15 @@ class Frontend:
             self.check_alive()
             self.check_room(1, unique.tenant)
             self._streams[unique.rid] = stream
-            self._unheard[unique.rid] = unique.tenant
+            self._pending[unique.rid] = unique.tenant
             if unique.tenant is not None:
-                self._num_unheard_of[unique.tenant.name] += 1
+                self._num_pending_of[unique.tenant.name] += 1
         try:
             self._send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
-                self._note_heard(unique.rid)
+                self._note_first_output(unique.rid)
             raise
         self.metrics.arrived.inc()
         if self._log_requests:
@@ -194,10 +193,10 @@ class Frontend:
         return stream
 
     def abandon(self, stream: RequestStream) -> None:
-        """The consumer of `stream` is gone: end it in the engine, if it has not ended. Once only.
+        """End the request of `stream`, whose consumer has gone, unless it has ended. Call it once.
 
-        A turn of a session whose final output was not delivered is rolled back: the engine is sent
-        this also if the request has finished there.
+        If the consumer did not take the end of a session's turn, the turn is rolled back, also if
+        the request has finished in the engine.
         """
         rid, session = stream.request.rid, stream.request.session
         with self._lock:
@@ -211,9 +210,9 @@ class Frontend:
                 self._send(AbortRequest(rid=rid, message="the client went away", session=session))
 
     def abort(self, client_rid: str, sender: str | None = None) -> int:
-        """Abort the requests a client named so; their streams end with an abort. Returns how many.
+        """Abort the requests with this rid of the client, "" for all; returns their number.
 
-        "" aborts every request. If a `sender` is given, only its requests are looked at.
+        Their streams end with an abort. If `sender` is given, only its requests are aborted.
         """
         with self._lock:
             rids = [
@@ -228,21 +227,21 @@ class Frontend:
                 self._send(AbortRequest(rid=rid))
         return len(rids)
 
-    def ask(self, question: Asked, on_reply: Callable[[Reply], None]) -> None:
-        """Send a message that the engine answers.
+    def call(self, message: CallMessage, on_reply: Callable[[Reply], None]) -> None:
+        """Send a message to which the engine replies; `on_reply` gets the reply.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
-            QueueFullError: too many questions have no answer yet.
+            QueueFullError: too many calls have no reply yet.
         """
-        rid = f"ask#{next(self._sequence)}"
+        rid = f"call#{next(self._sequence)}"
         with self._lock:
             self.check_alive()
-            if len(self._on_reply) >= _MAX_QUESTIONS:
-                raise QueueFullError(f"{_MAX_QUESTIONS} questions wait for the engine's answer")
+            if len(self._on_reply) >= _MAX_CALLS:
+                raise QueueFullError(f"{_MAX_CALLS} calls wait for the engine's reply")
             self._on_reply[rid] = on_reply
         try:
-            self._send(msgspec.structs.replace(question, rid=rid))
+            self._send(msgspec.structs.replace(message, rid=rid))
         except BaseException:
             with self._lock:
                 self._on_reply.pop(rid, None)
@@ -251,7 +250,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Handle one message of the engine; its messages about itself are for others."""
+        """Handle an output or a reply of the engine; other messages are ignored."""
         if isinstance(message, Reply):
             with self._lock:
                 on_reply = self._on_reply.pop(message.rid, None)
@@ -263,11 +262,11 @@ class Frontend:
     def fail(
         self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
     ) -> None:
-        """Everything that waits for the engine ends with an error. The first reason stands.
+        """End all requests and calls with an error; a second call of this has no effect.
 
         Args:
-            reason: for clients to read.
-            kind: whether the engine ended, or the server will not wait for it any longer.
+            reason: text for clients.
+            kind: the engine has ended, or the server shuts down without waiting any longer.
         """
         with self._lock:
             if self._death is not None:
@@ -287,7 +286,7 @@ class Frontend:
         now = time.perf_counter()
         ready: list[RequestStream] = []
         num_tokens = 0
-        # Streams that gained a token together last time, as most did, wait equally long.
+        # Number of streams by the time of their last token: most streams share it.
         num_since: Counter[float] = Counter()
         with self._lock:
             streams = self._streams
@@ -308,7 +307,7 @@ class Frontend:
                 elif stream.streaming:
                     ready.append(stream)
             for output in batch.outputs:
-                self._note_heard(output.rid)  # a first output arrives here
+                self._note_first_output(output.rid)
                 stream = streams.get(output.rid)
                 if stream is None:
                     continue
@@ -329,13 +328,13 @@ class Frontend:
         for stream in ready:
             stream.on_ready()
 
-    def _note_heard(self, rid: str) -> None:
-        tenant = self._unheard.pop(rid, None)
+    def _note_first_output(self, rid: str) -> None:
+        tenant = self._pending.pop(rid, None)
         if tenant is None:
             return
-        self._num_unheard_of[tenant.name] -= 1
-        if not self._num_unheard_of[tenant.name]:
-            del self._num_unheard_of[tenant.name]
+        self._num_pending_of[tenant.name] -= 1
+        if not self._num_pending_of[tenant.name]:
+            del self._num_pending_of[tenant.name]
 
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:
@@ -345,7 +344,7 @@ class Frontend:
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
-        """`stopped_here`: a stop string ended it, which the engine needs as a `StopRequest`."""
+        """`stopped_here`: the front found a stop string, so the engine is sent a `StopRequest`."""
         del self._streams[stream.request.rid]
         stream.finished_at = now
         assert stream.finish is not None

@@ -1,23 +1,23 @@
-"""When the engine process looks for cyclic garbage: while nothing runs, not in the midst of steps.
+"""Python's garbage collection in the engine process: while it is idle, not between steps.
 
-Python does it after every few thousand new objects, and its longest searches look through all
-objects: with thousands of requests and sessions that holds up a step by tens of milliseconds, to
-find nothing, since the scheduler and the memory stack make no cycles that are dropped. So here it
-is done at rest. Under load without a rest it is done when there are so many more objects than
-after the last time that cycles may be piling up.
+By default, Python collects after every few thousand new objects, and a full collection visits all
+objects. With thousands of requests and sessions this delays a step by tens of milliseconds, and
+finds nothing, since the scheduler and the memory stack drop no cycles. So the engine collects while
+it is idle. Under constant load it collects only after so many new objects that other code's cycles
+may have piled up.
 """
 
 import gc
 
-# Tracked objects more than after the last collection: at rest, and between steps.
+# New objects since the last collection that make the next one due: while idle, and under load.
 _MANY_AT_REST = 10_000
 _MANY_UNDER_LOAD = 1_000_000
 
 
 def take_over_collection() -> None:
-    """From now on only `collect_if_many` collects.
+    """Switch automatic collection off; from now on only `collect_if_many` collects.
 
-    Objects that exist now are exempt from collection: they are kept as long as the process runs.
+    Objects that exist now are exempt from collection, and stay until the process ends.
     """
     gc.collect()
     gc.freeze()
@@ -25,10 +25,8 @@ def take_over_collection() -> None:
 
 
 def collect_if_many(is_resting: bool) -> bool:
-    """Collect if so many objects are new since the last time, between steps; True if it did.
-
-    The interpreter counts new objects less those freed, whether or not it collects by itself.
-    """
+    """Collect if there are many new objects since the last collection; returns True if it did."""
+    # The interpreter counts new objects minus freed ones also if automatic collection is off.
     if gc.get_count()[0] < (_MANY_AT_REST if is_resting else _MANY_UNDER_LOAD):
         return False
     gc.collect()

@@ -1,7 +1,6 @@
-"""The state of the engine's process, by its heartbeats.
+"""The health of the engine process, judged by its heartbeats.
 
-Looks at heartbeats only: a loop that makes no progress is found by the `Watchdog`, in the engine's
-process.
+A loop that makes no progress is found by the `Watchdog`, in the engine process.
 """
 
 import time
@@ -13,35 +12,35 @@ from sgl_jax.core.messages import Heartbeat
 
 
 class EngineHealth:
-    """When the engine's last heartbeat came, and whether that is too long ago. Thread-safe.
+    """The time of the engine's last heartbeat, and a check that it is recent. Thread-safe.
 
     Args:
         timeout_s: seconds without a heartbeat after which the engine counts as stuck.
-        clock: returns seconds; monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._last: tuple[float, float | None] = (clock(), None)  # heard at, and its `turn_s`
+        self._last: tuple[float, float | None] = (clock(), None)  # time of arrival, `turn_s`
 
-    def hear(self, heartbeat: Heartbeat) -> None:
-        """The engine's process runs."""
+    def note(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat."""
         self._last = (self._clock(), heartbeat.turn_s)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat; since the start, if there was none."""
+        """Seconds since the last heartbeat, or since the start if there was none."""
         return self._clock() - self._last[0]
 
     @property
     def turn_s(self) -> float | None:
-        """Seconds that the loop has been in its turn, as of the last heartbeat; None before one."""
+        """`Heartbeat.turn_s` of the last heartbeat; None before the first."""
         return self._last[1]
 
     @property
     def stuck_since(self) -> datetime | None:
-        """When the engine fell silent (UTC), if it is stuck."""
+        """Time (UTC) of the last heartbeat if the engine is stuck, else None."""
         silent_s = self.silent_s
         if silent_s <= self._timeout_s:
             return None

@@ -1,7 +1,6 @@
 """Logs, dumps and counts defects in the memory records of a rank.
 
-A setting decides if the engine then ends or goes on (`EngineCore`): this module owns
-the record of the defect, never a request and never the memory itself.
+`EngineCore` then ends or continues, by a setting; nothing here changes requests or memory.
 """
 
 import logging
@@ -17,14 +16,14 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 
 logger = logging.getLogger(__name__)
 
-# An engine that goes on after a defect may meet it again and again: this bounds the disk space.
+# Bounds the disk space: an engine that continues after a defect may find it again and again.
 MAX_DUMPS = 10
 
 
 class DefectRecord:
-    """Logs, dumps and counts the memory defects of one engine; dumps go to `folder`.
+    """Logs, dumps and counts the memory defects of one engine.
 
-    Without a folder, a new temporary one that only this user can read is made for the first.
+    Dumps go to `folder`; if it is None, to a new temporary folder that only this user can read.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -34,7 +33,7 @@ class DefectRecord:
     def record(
         self, error: MemoryDefectError, memories: Sequence[RankMemory], context: dict[str, Any]
     ) -> str:
-        """Take down a defect; answers in words where its dump is."""
+        """Record a defect; returns a phrase with the path of its dump."""
         self.num_defects += 1
         where = self._dump(str(error), memories, context)
         logger.critical(

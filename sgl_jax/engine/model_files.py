@@ -1,4 +1,4 @@
-"""The small files of a model, read and tried before anything large is loaded. No jax here."""
+"""Reads a model's small files before anything large is loaded. Must not import jax."""
 
 from pathlib import Path
 
@@ -9,13 +9,11 @@ from sgl_jax.text.tokenizer_check import load_tokenizer
 
 
 def open_model_files(args: ServerArgs) -> Tokenizer:
-    """The tokenizer that `args` name. Raises ValueError, naming the file, if it cannot be used.
-
-    The config comes first, though the engine reads it again: the tokenizer's library reads it, too,
-    and its error about a bad config would name the tokenizer.
-    """
+    """Load the tokenizer of `args`. Raises ValueError, with the file's name, if it is unusable."""
     if not Path(args.model_path).is_dir():
         raise ValueError(f"--model-path: there is no folder {args.model_path!r}")
+    # The tokenizer's library reads config.json too, and would report a bad one as the tokenizer's
+    # fault.
     if (Path(args.model_path) / CONFIG_FILE).is_file():
         ModelConfig.from_path(args.model_path)
     return load_tokenizer(args)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
-    Asked,
+    CallMessage,
     CloseSession,
     EngineMessage,
     FlushCache,
@@ -32,6 +32,7 @@ from sgl_jax.core.messages import (
     Shutdown,
 )
 from sgl_jax.core.request_limits import check_namespace, one_namespace
+from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.core import EngineCore
@@ -44,7 +45,7 @@ from sgl_jax.engine.offline_inputs import (
     as_batch,
     as_new_id,
     as_options,
-    as_sampling,
+    as_struct,
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.request_stream import RequestStream
@@ -52,7 +53,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A server refuses requests it cannot serve soon; a list of prompts is there to be waited for.
+# A server refuses requests that would wait too long; offline, the caller waits for all prompts.
 _NO_QUEUE_LIMIT = 10_000_000
 # From this many prompts on, a progress bar is shown.
 _MANY_PROMPTS = 16
@@ -78,7 +79,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Facts of the loaded model and the sizes that were decided."""
+        """Facts of the loaded model, and the sizes of the engine."""
         return self._core.info
 
     @property
@@ -115,11 +116,10 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows one for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `dp_rank`;
-                `extra_key` or `cache_salt` (a namespace of cached prefixes) and `priority`, one
-                for all or a list with one for each; for a single prompt also `session_params`,
-                a `SessionTurn` or a mapping of its fields (`{"id": ...}`), whose session the
-                prompt continues.
+                `logprob_start_len`, `dp_rank`. `priority`, and `extra_key` or `cache_salt` (a
+                namespace of cached prefixes): one for all prompts, or a list with one for each.
+                `session_params`, with a single prompt: the session that it continues, as a
+                `SessionTurn` or a mapping of its fields (`{"id": ...}`).
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
@@ -150,7 +150,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> Iterator[Generation]:
-        """Generate for one prompt; yields all there is each time something was added.
+        """Generate for one prompt; yields the whole output so far each time it has grown.
 
         Leaving the loop early ends the request in the engine.
         """
@@ -209,16 +209,16 @@ class Engine:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """Open a session; returns its id, which is a new one unless given.
+        """Open a session; returns its id, a new one if `session_id` is None.
 
         Args:
-            capacity_of_str_len: tokens the history may hold; 0 for no limit but the context's.
+            capacity_of_str_len: tokens that the history may hold; 0: only the context's limit.
             streaming: append-only, one request in flight, KV kept in place between turns.
-            timeout: idle seconds after which the session is closed; None never does.
-            extra_key, cache_salt: either names the namespace of all its turns.
+            timeout: idle seconds after which the session is closed; None: never.
+            extra_key, cache_salt: namespace of cached prefixes for all its turns; set one of them.
 
         Raises:
-            InvalidRequestError: the id is taken, or an argument cannot be.
+            InvalidRequestError: the id is in use, or an argument is invalid.
             GenerationError: too many sessions are open.
         """
         name, namespace = as_new_id(session_id), one_namespace(extra_key, cache_salt)
@@ -236,36 +236,37 @@ class Engine:
             timeout_s=timeout,
             namespace=namespace,
         )
-        self._demand(question)
+        self._checked_call(question)
         return name
 
     def close_session(self, session_id: str) -> None:
-        """Close a session; if a turn is in flight, when that has ended."""
-        self._demand(CloseSession(session_id=session_id))
+        """Close a session, after a turn in flight has ended."""
+        self._checked_call(CloseSession(session_id=session_id))
 
     def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
-        """Take a streaming session back to its first `num_turns` turns.
+        """Take a streaming session back to the end of its first `num_turns` turns.
 
-        Returns `num_turns` and `num_tokens`, which it holds now.
+        Returns the `num_turns` and `num_tokens` that it now has.
         """
-        return self._demand(RollbackSession(session_id=session_id, num_turns=num_turns))
+        return self._checked_call(RollbackSession(session_id=session_id, num_turns=num_turns))
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
         """Open a streaming session with the history of another; returns its id.
 
-        Raises as `open_session`, or `InvalidRequestError` if there is no such session at rest.
+        Raises as `open_session`; also `InvalidRequestError` if the other session does not exist, is
+        not a streaming one, or has a turn in flight.
         """
         name = as_new_id(new_session_id)
-        self._demand(ForkSession(session_id=session_id, new_session_id=name))
+        self._checked_call(ForkSession(session_id=session_id, new_session_id=name))
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
-        """All open sessions: id, kind, turns, tokens, running requests, and the rank of the KV."""
-        sessions: list[dict[str, Any]] = self._demand(ListSessions())["sessions"]
+        """All open sessions, as dictionaries with the fields of `SessionEntry`."""
+        sessions: list[dict[str, Any]] = self._checked_call(ListSessions())["sessions"]
         return sessions
 
     def check_health(self) -> float:
-        """Seconds since the engine loop began the turn it is in: large while a long step runs.
+        """Seconds since the engine loop began its current turn: large while a long step runs.
 
         Raises:
             EngineDeadError: the engine ended.
@@ -277,11 +278,11 @@ class Engine:
 
     def server_info(self) -> dict[str, Any]:
         """The memory view of each rank, and counters."""
-        return self._ask(GetState()).data
+        return self._call(GetState()).data
 
     def flush_cache(self) -> bool:
         """Empty the prefix caches; False while requests are running."""
-        return self._ask(FlushCache()).ok
+        return self._call(FlushCache()).ok
 
     def shutdown(self) -> None:
         """End the engine and free its memory; requests in flight end with an abort."""
@@ -299,7 +300,7 @@ class Engine:
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, Heartbeat):
-            self._health.hear(message)
+            self._health.note(message)
         else:
             self._frontend.handle(message)
 
@@ -323,13 +324,13 @@ class Engine:
         *,
         streaming: bool,
     ) -> list[RequestStream]:
-        """Check everything first, then submit everything; `on_ready` gets the prompt's index."""
+        """Check all prompts, then submit all; `on_ready` gets the index of a prompt."""
         checks, requests = self._frontend.checks, list[GenerateRequest]()
         each_options = as_options(options, len(prompts))
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            params_of_one = as_sampling(sampling)
-            requests.append(checks.prepare(ids, params_of_one, default_max_new_tokens=128, **own))
+            one = as_struct(sampling or {}, SamplingParams, "sampling_params")
+            requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))
@@ -345,17 +346,20 @@ class Engine:
         for stream in streams:
             self._frontend.abandon(stream)
 
-    def _ask(self, question: Asked) -> Reply:
-        answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._frontend.ask(question, answer.put)
-        reply = answer.get()
+    def _call(self, message: CallMessage) -> Reply:
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._frontend.call(message, replies.put)
+        reply = replies.get()
         self._frontend.check_alive()
         return reply
 
-    def _demand(self, question: Asked) -> dict[str, Any]:
-        """The engine's answer. Raises `InvalidRequestError` if it refused, `GenerationError` if
-        it could not."""
-        reply = self._ask(question)
+    def _checked_call(self, message: CallMessage) -> dict[str, Any]:
+        """The data of the reply.
+
+        Raises `InvalidRequestError` if the call was refused, `GenerationError` if the engine could
+        not do it.
+        """
+        reply = self._call(message)
         if reply.data.get("status_code") is not None:
             raise GenerationError(reply.message)
         if not reply.ok:

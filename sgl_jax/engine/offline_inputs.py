@@ -1,4 +1,4 @@
-"""Converts the many forms of the offline `Engine`'s inputs to one."""
+"""Converts the inputs of the offline `Engine`, which may have many forms, to one form."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def as_new_id(given: str | None) -> str:
 
 
 def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
-    """The options of `Engine.generate` for each prompt, as `RequestChecks.prepare` takes them.
+    """Options of `Engine.generate` as arguments of `RequestChecks.prepare`, one dict per prompt.
 
     Raises `InvalidRequestError`.
     """
@@ -51,8 +51,8 @@ def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T |
 
 
 def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
-    """The turn that a request is, if any; it has one prompt. Raises `InvalidRequestError`."""
-    turn = None if given is None else _converted(given, SessionTurn, "session_params")
+    """`session_params` as a turn. Raises `InvalidRequestError`, also for several prompts."""
+    turn = None if given is None else as_struct(given, SessionTurn, "session_params")
     if turn is not None and num_prompts != 1:
         raise InvalidRequestError(
             f"a session takes one prompt at a time, got {num_prompts}", "session_params"
@@ -65,7 +65,10 @@ def as_batch(
     sampling_params: Sampling | Sequence[Sampling],
     input_ids: Sequence[Sequence[int]] | None,
 ) -> tuple[list[Prompt], list[Sampling]]:
-    """Prompts and their sampling parameters, as many. Raises `InvalidRequestError`."""
+    """Lists of prompts and of their sampling parameters, equally long.
+
+    Raises `InvalidRequestError`.
+    """
     if (prompts is None) == (input_ids is None):
         raise InvalidRequestError("give either prompts or input_ids", "prompts")
     batch: list[Prompt] = (
@@ -85,12 +88,7 @@ def as_batch(
     return batch, list(sampling_params)
 
 
-def as_sampling(sampling: Sampling) -> SamplingParams:
-    """Convert to a struct. Raises `InvalidRequestError`."""
-    return _converted(sampling or {}, SamplingParams, "sampling_params")
-
-
-def _converted(given: Any, kind: type[T], param: str) -> T:
+def as_struct(given: Any, kind: type[T], param: str) -> T:
     """A struct, or a mapping of its fields, as a struct. Raises `InvalidRequestError`."""
     if isinstance(given, kind):
         return given

@@ -1,4 +1,4 @@
-"""Results of the offline `Engine`, joined from the chunks of a stream."""
+"""Results of the offline `Engine`, put together from the chunks of a stream."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ class Generation:
     """The output of one prompt (so far, while streaming).
 
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
-    `logprob_start_len` on; both are empty unless requested. `rid` names the request, and so the
-    turn of a session; the prompt of a turn counts the history.
+    `logprob_start_len` on; both are empty unless requested. If the request is a session's turn,
+    `rid` is the turn's name, and `num_prompt_tokens` includes the history.
     """
 
     text: str
@@ -27,7 +27,7 @@ class Generation:
 
 
 class GenerationError(RuntimeError):
-    """A request ended without a result, through no fault of its own, as when a step failed."""
+    """A valid request ended without a result, for example because a step failed."""
 
 
 def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:

@@ -1,9 +1,9 @@
-"""The engine in a process of its own: starting it, watching it, and the frame it runs in.
+"""The engine in a process of its own: its start, its supervision, and the child's main function.
 
-The child is `python -m sgl_jax.engine` (`__main__.py`, which alone ties this to jax). It reads one
-line of JSON from its standard input, `{"args": {...}, "folder": "..."}`, and takes the end of that
-pipe as the end of its parent: no orphan keeps the device. Its output passes through to the
-parent's terminal, and the last line of it is kept for the report of its exit.
+The child is `python -m sgl_jax.engine` (only its `__main__.py` imports jax). It reads one line of
+JSON from its standard input, `{"args": {...}, "folder": "..."}`. When that pipe ends, the parent
+has ended, and the child exits, so that it does not keep the device. Its output goes to the parent's
+terminal; the report of its exit has the last line.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _LAST_LINE_BYTES = 4096
 
 
 class Core(Protocol):
-    """The program of the process: `EngineCore`, or a scripted one in tests."""
+    """The program of the child: `EngineCore`, or a scripted one in tests."""
 
     info: dict[str, Any]
 
@@ -47,7 +47,7 @@ class ExitReport(NamedTuple):
     """The end of the engine process."""
 
     how: str  # a sentence with the exit code or signal; may be shown to clients
-    last_line: str  # of its output, for the operator alone; "" if nothing
+    last_line: str  # of its output, only for the operator; "" if there was none
 
     def __str__(self) -> str:
         return f"{self.how}; its last line: {self.last_line}" if self.last_line else self.how
@@ -63,13 +63,14 @@ class EngineProcess:
         on_exit: Callable[[ExitReport], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            folder: of the sockets, `ZmqEngineClient.folder`.
-            on_exit: called once, on a thread of this object, when the process has ended for
-                any reason.
-            command: program to run; tests put a scripted engine here.
+            args: the engine's settings.
+            folder: folder of the sockets (`ZmqEngineClient.folder`).
+            on_exit: called once, on a thread of this object, when the process has ended for any
+                reason.
+            command: program to run; tests pass a scripted engine.
         """
         self._on_exit = on_exit
         self._process = subprocess.Popen(
@@ -77,10 +78,10 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the parent: it shuts the child down in order
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
         )
         assert self._process.stdin is not None
-        # If the child is dead already, the report of its exit has more than this broken pipe.
+        # If the child has died already, the report of its exit is better than a broken pipe's.
         with contextlib.suppress(BrokenPipeError):
             start = {"args": dataclasses.asdict(args), "folder": folder}
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -97,7 +98,7 @@ class EngineProcess:
         return self._process.poll() is None
 
     def stop(self, timeout_s: float) -> None:
-        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), then kill it."""
+        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), else kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -110,12 +111,12 @@ class EngineProcess:
         self._process.wait()
 
     def _watch(self) -> None:
-        """Pass the child's output on until it ends, then report its death."""
+        """Forward the child's output until it ends, then report the exit."""
         assert self._process.stdout is not None
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):
             tail = (tail + data)[-_LAST_LINE_BYTES:]
-            # A terminal that went away is no reason to stop reading: the child would block.
+            # If the terminal has gone, keep reading, since the child would block otherwise.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()
@@ -126,8 +127,11 @@ class EngineProcess:
 
 
 def run_engine(build: Callable[[ServerArgs], Core]) -> int:
-    """Main function of the child: build the engine, send its `EngineInfo`, run; exit code."""
-    # A service manager signals every process of the service: the parent decides when to end.
+    """Main function of the child: build the engine, send its `EngineInfo`, run it.
+
+    Returns the exit code.
+    """
+    # A service manager signals all processes of a service, but the parent decides when to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     start = json.loads(sys.stdin.buffer.readline())
@@ -153,7 +157,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
         else:
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-            # Last on the terminal, and the first thing that the operator reads.
+            # Printed last, so that the operator reads it first.
             print(message, file=sys.stderr, flush=True)
         channel.send(EngineFailed(message=message))
         return 1
@@ -163,7 +167,7 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
 
 
 def _die_with_parent(folder: str) -> None:
-    """A parent that was killed has not removed the folder of the sockets."""
+    """Exit when the parent has ended. A killed one has not removed the folder of the sockets."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

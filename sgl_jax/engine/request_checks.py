@@ -1,7 +1,7 @@
-"""Makes a client's request into one that the engine can serve, or refuses it.
+"""Checks requests of clients, and converts them to messages for the engine.
 
-Owns the limits that follow from the model and the engine's memory; `core/request_limits.py` has
-the limits of names and numbers. Has no request in flight.
+The limits here follow from the model and the engine's memory; `core/request_limits.py` has the
+limits of names and numbers.
 """
 
 import uuid
@@ -25,19 +25,20 @@ from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, Samp
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 
-# A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
+# A tokenizer's normaliser may shorten a text (compose characters, merge spaces), hardly by more
+# than this factor.
 _MAX_NORMALIZER_SHRINK = 4
-# English has 4 to 5 characters a token, indented code up to 8.
+# English has 4 to 5 characters a token on average, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
-_SHORT_PROMPT_CHARS = 65_536  # never too many by that average
+_SHORT_PROMPT_CHARS = 65_536  # a prompt of so many characters may exceed that average
 
 
 class EngineFacts(NamedTuple):
-    """Facts of an `EngineInfo` by which the front refuses requests that can never be served."""
+    """Facts of an `EngineInfo`, used to refuse requests that can never be served."""
 
     vocab_size: int
     max_context_len: int  # tokens of one request, prompt and output together
-    max_request_tokens: int  # the same, and it fits a rank's KV memory
+    max_request_tokens: int  # of those, as many as fit into a rank's KV memory
     dp_size: int
     max_running_requests: int  # over all ranks
 
@@ -47,7 +48,7 @@ class EngineFacts(NamedTuple):
 
 
 class RequestChecks:
-    """The checks of one engine. Without state of its own, so thread-safe."""
+    """Checks against the limits of one engine. Thread-safe, since it has no state."""
 
     def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, grammars: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
@@ -56,24 +57,26 @@ class RequestChecks:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Characters beyond which a prompt is too long for any tokenization.
+        """Most characters of a prompt. Longer ones would have too many tokens, and are not encoded.
 
-        The longest tokens are runs of spaces and dashes, of which no text consists: a long prompt
-        may have `_MOST_CHARS_PER_TOKEN` characters a token on average.
+        The longest tokens are runs of spaces or dashes, which no real text consists of. So a long
+        prompt may have at most `_MOST_CHARS_PER_TOKEN` characters per token on average.
         """
         max_tokens = self._facts.max_request_tokens
         longest = max_tokens * self._tokenizer.longest_token_chars * _MAX_NORMALIZER_SHRINK
         return min(longest, _SHORT_PROMPT_CHARS + max_tokens * _MOST_CHARS_PER_TOKEN)
 
     def check_text(self, text: str) -> None:
-        """Raise `InvalidRequestError` for a prompt that is empty, surely too long, or text for a
-        model without a tokenizer."""
+        """Check a prompt before it is encoded.
+
+        Raises `InvalidRequestError` if it is empty or too long, or the model has no tokenizer.
+        """
         if not text:
             raise InvalidRequestError("the prompt is empty", "text")
         self.check_length(len(text))
 
     def check_length(self, num_chars: int) -> None:
-        """Raise `InvalidRequestError` for so much text, as `check_text`."""
+        """`check_text` for a text of `num_chars` characters."""
         self._tokenizer.check_can_encode()
         most = self.max_prompt_chars
         if num_chars > most:
@@ -81,7 +84,7 @@ class RequestChecks:
             raise ContextLengthError(text, self._facts.max_request_tokens, "text")
 
     def check_num_tokens(self, num_tokens: int) -> None:
-        """Raise `ContextLengthError` for a prompt that leaves no room for an output."""
+        """Raise `ContextLengthError` if a prompt leaves no room for an output."""
         most = self._facts.max_request_tokens
         if num_tokens >= most:
             raise ContextLengthError(
@@ -89,7 +92,7 @@ class RequestChecks:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; one of more than `max_prompt_chars` characters is refused."""
+        """Token ids of a prompt. Raises `InvalidRequestError` as `check_text`."""
         self.check_text(text)
         return self._tokenizer.encode(text)
 
@@ -105,19 +108,22 @@ class RequestChecks:
         priority: int | None = None,
         **options: Any,
     ) -> GenerateRequest:
-        """Check everything that can be checked before the engine sees it.
+        """Make the message of a request, after all checks that need no state of the engine.
 
         Args:
-            default_max_new_tokens: if `sampling` sets no limit; None means the rest of the
-                context. A default never makes a request too long: for a session's turn the
-                engine, which has the history before it, ensures that.
-            token_ids_logprob: tokens that are reported wherever a log-probability is.
-            session: of which the request is a turn, with `prompt_ids` its tokens.
+            prompt_ids: token ids of the prompt; of a session's turn, without the history.
+            sampling: sampling parameters as the client set them.
+            rid: the client's name of the request; None: a new one.
+            default_max_new_tokens: used if `sampling` sets no limit; None: the rest of the context.
+                The default is lowered where the context has less room. For a session's turn the
+                engine lowers it, which has the history.
+            token_ids_logprob: tokens to report wherever log-probabilities are reported.
+            session: set if the request is a session's turn.
             priority: None is 0.
             options: other fields of `GenerateRequest`.
 
         Raises:
-            InvalidRequestError: names the field and the allowed values.
+            InvalidRequestError: has the field at fault and its allowed values.
         """
         self._check_prompt(prompt_ids)
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
@@ -141,7 +147,7 @@ class RequestChecks:
         return request
 
     def _check_options(self, request: GenerateRequest) -> None:
-        """Check the options beside prompt, sampling and session against the engine's limits."""
+        """Check all fields except prompt, sampling and session against the engine's limits."""
         check_between("top_logprobs_num", request.top_logprobs_num, 0, MAX_TOP_LOGPROBS)
         ids = request.token_ids_logprob
         if len(ids) > MAX_LOGPROB_IDS:
@@ -151,7 +157,7 @@ class RequestChecks:
             )
         for token in ids:
             check_between("token_ids_logprob", token, 0, self._facts.vocab_size - 1)
-        # A turn's history, which counts, is known to the engine alone.
+        # Positions count a turn's history, and only the engine has its length.
         is_turn = request.session is not None
         longest = self._facts.max_request_tokens if is_turn else len(request.input_ids)
         check_between("logprob_start_len", request.logprob_start_len, -1, longest)
@@ -163,12 +169,12 @@ class RequestChecks:
     def _checked_sampling(
         self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None
     ) -> SamplingParams:
-        """In range, and with a limit of new tokens that leaves the prompt room."""
+        """`sampling` after all checks, with `max_new_tokens` set."""
         room = self._facts.max_request_tokens - num_prompt_tokens
         if sampling.max_new_tokens is None:
-            wanted = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
-            wanted = max(wanted, min(sampling.min_new_tokens, room))
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=wanted)
+            limit = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
+            limit = max(limit, min(sampling.min_new_tokens, room))
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
         sampling = sampling.checked(self._facts.vocab_size)
         assert sampling.max_new_tokens is not None
         if sampling.max_new_tokens > room:
@@ -183,8 +189,10 @@ class RequestChecks:
         return sampling
 
     def start_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
-        """Begin to compile the grammar of a request, if it has one, so that `prepare` need not
-        wait for it. The future raises `InvalidRequestError` as `prepare` does."""
+        """Begin to compile the request's grammar, so that `prepare` need not wait for it.
+
+        Returns None without a grammar. The future raises `InvalidRequestError` as `prepare` does.
+        """
         grammar = sampling.grammar
         if grammar is None:
             return None
@@ -192,7 +200,7 @@ class RequestChecks:
         return self._grammars.start(grammar)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
-        """The turn under the name that its client gave it, and without a second BOS."""
+        """`turn` after its checks, with its name and the BOS token to drop."""
         check_session_id(turn.id, "session_params.id")
         if turn.rid is not None:
             check_rid(turn.rid, "session_params.rid")

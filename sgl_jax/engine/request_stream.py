@@ -1,8 +1,8 @@
 """The output of one request on its way from the engine to its consumer.
 
-Owns the text of the request: detokenising, stop strings, text taken and text waiting. The
-engine's side calls `accept*`, the consumer calls `take`; both may run on different threads under
-the lock of the `Frontend`. Must never touch the network or asyncio.
+It is converted to text here, and searched for stop strings. The `Frontend` calls `accept*`, and the
+consumer calls `take`, perhaps on another thread; the lock of the `Frontend` guards both. Must never
+touch the network or asyncio.
 """
 
 import threading
@@ -17,7 +17,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 
 
 class Chunk(NamedTuple):
-    """The gain of a request since its consumer looked last: everything, not one token."""
+    """The output of a request since the last chunk, perhaps of many tokens."""
 
     text: str
     token_ids: list[int]
@@ -30,8 +30,8 @@ class Chunk(NamedTuple):
 class RequestStream:
     """One request in flight, from `Frontend.submit` to its last chunk.
 
-    Without stop strings the text is not needed before the consumer takes it, so tokens are queued
-    and decoded together by `take`: under load many tokens cost as much as one.
+    Without stop strings, tokens are queued, and `take` decodes them together: under load, many
+    tokens cost as much as one.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class RequestStream:
         streaming: bool,
         kept_tokens: Set[int] = frozenset(),
     ) -> None:
-        """`kept_tokens`: special tokens that stand in the text even if the others do not."""
+        """`kept_tokens`: special tokens that stay in the text even if others are skipped."""
         self.request = request
-        self.client_rid = client_rid  # the name the client gave; request.rid is never used twice
-        self.sender = sender  # whose request it is
+        self.client_rid = client_rid  # the client's rid; request.rid is unique
+        self.sender = sender  # the caller that may abort it
         self.on_ready = on_ready
         self.streaming = streaming
         self.num_output_tokens = 0
-        # Before its first output a session's turn counts the tokens sent, not the history.
+        # For a session's turn, without the history until the first output.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
         self.dp_rank = 0
@@ -89,7 +89,7 @@ class RequestStream:
         return end - self.created_at
 
     def accept_token(self, token: int) -> None:
-        """One plain token. Sets `finish` if it completed a stop string."""
+        """Take one plain token. Sets `finish` if it completes a stop string."""
         if self._stop_checker is not None:
             self._scan([token], [token])
             return
@@ -97,7 +97,7 @@ class RequestStream:
         self.num_output_tokens += 1
 
     def accept(self, output: RequestOutput) -> None:
-        """Take an output with more than tokens. The end, or a stop string, sets `finish`."""
+        """Take a full output. Sets `finish` at the end, or if it completes a stop string."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
         if output.prompt_tokens is not None:
@@ -123,18 +123,18 @@ class RequestStream:
             self._text += rest.text + self._stop_checker.flush()
 
     def drop_unseen_end(self) -> bool:
-        """No `take` will follow. True, once, if the end of the output was there to take."""
+        """Called when no `take` will follow. True, once, if the end of the output was not taken."""
         if self._last_chunk_taken or self.finish is None or self.finish.type == "abort":
             return False
         self._last_chunk_taken = True
         return True
 
     def take(self) -> Chunk | None:
-        """Everything gained since the last call; None if nothing.
+        """The output since the last call; None if there is none.
 
         Raises:
-            EngineDeadError, ShuttingDownError: the engine ended, or the server would not wait any
-                longer, before the request did.
+            EngineDeadError, ShuttingDownError: the engine ended, or the server stopped waiting,
+                before the request ended.
         """
         with self._lock:
             finish = None if self._last_chunk_taken else self.finish
@@ -179,7 +179,7 @@ class RequestStream:
                 return
 
     def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
-        """Drop the stop token that ended the output, but for `no_stop_trim`."""
+        """`ids` without the stop token that ended the output, unless `no_stop_trim` is set."""
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids

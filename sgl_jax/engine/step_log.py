@@ -1,4 +1,4 @@
-"""Counts tokens step by step and logs a line of statistics now and then."""
+"""Counts steps and prefilled tokens, and logs a line of statistics at intervals."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ class StepLog:
         self._throughput = 0.0
 
     def after_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """A step's result was applied."""
+        """Count a step whose result was applied."""
         self._steps += 1
         for rank in plan.ranks:
             if rank.num_decode < len(rank.q_lens):

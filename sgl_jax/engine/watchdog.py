@@ -1,7 +1,7 @@
-"""Tells the front that the engine's process runs, and notices when its loop stands still.
+"""Sends heartbeats to the front, and notices when the engine loop hangs.
 
-Both from a thread beside the loop: a long step, or loading and compiling before there is a loop,
-is no reason to be silent, and a hung device never returns an error.
+Both run in a thread beside the loop. So heartbeats continue during a long step and while the model
+is loaded and compiled, and a hung device, which never returns an error, is noticed.
 """
 
 import faulthandler
@@ -20,15 +20,15 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 def exit_process() -> None:
-    """End this process at once, leaving the stack of every thread in the log."""
+    """End this process at once, with the stack of every thread in the log."""
     faulthandler.dump_traceback()
     os._exit(1)
 
 
 class Watchdog:
-    """Calls `beat` every second; calls `on_stall` once when `feed` was not called for too long.
+    """A thread that calls `beat` every second, and `on_stall` once if `feed` is overdue.
 
-    Both from its own thread, from enter to exit: it is a context manager.
+    It runs while this object is entered as a context manager.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Watchdog:
         stall_timeout_s: float | None = None,
         on_stall: Callable[[], None] = exit_process,
     ) -> None:
-        """`stall_timeout_s`: None while there is no loop that could feed it."""
+        """`stall_timeout_s`: seconds without `feed` that count as a stall; None: any number."""
         self._beat = beat
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
@@ -47,12 +47,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
-        """The loop begins a turn."""
+        """Call this at the start of each turn of the loop."""
         self._fed_at = time.monotonic()
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """Within, a turn may take as long as it does; the heartbeats go on."""
+        """Inside this context a turn may take any time; heartbeats continue."""
         self._is_patient = True
         try:
             yield

@@ -86,18 +86,18 @@ class Programs:
         )
 
     def step(self, bucket: Bucket) -> StepProgram:
-        """The program of one bucket, compiled now if it was not."""
+        """The step program of a bucket of padded sizes; compiles it on the first call."""
         if bucket not in self._steps:
             program: Any = self.compile_step(bucket)
             self._steps[bucket] = program
         return self._steps[bucket]
 
     def compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The program of one bucket, compiled anew: for reading, where its chips are not here."""
+        """Compile the step program of a bucket anew, to be inspected; its chips may be absent."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
 
     def halves(self, bucket: Bucket) -> tuple[StepProgram, StepProgram]:
-        """The two programs of one bucket that draw by masks, compiled now if they were not."""
+        """The two programs of a masked step of a bucket; compiles them on the first call."""
         if bucket not in self._halves:
             if bucket not in self._traced_halves:
                 self.trace_halves(bucket)

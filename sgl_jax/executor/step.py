@@ -74,9 +74,9 @@ def run_step(
 
 
 def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
-    """The first half: drafts, the model, and the logits of the queries that may draw.
+    """The first half of a step: place drafts, run the model, compute logits where tokens are drawn.
 
-    It changes the state's KV, drafts and layers' states.
+    The returned state has the new KV, drafts and recurrent states.
     """
     token_table, queries = _place_queries(state, given.controls, given.sizes.max_draft_tokens)
     given = _placed(given, queries)

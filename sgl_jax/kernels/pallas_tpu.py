@@ -1,6 +1,7 @@
 """Common parts of Pallas kernels for TPU: DMAs, products, the compiler's options.
 
-Imported by kernels alone: without them, a process does not wait for the import of Pallas.
+Only kernels import this file, so that a process without kernels does not import Pallas, which is
+slow.
 """
 
 from collections.abc import Callable
@@ -83,9 +84,9 @@ def call(
 def for_each_run(
     length: jax.Array, sizes: tuple[int, ...], most: int, do: Callable[[Any, int], None]
 ) -> None:
-    """do(first, size) for runs that make up `length` tokens, of `sizes` up to `most`.
+    """Call do(first, size) for runs that make up `length` tokens, with `sizes` up to `most`.
 
-    A DMA has a static size, and one that is longer than the row would reach into the next.
+    A DMA has a static size, and if it is longer than the row, it reaches into the next row.
     """
     done = jnp.int32(0)
     for size in sizes:

@@ -22,7 +22,7 @@ from sgl_jax.mem_cache.device_pool import LayerStates
 
 
 class DepthwiseConv(nnx.Module):
-    """A causal convolution of each channel by itself, and silu."""
+    """A causal convolution of each channel by itself, then silu."""
 
     def __init__(self, weight: Source, dtype: jnp.dtype, convolve: CausalConv) -> None:
         """`weight` is [1, K, channels], split over the tensor axis by channels."""

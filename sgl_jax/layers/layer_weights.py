@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over_data
+from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over
 from sgl_jax.layers.parameter import ParamTree
 
 
@@ -88,7 +88,7 @@ def gather_over_data(layer: nnx.Module) -> None:
         if DATA_AXIS in axes:
             value = param.get_value()
             own = value.slice() if isinstance(value, StackedLayers) else value
-            param.set_value(concatenate_over_data(own, axes.index(DATA_AXIS)))
+            param.set_value(concatenate_over(DATA_AXIS, own, axes.index(DATA_AXIS)))
 
 
 def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) -> jax.Array:

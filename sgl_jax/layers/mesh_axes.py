@@ -26,17 +26,8 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 
 
-def concatenate_over_tensor(x: jax.Array, axis: int) -> jax.Array:
-    """All tensor chips' x, one after the other along `axis`."""
-    return _all_gathered(x, TENSOR_AXIS, axis)
-
-
-def concatenate_over_data(x: jax.Array, axis: int) -> jax.Array:
-    """All data-parallel ranks' x, one after the other along `axis`."""
-    return _all_gathered(x, DATA_AXIS, axis)
-
-
-def _all_gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+def concatenate_over(mesh_axis: str, x: jax.Array, axis: int = 0) -> jax.Array:
+    """The x of all chips along `mesh_axis`, one after the other along `axis`."""
     gather = partial(lax.all_gather, axis_name=mesh_axis, axis=axis, tiled=True)
     return _exchanged(x, mesh_axis, gather)
 
@@ -74,7 +65,7 @@ def own_share(x: jax.Array) -> jax.Array:
 
 def join_shares(share: jax.Array, num_lines: int) -> jax.Array:
     """All-gather the tensor chips' shares (`own_share`) into [num_lines, ...]."""
-    return concatenate_over_tensor(share, axis=0)[:num_lines]
+    return concatenate_over(TENSOR_AXIS, share)[:num_lines]
 
 
 def any_over_data(flag: jax.Array) -> jax.Array:

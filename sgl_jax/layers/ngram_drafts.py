@@ -1,7 +1,8 @@
-"""Drafting by n-gram lookup: the same words are likely to be followed by the same text again.
+"""Drafts from n-gram lookup: the tokens that followed an earlier occurrence of the last tokens.
 
-Known as prompt lookup (Saxena, 2023): no draft model, the request's own tokens are the source.
-Any draft is correct, however bad: verification decides (see `executor/step.py`).
+This is also called prompt lookup (Saxena, 2023). It needs no draft model: the request's own tokens
+are the source. A wrong draft costs time but changes no output: the step verifies each
+(`executor/step.py`).
 """
 
 import jax

@@ -3,7 +3,6 @@
 Cosines and sines are computed once per step and shared by all layers.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -18,53 +17,6 @@ class Rotation(NamedTuple):
 
     cos: jax.Array
     sin: jax.Array
-
-
-def inverse_frequencies(
-    num_dims: int,
-    theta: float,
-    kind: str = "default",
-    factor: float = 1.0,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-    original_max_position_embeddings: int = 8192,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-) -> NDArray[np.float32]:
-    """Angle per position of each pair of the `num_dims` dimensions that are turned.
-
-    "linear" divides all of them by `factor`. "llama3" divides frequencies of wavelengths above
-    original / low_freq_factor by `factor`, leaves wavelengths below original / high_freq_factor,
-    and blends in between: for contexts longer than Llama 3 was pre-trained on. "yarn" (arXiv
-    2309.00071) leaves pairs that turn more than `beta_fast` times in the original context, divides
-    pairs that turn less than `beta_slow` times, and blends in between, linearly by dimension;
-    `truncate` rounds the bounds outwards to whole dimensions.
-    """
-    exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
-    frequencies = (1.0 / theta**exponents).astype(np.float64)
-    if kind == "linear":
-        frequencies = frequencies / factor
-    if kind == "llama3":
-        turns = original_max_position_embeddings * frequencies / (2 * math.pi)
-        blend = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0)
-        frequencies = frequencies * (blend + (1.0 - blend) / factor)
-    if kind == "yarn":
-        # Dimension (of the first half) whose pair turns so many times in the original context.
-        first, last = (
-            num_dims
-            * math.log(original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-            for turns in (beta_fast, beta_slow)
-        )
-        if truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, num_dims - 1)
-        width = last - first or 0.001
-        stretched = np.clip((np.arange(num_dims // 2) - first) / width, 0.0, 1.0)
-        frequencies = frequencies * (1.0 - stretched + stretched / factor)
-    return frequencies.astype(np.float32)
 
 
 def rotation(

@@ -1,9 +1,9 @@
-"""Sources of parameters: the tensors of a Hugging Face checkpoint that make each.
+"""Sources of parameters: which tensors of a Hugging Face checkpoint make a parameter, and how.
 
-A source is part of a parameter's declaration. It has the parameter's shape and its tensors' names,
-and fills any slice of the parameter from them, so that a chip's shard is read alone, tensor by
-tensor, straight into one buffer of the right type. Tensor names are relative: `Stacked` puts the
-layer's or the expert's name before them.
+A source is part of a parameter's declaration. It has the parameter's shape and the names of its
+tensors, and fills any slice of the parameter from them. So only a chip's own shard is read, tensor
+by tensor, into one buffer of the right type. Tensor names are relative: `Stacked` prefixes them
+with the name of the layer or the expert.
 """
 
 from abc import ABC, abstractmethod
@@ -40,29 +40,29 @@ class Source(ABC):
 
     @property
     def plain_shape(self) -> Shape:
-        """Its shape for one chip: nothing padded for more chips, no head copied."""
+        """The parameter's shape on a mesh of one chip, where nothing is padded or copied."""
         return self.shape
 
     @abstractmethod
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        """Names of the tensors that are needed, with the shapes they must have."""
+        """Names and shapes of the tensors that the source reads."""
 
     @abstractmethod
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         """Write the parameter's part `index` to `out`, whose shape and dtype are the part's."""
 
     def fit(self, plain: jax.Array) -> jax.Array:
-        """The parameter of the whole mesh, of an array of `plain_shape`."""
+        """Make the parameter of the whole mesh from an array of `plain_shape`."""
         return plain
 
     def as_stored(self, names: Container[str], prefix: str = "") -> "Source":
-        """This source as a checkpoint with tensors of these names has it, see `EitherWay`."""
+        """The source to use for a checkpoint with tensors of these names, see `EitherWay`."""
         return self
 
 
 @dataclass(frozen=True)
 class Tensor(Source):
-    """A tensor as it is, or matrices [..., in, out] that are stored as [..., out, in]."""
+    """One tensor as stored; if `transposed`, matrices [..., in, out] stored as [..., out, in]."""
 
     name: str
     dims: Shape  # of the parameter
@@ -92,7 +92,7 @@ def _with_axis(axes: tuple[Any, ...], axis: int, own: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class OfPart(Source):
-    """A parameter that is made of another; by itself the same."""
+    """Base of sources that are made from another one, `part`; by default they equal it."""
 
     part: Source
 
@@ -112,7 +112,7 @@ class OfPart(Source):
 
 @dataclass(frozen=True)
 class Slice(OfPart):
-    """`size` of a part's slices along axis `axis`, every `step`-th from `first` on."""
+    """Every `step`-th slice of a part along axis `axis`, from `first` on, `size` in all."""
 
     axis: int
     first: int
@@ -132,26 +132,19 @@ class Slice(OfPart):
 
 @dataclass(frozen=True)
 class EitherWay(OfPart):
-    """A part that some checkpoints store in another way, of the same shape."""
+    """A part, or `other`, which has the same shape: a checkpoint has the tensors of one of them."""
 
     other: Source
 
-    @property
-    def plain_shape(self) -> Shape:
-        return self.part.plain_shape
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        return self.part.fit(plain)
-
     def as_stored(self, names: Container[str], prefix: str = "") -> Source:
-        """The usual way, unless the checkpoint has all tensors of the other."""
+        """`other` if the checkpoint has all its tensors, else `part`."""
         is_other = all(name in names for name in self.other.tensors(prefix))
         return (self.other if is_other else self.part).as_stored(names, prefix)
 
 
 @dataclass(frozen=True)
 class Stacked(Source):
-    """Equal parts along a new first axis, one for each prefix: layers, or experts."""
+    """Parts of equal shape stacked on a new first axis: a layer or an expert for each prefix."""
 
     prefixes: tuple[str, ...]
     part: Source
@@ -183,10 +176,10 @@ class Stacked(Source):
 
 
 def row_size(size: int) -> int:
-    """The length of rows of `size` elements: whole rows of a TPU's memory, if nearly that long.
+    """`size` rounded up to whole rows of a TPU's memory, if that adds at most an eighth.
 
-    Otherwise its compiler may choose another order of the array's axes, with less padding, and each
-    step would begin with a copy in the order declared. Shorter rows stay as they are.
+    For a row that is a little shorter, the TPU's compiler may choose another order of the array's
+    axes, with less padding, and each step would begin with a copy to the declared order.
     """
     padded = -(-size // LANES) * LANES
     return padded if padded <= size * 9 // 8 else size
@@ -194,11 +187,11 @@ def row_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class Padded(OfPart):
-    """A part followed by zeros along axis `axis`, `size` long together."""
+    """A part padded with zeros at the end of axis `axis`, to `size`."""
 
     size: int
     axis: int
-    on_every_mesh: bool = False  # or only where chips do not divide the part
+    on_every_mesh: bool = False  # False: only if the number of chips does not divide the part
 
     @property
     def shape(self) -> Shape:
@@ -224,11 +217,12 @@ class Padded(OfPart):
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
-    """An order of a head's dimensions in which i and i + head_dim / 2 are a pair.
+    """An order of a head's dimensions in which dimension i is rotated together with
+    i + head_dim / 2.
 
-    A checkpoint's first `num_turned` dimensions are turned, of which i is paired with
-    i + num_turned / 2. They come first in each half, so that a head that is turned in part is
-    turned as others are, some of its pairs by nothing.
+    In a checkpoint, only the first `num_turned` dimensions are rotated, and i is paired with
+    i + num_turned / 2. In the order returned, the rotated dimensions come first in each half. So
+    all heads are rotated alike, and the pairs after them have the angle 0.
     """
     pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
     in_first = head_dim // 2 - pairs
@@ -237,7 +231,7 @@ def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Reordered(OfPart):
-    """A vector with a part's elements in another order."""
+    """A vector with the elements of `part`, in another order."""
 
     order: tuple[int, ...]
 
@@ -277,11 +271,12 @@ class Heads:
 class FusedHeads(Source):
     """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
 
-    Stored apart, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv * head_dim, *inputs],
-    where `inputs` is (hidden,) for a weight and () for a bias. With more KV heads than are stored,
-    each stored one serves as many neighbouring copies. Parts of it hold whole KV heads.
+    They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
+    head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias. If the mesh has
+    more KV heads than are stored, each stored one is copied to num_kv / num_stored_kv neighbouring
+    heads. Slices of the parameter hold whole KV heads.
 
-    With `has_gates`, the tensor of q has, after each head's rows, as many of its gate.
+    With `has_gates`, the tensor of q has 2 * head_dim rows for each head: its query's, its gate's.
     """
 
     names: tuple[str, ...]  # of q, k and v
@@ -332,7 +327,7 @@ class FusedHeads(Source):
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 
     def fit(self, plain: jax.Array) -> jax.Array:
-        """Copy KV heads, with smaller groups."""
+        """Copy KV heads; each copy has a part of the group of query heads."""
         heads, inputs = self.heads, self.inputs
         grouped = plain.reshape(*inputs, heads.num_stored_kv, -1, heads.head_dim)
         q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
@@ -343,7 +338,7 @@ class FusedHeads(Source):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Each head's rows in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
+    """Rows of each head in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
 
     name: str
     num_rows: int
@@ -354,9 +349,9 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class ByHead(Source):
-    """Columns by head, [*inputs, num_heads * width]: each head's rows of all parts, side by side.
+    """Columns [*inputs, num_heads * width]: for each head, its rows of all parts, side by side.
 
-    Stored as tensors [rows, *inputs]. Parts of the parameter hold whole heads.
+    The parts' tensors are stored as [rows, *inputs]. Slices of the parameter hold whole heads.
     """
 
     parts: tuple[HeadRows, ...]

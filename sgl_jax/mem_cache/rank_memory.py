@@ -83,7 +83,7 @@ class RankMemory(RankRecords):
         return lease
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
-        """List, for each window, the pages that the token after `length` reads, all locked."""
+        """For each sliding-window group, record the first page that the token at `length` reads."""
         for number, group in enumerate(self.groups):
             if group.sliding_window is not None:
                 first = first_page_of(group.sliding_window, self.page_size, length)

@@ -128,8 +128,10 @@ def _let_go_of_tree(memory: RankRecords, lease: KVLease, protected: int) -> None
 
 
 def drop_snapshots_past(memory: RankRecords, lease: KVLease, length: int) -> int:
-    """Free the own snapshots of `lease` for more than `length` tokens, which is at least the tree's
-    length; return the number freed."""
+    """Free the snapshots that `lease` owns and that hold more than `length` tokens.
+
+    `length` is at least the length of the lease's prefix in the tree. Returns the number freed.
+    """
     if memory.state_group is None:
         return 0
     first, firsts = length // memory.page_size, memory.rows.first_pages[memory.state_group]

@@ -28,7 +28,7 @@ def required(raw: Mapping[str, Any], name: str) -> Any:
 
 
 def positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number from 1 to 2**31 - 1."""
+    """The field's value, a whole number from 1 to 2**31 - 1."""
     value = default if default is not None and raw.get(name) is None else required(raw, name)
     if not is_int(value) or not 1 <= value <= _MAX_INT:
         raise ModelConfigError(f"{name} must be a positive integer below 2**31, got {value!r}")
@@ -36,7 +36,7 @@ def positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) 
 
 
 def positive_float(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A finite number above 0."""
+    """The field's value, a finite number above 0."""
     value = default if default is not None and raw.get(name) is None else required(raw, name)
     is_number = is_int(value) or isinstance(value, float)
     if not is_number or not 0 < value < math.inf:  # nor NaN

@@ -7,7 +7,6 @@ cache is carried through and updated in place.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
-from sgl_jax.layers.rotary import Rotation, inverse_frequencies, rotation
+from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
@@ -225,12 +224,8 @@ class CausalLM(nnx.Module):
         ]
 
     def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
-        settings = asdict(rope)
-        factor = settings.pop("attention_factor")
-        del settings["share"]
-        head_dim = self.config.head_dim
-        frequencies = inverse_frequencies(rope.num_dims(head_dim), **settings)
-        return rotation(positions, frequencies, factor, head_dim // 2)
+        size = self.config.head_dim
+        return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
 
     def _run(self, stretch: Stretch, carry: Carry, reads: Sequence[tuple[Any, ...]]) -> Carry:
         """All layers of a stretch; `reads` of all layers."""

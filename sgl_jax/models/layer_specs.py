@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_jax.core.recurrence import GatedDeltaConfig
 from sgl_jax.models.config_defaults import is_hybrid
 from sgl_jax.models.config_fields import (
@@ -46,10 +49,44 @@ class RopeConfig:
         """Dimensions of a head that are turned."""
         return int(head_dim * self.share)
 
+    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
+        """Angle per position of each pair of turned dimensions, [num_dims / 2].
+
+        "linear" divides all of them by `factor`. "llama3" divides frequencies of wavelengths above
+        original / low_freq_factor by `factor`, leaves wavelengths below original /
+        high_freq_factor, and blends in between: for contexts longer than Llama 3 was pre-trained
+        on. "yarn" (arXiv 2309.00071) leaves pairs that turn more than `beta_fast` times in the
+        original context, divides pairs that turn less than `beta_slow` times, and blends in
+        between, linearly by dimension; `truncate` rounds the bounds outwards to whole dimensions.
+        """
+        num_dims, original = self.num_dims(head_dim), self.original_max_position_embeddings
+        exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
+        frequencies = (1.0 / self.theta**exponents).astype(np.float64)
+        if self.kind == "linear":
+            frequencies = frequencies / self.factor
+        if self.kind == "llama3":
+            turns = original * frequencies / (2 * math.pi)
+            width = self.high_freq_factor - self.low_freq_factor
+            blend = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
+            frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
+        if self.kind == "yarn":
+            # Dimension (of the first half) whose pair turns so many times in the original context.
+            first, last = (
+                num_dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+                for turns in (self.beta_fast, self.beta_slow)
+            )
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, num_dims - 1)
+            width = last - first or 0.001
+            stretched = np.clip((np.arange(num_dims // 2) - first) / width, 0.0, 1.0)
+            frequencies = frequencies * (1.0 - stretched + stretched / self.factor)
+        return frequencies.astype(np.float32)
+
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: each token is served by the `top_k` experts its router likes best."""
+    """Mixture of experts: the router chooses the `top_k` most probable experts for each token."""
 
     num_experts: int
     top_k: int
@@ -63,7 +100,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, in everything in which layers of a model may differ."""
+    """One layer: all settings in which the layers of one model may differ."""
 
     rope: RopeConfig | None  # None: with a recurrence, no token is turned
     sliding_window: int | None  # None: attention to all tokens, or a recurrence

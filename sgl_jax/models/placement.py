@@ -17,7 +17,7 @@ from sgl_jax.models.registry import build_model
 
 
 class PlacedModel(NamedTuple):
-    """A model before it has weights."""
+    """A model's declaration on a mesh, before it has weights."""
 
     model: CausalLM
     declared: dict[Path, Declaration]  # of each parameter; the arrays have their shardings

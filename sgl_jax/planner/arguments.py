@@ -112,6 +112,6 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:
-    """The same request on another slice or mesh."""
+    """A copy of `request` for another slice and mesh."""
     args = dataclasses.replace(request.args, dp_size=dp_size, tp_size=tp_size)
     return dataclasses.replace(request, args=args, topology=topology)

@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """All ranks together."""
+        """Output tokens per second of all ranks."""
         return self.requests_per_s * self.request.workload.output_len
 
     @property

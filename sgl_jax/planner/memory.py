@@ -127,5 +127,5 @@ def smallest_fit(
 
 
 def in_gib(num_bytes: int) -> str:
-    """For people: 11.25 GiB."""
+    """A text such as "11.25 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Pictures that commands write: which files they may be, and the library that draws them."""
+"""Plots that commands write: a check of the file's name, and the import of matplotlib."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot_file(path: Path) -> None:
-    """Raise ValueError, before anything slow is begun, if a picture could not be written there."""
+    """Raise ValueError if no plot can be written to `path`; called before slow work begins."""
     if path.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {path.name!r}")
     if not path.parent.is_dir():
@@ -14,7 +14,7 @@ def check_plot_file(path: Path) -> None:
 
 
 def figure_class() -> type:
-    """Matplotlib's `Figure`. Raises RuntimeError where there is none."""
+    """Matplotlib's `Figure`. Raises RuntimeError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

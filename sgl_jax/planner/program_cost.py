@@ -157,7 +157,7 @@ class _Walk:
 
 
 def _exchanged(counts: Counter[Collective]) -> int:
-    """Bytes."""
+    """Bytes of all exchanges."""
     return sum(one.num_bytes * times for one, times in counts.items())
 
 

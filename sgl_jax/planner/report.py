@@ -35,7 +35,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArg
 
 
 def as_text(plan: Estimate) -> str:
-    """Several lines."""
+    """The plan as lines of text."""
     args, memory, topology = plan.request.args, plan.memory, plan.request.topology
     workload, costs = plan.request.workload, (plan.decode.cost, plan.prefill.cost)
     lines = [
@@ -77,7 +77,7 @@ def as_text(plan: Estimate) -> str:
 
 
 def as_dict(plan: Estimate) -> dict[str, Any]:
-    """Plain values; times in seconds, sizes in bytes."""
+    """The plan as values for JSON; times in seconds, sizes in bytes."""
     args, topology = plan.request.args, plan.request.topology
     return {
         "model": args.model_path,

@@ -38,28 +38,23 @@ class Chip:
     bf16_flops_per_s: float
     clock_hz: float
     ici_link_bytes_per_s: float  # of one link in one direction
+    cores_in_name: int  # counted for a chip in the name of a slice
+    grids: tuple[tuple[int, ...], ...]  # of chips, that can be rented, the smallest first
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {
-        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9),
-        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9),
-        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9),
-        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9),
-    }
-)
-
-
-# The grids of chips that can be rented, the smallest first.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = (
     *((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)),
     *((4, 4, 4), (4, 4, 8), (4, 8, 8)),
 )
-_GRIDS: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
-    {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES}
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, _FLAT),
+        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, _FLAT),
+        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, _CUBES),
+        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, _CUBES),
+    }
 )
-_CORES_PER_CHIP_IN_NAME = MappingProxyType({"v5e": 1, "v6e": 1, "v5p": 2, "tpu7x": 2})
 
 
 class Topology(NamedTuple):
@@ -70,7 +65,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """Read `v6e-8` or `v6e:2x4`. Raises ValueError, naming the allowed ones."""
+        """Read a name such as `v6e-8` or `v6e:2x4`. Raises ValueError with the allowed names."""
         match = re.fullmatch(r"([a-z0-9]+)[-:](\d+(?:x\d+)*)", name)
         if match is None or match[1] not in CHIPS:
             known = ", ".join(CHIPS)
@@ -92,12 +87,12 @@ class Topology(NamedTuple):
     @classmethod
     def all_of(cls, generation: str) -> list["Topology"]:
         """Every slice of a generation, the smallest first."""
-        return [cls(generation, grid) for grid in _GRIDS[generation]]
+        return [cls(generation, grid) for grid in CHIPS[generation].grids]
 
     @property
     def name(self) -> str:
         """The cloud's name: `v6e-8`."""
-        return f"{self.generation}-{self.num_chips * _CORES_PER_CHIP_IN_NAME[self.generation]}"
+        return f"{self.generation}-{self.num_chips * self.chip.cores_in_name}"
 
     @property
     def chip(self) -> Chip:
@@ -118,7 +113,7 @@ class Topology(NamedTuple):
         return [(devices // n, n) for n in range(1, devices + 1) if devices % n == 0]
 
     def check_mesh(self, dp_size: int, tp_size: int) -> None:
-        """Raise ValueError if it has fewer devices than such a mesh."""
+        """Raise ValueError if the slice has fewer devices than the mesh."""
         if dp_size * tp_size > self.num_devices:
             raise ValueError(
                 f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
@@ -127,7 +122,7 @@ class Topology(NamedTuple):
 
 
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
-    """The mesh ('data', 'tensor') an engine would make on such a slice.
+    """The mesh ('data', 'tensor') that an engine would make on the slice.
 
     Raises:
         RuntimeError: libtpu is not installed.

@@ -5,7 +5,7 @@ The results of steps come from the recording; there is no device and no executor
 
 from collections.abc import Callable
 
-from sgl_jax.core.messages import AbortRequest, Question
+from sgl_jax.core.messages import AbortRequest, WithReply
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
 from sgl_jax.scheduler.record.event_log import RecordingError
@@ -26,7 +26,7 @@ from sgl_jax.scheduler.record.events import (
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 
 # Events after which the scheduler may have come to rest.
-_MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, Question)
+_MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, WithReply)
 
 
 class DifferenceError(Exception):

@@ -55,7 +55,7 @@ class GainedOutputs:
         return bool(self.outputs or self._rids)
 
     def take(self) -> OutputBatch | None:
-        """All of it, once; None if nothing."""
+        """The outputs since the last call as one batch, or None if there are none."""
         outputs, rids, tokens = self.outputs, self._rids, self._tokens
         self.outputs, self._rids, self._tokens = [], [], []
         return OutputBatch(outputs, rids, b"".join(tokens)) if outputs or rids else None

@@ -131,12 +131,12 @@ def launch(
             num_scored = max(end - max(start, row.score_start), 0)
             step.row, step.own_row, step.epoch = number, own_rows[i], epoch[number]
             step.kv_start, step.kv_end, step.q_len = start, end, num_tokens + drafts
-            step.num_scored = num_scored
             step.num_unread, step.relayed = row.unread_drafts, row.unread_drafts > 0
-            step.samples = end == row.planned_len
+            samples = end == row.planned_len
+            step.num_scored, step.samples = num_scored, samples
             share.longest = max(share.longest, end + row.unread_drafts + drafts)
             share.num_scored += num_scored
-            if end == row.planned_len:
+            if samples:
                 share.is_masked |= row.has_grammar
                 if row.return_logprob:
                     share.top_logprobs_num = max(share.top_logprobs_num, row.top_logprobs_num)

@@ -274,9 +274,10 @@ class RankScheduler:
         return request
 
     def end(self, row: int, *, insert: bool = True) -> Request:
-        """End the request in `row` early. A session's turn leaves the earlier history.
+        """End the request in `row` before its output is complete.
 
-        Without `insert` the device failed, and none of its output is kept.
+        If it is a session's turn, the session keeps the KV of the history before it. `insert` is
+        False if the device failed: then no KV of the request is kept.
         """
         request = self.running.request(row)
         assert request.lease is not None, "a running request holds a lease"

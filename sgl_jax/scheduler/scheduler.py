@@ -20,8 +20,8 @@ from sgl_jax.core.messages import (
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Question,
     StopRequest,
+    WithReply,
 )
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
@@ -120,7 +120,7 @@ class Scheduler:
                 self._live.abort(event)
             case StopRequest():
                 self._live.stop(event)
-            case Question():
+            case WithReply():
                 return self._sessions.answer(event)
             case Expect():
                 self._live.expect(event)
@@ -243,7 +243,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with memory, over all ranks."""
+        """Running requests of all ranks: the ones that hold KV memory."""
         return sum(len(rank.running) for rank in self.ranks)
 
     @property
@@ -363,7 +363,7 @@ class Scheduler:
         return states
 
     def tenants(self) -> dict[str, TenantCounts]:
-        """Requests and tokens of each tenant, by name: the empty one for requests without any."""
+        """Counts of each tenant by its name; "" has the counts of requests without a tenant."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:

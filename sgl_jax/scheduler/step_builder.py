@@ -36,7 +36,8 @@ _NO_DRAFTS = np.zeros(0, np.int32)
 class StepBuilder:
     """The rows of one rank's next step while they are chosen.
 
-    First `grow_decoding`, then `admit` or `preempt`, then `choose_rows`, then read the chosen rows.
+    First `grow_decoding` if decode rows lack slots, then `admit` or `preempt`, then `choose_rows`,
+    then read the chosen rows.
 
     Args:
         rank: its memory provides the step's pages.

@@ -16,7 +16,7 @@ from pydantic import Field, create_model
 from sgl_jax.core.calls import CALLS, Call
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
-    Asked,
+    CallMessage,
     CloseSession,
     Name,
     Namespace,
@@ -169,12 +169,12 @@ def _close_unclaimed(refs: References, session_id: str, reply: Reply) -> None:
         return
     # Otherwise it goes with the engine.
     with contextlib.suppress(EngineDeadError, ShuttingDownError):
-        refs.frontend.ask(CloseSession(session_id=session_id), lambda reply: None)
+        refs.frontend.call(CloseSession(session_id=session_id), lambda reply: None)
 
 
 async def call_engine(
     refs: References,
-    message: Asked,
+    message: CallMessage,
     timeout_s: float | None = None,
     *,
     on_late: Callable[[Reply], None] | None = None,
@@ -193,7 +193,7 @@ async def call_engine(
     refs.health.check()
     timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
     answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    refs.frontend.ask(message, answer.set_result)
+    refs.frontend.call(message, answer.set_result)
     try:
         return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
     except (TimeoutError, asyncio.CancelledError) as error:

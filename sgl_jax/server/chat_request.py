@@ -111,7 +111,7 @@ class ChatMessage(Part):
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: ToolList[ToolCall] | None = Field(default=None, description="of the assistant")
-    tool_call_id: str | None = Field(default=None, description="of a tool: the call it answers")
+    tool_call_id: str | None = Field(default=None, description="of a tool: id of its call")
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> "ChatMessage":

@@ -188,7 +188,7 @@ class _Server:
         logger.info("shutting down: %d requests to finish", frontend.num_open)
         _notify_systemd("STOPPING=1")
         if refs.is_paused:
-            frontend.ask(ContinueGeneration(), lambda reply: None)
+            frontend.call(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
 
         def num_open() -> int:
@@ -226,7 +226,7 @@ class _Server:
             else:
                 self._ready.set_result(message.info)
         elif isinstance(message, Heartbeat):
-            self._health.hear(message)
+            self._health.note(message)
         elif isinstance(message, EngineFailed):
             self._on_death(message.message, "the engine failed; see the server's log")
         elif self._frontend is not None:

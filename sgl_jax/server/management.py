@@ -81,7 +81,7 @@ async def version(request: Request) -> Response:
 @router.get("/model_info", responses=answers())
 @router.get("/get_model_info", responses=answers())
 async def get_model_info(request: Request) -> Response:
-    """The served model."""
+    """Paths and name of the served model, and its limits."""
     refs = references_of(request)
     facts = refs.frontend.facts
     return json_response(

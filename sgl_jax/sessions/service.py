@@ -1,7 +1,7 @@
-"""Answers the calls about sessions, and keeps their histories and their memory in step.
+"""Handles the calls about sessions, and keeps their histories and their memory consistent.
 
-Owns the order of things when a session is opened, closed, forked or rolled back. The turns
-themselves are requests like any other; the service sees them as a `TurnRequest`.
+It decides the order of the changes when a session is opened, closed, forked or rolled back. A turn
+is a request like any other; the service uses only the fields in `TurnRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ class TurnRequest(Protocol):
     """A request of a session, waiting or running."""
 
     rid: str
-    tokens: Int32Array  # prompt and output; those known when it last waited
+    tokens: Int32Array  # prompt and output, as of the last time it waited or when it ended
     session: Session | None
     kept_by: str | None  # id of the streaming session that keeps its lease
     kept_len: int  # tokens that the session keeps if the turn fails
@@ -49,12 +49,14 @@ T = TypeVar("T", bound=TurnRequest)
 
 
 class SessionService(Generic[T]):
-    """Sessions of a scheduler.
+    """The sessions of a scheduler.
 
     Args:
-        memories: of the ranks, in their order.
-        requests: in flight, by id, also without a session.
-        known_tokens: prompt and output of such a request, as far as results were read.
+        memories: the memory of each rank.
+        requests: all requests in flight by id, also without a session.
+        known_tokens: returns the prompt and the output so far of a request in flight.
+        max_sessions: open sessions at most.
+        max_session_tokens: tokens of history at most, over all sessions.
     """
 
     def __init__(
@@ -71,37 +73,37 @@ class SessionService(Generic[T]):
         self._known_tokens = known_tokens
 
     def answer(self, message: SessionMessage) -> Reply:
-        """Handle a message; a refusal gives the reason and changes nothing."""
+        """Handle a call. A refused call changes nothing, and its `Reply` has the reason."""
         try:
-            told = getattr(self, CALL_OF[type(message)].handler)(message)
+            data = getattr(self, CALL_OF[type(message)].handler)(message)
         except InvalidRequestError as error:
-            data: dict[str, Any] = {"param": error.param, "code": error.code}
-            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
+            reason: dict[str, Any] = {"param": error.param, "code": error.code}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=reason)
         except SessionsFullError as error:
-            data = {"status_code": 503, "code": "too_many_sessions"}
-            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
+            reason = {"status_code": 503, "code": "too_many_sessions"}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=reason)
         # Within one process, an id may be of a subclass of str, such as numpy's.
-        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(told, enc_hook=str))
+        return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data, enc_hook=str))
 
     def home_of(self, request: T) -> RankMemory | None:
-        """The memory with the lease of the request's session, if it can go on with that."""
+        """The memory with the lease of the request's session, if the request can continue it."""
         return None if request.kept_by is None else self._home(request.kept_by)
 
     def end_turn(self, request: T, *, succeeded: bool) -> None:
-        """A turn's request has ended, and its lease, if it had one, with it."""
+        """Record the end of a turn's request. Its lease, if it had one, is released already."""
         if request.session is not None:
             request.session.end(request.rid, request.tokens if succeeded else None)
             self.store.note_use(request.session)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
-        """Turns in flight that continue tokens which `message` takes from a turn that has ended."""
+        """Turns in flight that continue tokens which `message` removes from an ended turn."""
         session = None if message.session is None else self.store.find(message.session.id)
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
-        """Cut a turn that has ended to the tokens its client received, or remove it if none.
+        """Cut an ended turn to the tokens that its client received, or remove it if there are none.
 
-        Turns that were `built_on` it have been ended before.
+        The caller has ended the turns that were `built_on` it.
         """
         session = None if message.session is None else self.store.find(message.session.id)
         if session is None:
@@ -112,17 +114,19 @@ class SessionService(Generic[T]):
             return
         turn = self._turn_of(session)
         if turn is not None and isinstance(session, StreamingSession):
-            # A whole conversation: if it fails, the session's history stays as it is.
+            # The running turn brought its whole conversation, so it needs none of the cut tokens;
+            # if it fails, the session keeps this part of its history.
             turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             roll_back_lease(home, session.session_id, fitting)
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[T]]:
-        """The session that a request is a turn of, its whole prompt, and the turns in flight that
-        it replaces: they must end, with their tokens, before it begins. Changes nothing.
+        """The session of a turn, the turn's whole prompt, and the turns in flight that it replaces.
 
-        Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
+        The caller must end the replaced turns before it begins this one. Changes no session.
+
+        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
         turn = turn_of(message)
         found = self.store.find(turn.id)
@@ -134,7 +138,7 @@ class SessionService(Generic[T]):
         return session, prompt, replaced
 
     def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
-        """The request that was composed is accepted."""
+        """Record that a turn, as composed, is accepted."""
         session.begin(message, prompt)
         self.store.note_use(session)
         home = self._home(session.session_id)
@@ -142,12 +146,12 @@ class SessionService(Generic[T]):
             home.sessions.touch(session.session_id)
 
     def tick(self, now_s: float) -> None:
-        """Close sessions that were idle for too long."""
+        """Close sessions that have been idle longer than their time-out."""
         for session_id in self.store.tick(now_s):
             self._close(session_id)
 
     def _close(self, session_id: str) -> None:
-        """Close a session; its memory goes at once, or with the turn in flight."""
+        """Close a session and free its memory, at once or when the turn in flight ends."""
         session = self.store.close(session_id)
         turn = self._turn_of(session)
         if turn is not None:
@@ -159,13 +163,13 @@ class SessionService(Generic[T]):
             release_idle_lease(home, session_id)
 
     def release_all(self) -> None:
-        """Take the memory of every idle session; they keep their tokens."""
+        """Free the memory of all idle sessions; they keep their tokens."""
         for memory in self._memories:
             while (session_id := memory.sessions.oldest_idle()) is not None:
                 release_idle_lease(memory, session_id)
 
     def open(self, message: OpenSession) -> dict[str, str]:
-        """A new session; its id."""
+        """Open a session, and return its id."""
         self.store.open(message)
         return {"session_id": message.session_id}
 
@@ -212,12 +216,12 @@ class SessionService(Generic[T]):
         return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankMemory | None:
-        """The memory that holds the session's lease."""
+        """The memory of the rank that holds the session's lease."""
         return next((home for home in self._memories if home.sessions.holds(session_id)), None)
 
 
 def _num_cached(home: RankMemory, session_id: str) -> int:
-    """Committed tokens of the session's lease, idle or lent to a running turn."""
+    """Tokens with KV in the session's lease, which is idle or lent to a running turn."""
     lease = home.sessions.idle_lease(session_id)
     if lease is not None:
         return lease.kv_committed_len

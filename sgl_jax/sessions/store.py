@@ -1,11 +1,12 @@
-"""Which sessions are open, by id: the rules of opening, closing and idling that all kinds share.
+"""The open sessions by id, and the rules of opening, closing and time-outs that all kinds share.
 
-Owns when each was used last, and which of them are only waiting for a turn to end before they
-close. `streaming.py` and `tree.py` apply turns to a conversation.
+The store records when each session was last used, and which of them close as soon as a turn ends.
+`streaming.py` and `tree.py` apply turns to a conversation.
 """
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,36 +18,37 @@ from sgl_jax.sessions.tree import RegularSession
 from sgl_jax.sessions.turns import turn_of
 
 Session = StreamingSession | RegularSession
-# Checks of closed sessions are swept from the heap when there are twice as many checks as timed
-# sessions, and this many more.
+# Checks of closed sessions are removed from the heap when it has more than twice as many checks as
+# there are sessions with a time-out, plus this number.
 _MIN_SWEPT = 64
 
 
 class _Check(NamedTuple):
-    """When to look whether a session has been idle for too long: never later than it has.
+    """A time at which to check a session for its time-out, at or before the time-out itself.
 
-    It names the session, and does not keep one that is closed.
+    It has the session's id rather than the session, so that a closed session can be freed.
     """
 
     at_s: float
-    serial: int
+    serial: int  # of the session's opening: the id may be opened again
     session_id: str
 
 
 class SessionsFullError(RuntimeError):
-    """No more sessions may be open at a time, or they hold as many tokens as they may together:
-    nothing is wrong with the request, which may succeed when some were closed. The HTTP layer
-    answers 503."""
+    """Too many sessions are open, or they hold too many tokens together.
+
+    The request is valid and may succeed when sessions are closed. The HTTP layer sends a 503.
+    """
 
 
 class SessionStore:
-    """All sessions of an engine by id, and when each was used last, by the ticks of the engine.
+    """All sessions of an engine by id, and the time of each session's last use.
 
-    Ticks may be far apart while no session needs one, so a session counts as used at the first
-    tick after its use, not at the last one before.
+    Time comes only from ticks. They may be far apart while no session needs one, so the time of a
+    use is the first tick after it.
 
-    `num_kept` counts the tokens that the sessions keep on the host, all together: every change of
-    a session is followed by `note_use` or `recount`.
+    `num_kept` counts the tokens that all sessions keep on the host. To keep it right, every change
+    of a session is followed by `note_use` or `recount`.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int) -> None:
@@ -57,9 +59,9 @@ class SessionStore:
         self._num_kept_of: dict[str, int] = {}  # of these, each session's
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
-        self._timed: dict[str, int] = {}  # sessions that may time out: the serial of their opening
-        self._new_timed: dict[str, None] = {}  # of them, those opened since the last tick
-        self._checks: list[_Check] = []  # a heap: one for each of the others, and of some closed
+        self._timed: dict[str, int] = {}  # serials of sessions with a time-out
+        # A heap with one check for each session with a time-out, and for some closed ones.
+        self._checks: list[_Check] = []
         self._serials = itertools.count()
         self._closing: set[str] = set()
         self._now_s = 0.0
@@ -68,22 +70,21 @@ class SessionStore:
         return len(self._sessions)
 
     def needs_tick(self, now_s: float) -> bool:
-        """A tick would change more than the time: the time a session was used is not known
-        yet, or one may have been idle for too long."""
+        """True if a tick is due: a session was used since the last one, or may have timed out."""
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> None:
-        """Raises `InvalidRequestError` if the id is taken, `SessionsFullError`."""
+        """Open a session. Raises `InvalidRequestError` if its id is in use, `SessionsFullError`."""
         self._require_free(opened.session_id)
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
 
     def find(self, session_id: str) -> Session | None:
-        """The session of this id, if it exists."""
+        """The session with this id, or None; it may be about to close."""
         return self._sessions.get(session_id)
 
     def get(self, session_id: str) -> Session:
-        """Raises `InvalidRequestError` if there is none, or it is about to be closed."""
+        """The session; raises `InvalidRequestError` if there is none, or it is about to close."""
         session = self._sessions.get(session_id)
         if session is None or session_id in self._closing:
             raise InvalidRequestError(
@@ -92,7 +93,8 @@ class SessionStore:
         return session
 
     def idle_streaming(self, session_id: str) -> StreamingSession:
-        """A streaming session with nothing in flight; raises `InvalidRequestError` else."""
+        """The session; raises `InvalidRequestError` unless it is a streaming one without a turn in
+        flight."""
         session = self.get(session_id)
         if not isinstance(session, StreamingSession):
             raise InvalidRequestError(
@@ -106,22 +108,22 @@ class SessionStore:
         return session
 
     def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Raises `InvalidRequestError` if the new id is taken, `SessionsFullError`."""
+        """Open a session with the history of `session`. Raises as `open`."""
         self._require_free(new_session_id)
         self._require_room(session, session.num_tokens)
         self._add(session.fork(new_session_id))
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
-        """The session that a request is a turn of, and the whole prompt. Changes nothing.
+        """The session of a turn, and the turn's whole prompt. Changes nothing.
 
-        Raises `InvalidRequestError` if the session cannot take it, `SessionsFullError`.
+        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
         turn = turn_of(message)
         session = self.get(turn.id)
         if message.namespace not in ("", session.namespace):
             raise InvalidRequestError(
-                f"session {turn.id!r} was opened with another cache_salt or extra_key than its "
-                "turn names: leave it out, or send that of the session",
+                f"session {turn.id!r} was opened with another cache_salt or extra_key than this "
+                "turn has: leave it out, or send the session's",
                 "namespace",
             )
         whole = session.compose(message)
@@ -130,19 +132,19 @@ class SessionStore:
         return session, whole
 
     def note_use(self, session: Session) -> None:
-        """A turn of `session` began or ended. Closes it if it has waited for that end."""
+        """A turn of `session` began or ended. Closes the session if it was to close after it."""
         self.recount(session)
         self._used_since_tick.add(session.session_id)
         if session.session_id in self._closing and not session.num_running:
             self._forget(session.session_id)
 
     def recount(self, session: Session) -> None:
-        """The history of a session may have changed."""
+        """Update the count of kept tokens, after a change of a session's history."""
         self.num_kept += session.num_kept - self._num_kept_of.get(session.session_id, 0)
         self._num_kept_of[session.session_id] = session.num_kept
 
     def close(self, session_id: str) -> Session:
-        """Close a session, or if it has requests in flight, accept no more."""
+        """Close a session; if it has turns in flight, it takes no more and closes after them."""
         session = self.get(session_id)
         if session.num_running:
             self._closing.add(session_id)
@@ -151,33 +153,31 @@ class SessionStore:
         return session
 
     def tick(self, now_s: float) -> list[str]:
-        """The time: sessions that were idle for too long, to be closed.
+        """Set the time; returns the ids of sessions that have timed out, for the caller to close.
 
-        A use puts the end of a session off, so it is enough to look again when it would have
-        ended at the last look: a tick costs nothing for all others.
+        A use only postpones a session's time-out. So a session is checked again no earlier than the
+        time-out found by its last check, and a tick costs nothing for all other sessions.
         """
         self._now_s = max(self._now_s, now_s)
         self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
         self._used_since_tick.clear()
-        due, self._new_timed = list(self._new_timed), {}
+        expired = []
         while self._checks and self._checks[0].at_s < self._now_s:
             check = heapq.heappop(self._checks)
-            if self._is_open(check):
-                due.append(check.session_id)
-        expired = []
-        for session_id in due:
-            session = self._sessions[session_id]
+            if not self._is_open(check):
+                continue
+            session = self._sessions[check.session_id]
             assert session.timeout_s is not None
-            used_at = self._now_s if session.num_running else self._used_at[session_id]
+            used_at = self._now_s if session.num_running else self._used_at[check.session_id]
             ends_at = used_at + session.timeout_s
             if ends_at < self._now_s:
-                expired.append(session_id)
+                expired.append(check.session_id)
             else:
-                heapq.heappush(self._checks, _Check(ends_at, self._timed[session_id], session_id))
+                heapq.heappush(self._checks, check._replace(at_s=ends_at))
         return expired
 
     def all(self) -> Iterator[tuple[Session, float, bool]]:
-        """Each session, the seconds since it was used, and whether it is about to be closed."""
+        """For each session: the session, its idle time in seconds, and if it is about to close."""
         for session_id, session in self._sessions.items():
             is_in_use = session.num_running > 0 or session_id in self._used_since_tick
             idle_s = 0.0 if is_in_use else self._now_s - self._used_at[session_id]
@@ -187,8 +187,9 @@ class SessionStore:
         self._sessions[session.session_id] = session
         self.note_use(session)
         if session.timeout_s is not None:
-            self._timed[session.session_id] = next(self._serials)
-            self._new_timed[session.session_id] = None
+            serial = self._timed[session.session_id] = next(self._serials)
+            # Due at the next tick, which has the time of the opening.
+            heapq.heappush(self._checks, _Check(-math.inf, serial, session.session_id))
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
@@ -199,13 +200,12 @@ class SessionStore:
         if session.timeout_s is None:
             return
         del self._timed[session_id]
-        self._new_timed.pop(session_id, None)
         if len(self._checks) > _MIN_SWEPT + 2 * len(self._timed):
             self._checks = [check for check in self._checks if self._is_open(check)]
             heapq.heapify(self._checks)
 
     def _is_open(self, check: _Check) -> bool:
-        """Its session is open: not closed, with perhaps another opened under its name."""
+        """True if the session is still open, and not another that was opened with the same id."""
         return self._timed.get(check.session_id) == check.serial
 
     def _require_free(self, session_id: str) -> None:
@@ -215,13 +215,15 @@ class SessionStore:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
         if len(self._sessions) >= self._max_sessions:
             raise SessionsFullError(
-                f"{self._max_sessions} sessions are open, which is the most there may be "
-                "(--max-sessions)"
+                f"{self._max_sessions} sessions are open, which is the limit (--max-sessions)"
             )
 
     def _require_room(self, session: Session, num_added: int) -> None:
-        """Raises `SessionsFullError` if the sessions may not keep so many tokens beside
-        `session`, `InvalidRequestError` if they may not even with the others closed."""
+        """Check that `session` may grow by `num_added` tokens.
+
+        Raises `SessionsFullError` if all sessions together would hold too many, and
+        `InvalidRequestError` if this one alone would.
+        """
         num_needed = session.num_tokens + num_added
         if num_added > 0 and num_needed > self._max_tokens:
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""An append-only conversation: a list of tokens that each successful turn makes longer."""
+"""Streaming sessions: append-only conversations, each a list of tokens that grows by turns."""
 
 from copy import copy
 from typing import NamedTuple
@@ -18,26 +18,28 @@ from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
 
 
 class EndedTurn(NamedTuple):
-    """A turn that succeeded: its request, how the client calls it, the tokens of its prompt
-    (history and all), and where the history stood when it ended."""
+    """A turn that succeeded."""
 
-    rid: str
-    name: str
-    prompt_len: int
-    num_tokens: int
+    rid: str  # of its request
+    name: str  # the client's name for it
+    prompt_len: int  # tokens of its prompt, history included
+    num_tokens: int  # length of the history after it
 
 
 class _Replaced(NamedTuple):
-    """The turns and tokens that the last turn replaced: a whole conversation need not append."""
+    """The end of the history that the last turn replaced, for an amendment that removes the turn.
 
-    rid: str  # of that turn
-    kept_len: int  # tokens that it went on with
-    tokens: Int32Array  # of the history before it, behind them
-    turns: list[EndedTurn]  # that had ended behind them
+    A turn replaces part of the history if it brought a whole conversation that differs from it.
+    """
+
+    rid: str  # of the last turn
+    kept_len: int  # tokens of the history before it that it kept
+    tokens: Int32Array  # the rest of that history
+    turns: list[EndedTurn]  # that had ended in the rest
 
 
 class StreamingSession:
-    """An append-only conversation. `tokens` is its history up to its last successful turn."""
+    """An append-only conversation. `tokens` is its history, up to its last successful turn."""
 
     def __init__(self, opened: OpenSession) -> None:
         self.session_id = opened.session_id
@@ -49,8 +51,8 @@ class StreamingSession:
         self._replaced: _Replaced | None = None
         self.running: str | None = None  # request id of the turn in flight
         self._name = ""  # of the running turn
-        self._is_whole = False  # whether that handed in all of its prompt
-        self._pending: Int32Array = NO_TOKENS  # the prompt of the running turn, whole
+        self._is_whole = False  # the running turn brought the whole conversation
+        self._pending: Int32Array = NO_TOKENS  # whole prompt of the running turn
 
     @property
     def num_tokens(self) -> int:
@@ -59,19 +61,19 @@ class StreamingSession:
 
     @property
     def num_kept(self) -> int:
-        """Tokens that it keeps on the host: the history, the running turn's tokens, and the tokens
-        that the last turn replaced."""
+        """Tokens kept on the host: the history or the longer prompt of the running turn, and the
+        tokens that the last turn replaced."""
         replaced = 0 if self._replaced is None else len(self._replaced.tokens)
         return max(len(self.tokens), len(self._pending)) + replaced
 
     @property
     def num_turns(self) -> int:
-        """Turns that succeeded."""
+        """Number of successful turns."""
         return len(self.turns)
 
     @property
     def num_running(self) -> int:
-        """Requests in flight: one, or none."""
+        """Turns in flight: 1 or 0."""
         return int(self.running is not None)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
@@ -86,7 +88,7 @@ class StreamingSession:
         return append_turn(NO_TOKENS if turn.is_whole else self.tokens, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
-        """None: a streaming session takes no turn while one runs."""
+        """No turn is ever replaced: a streaming session takes none while one runs."""
         return []
 
     def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
@@ -95,13 +97,13 @@ class StreamingSession:
         self._is_whole = turn_of(message).is_whole
 
     def kept_len(self) -> int:
-        """Tokens that the running turn's prompt and the history before it have in common."""
+        """Length of the common prefix of the running turn's prompt and the history."""
         size = min(len(self.tokens), len(self._pending))
         differing = np.flatnonzero(self.tokens[:size] != self._pending[:size])
         return int(differing[0]) if len(differing) else size
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
-        """The running turn ended, with all its tokens if it succeeded, else with None."""
+        """Record the end of the running turn: `tokens` are all its tokens, or None if it failed."""
         assert self.running == rid, f"{rid} is not the turn in flight of {self.session_id}"
         if tokens is not None:
             kept = self.kept_len()
@@ -114,20 +116,20 @@ class StreamingSession:
         self.running, self._pending = None, NO_TOKENS
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """The running turn, if its prompt has tokens which `message` takes from the turn before it.
+        """The running turn, if its prompt has tokens that `message` removes from the turn before.
 
-        A whole conversation is sent by its client, and has taken nothing from here.
+        A turn that brought its whole conversation has no tokens from the session.
         """
         if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:
             return []
         return [self.running]
 
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
-        """Cut the last turn to the tokens its client received, or remove it; no turn runs on it.
+        """Cut the last turn to the tokens that its client received, or remove it.
 
-        If a whole conversation runs, its `kept_len` is another afterwards. Returns the number
-        of tokens whose KV still fits the session; None if nothing changes, as when
-        another turn has succeeded since.
+        No running turn may be built on it. If one with its whole conversation runs, `kept_len`
+        changes. Returns the number of tokens whose KV is still valid for the session, or None if
+        nothing changes, as when another turn has succeeded since.
         """
         fitting = self._len_after(message)
         if fitting == self.num_tokens:
@@ -152,34 +154,34 @@ class StreamingSession:
                 "num_turns",
             )
         self.turns = self.turns[:num_turns]
-        # A copy: a part of the array would keep all of it.
+        # A copy, since a view would keep the whole array in memory.
         self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
 
     def fork(self, new_session_id: str) -> "StreamingSession":
-        """Another session with the same history; no turn is in flight."""
+        """A new session with the same history. This one must have no turn in flight."""
         other = copy(self)
         other.session_id, other.turns, other._replaced = new_session_id, list(self.turns), None
         return other
 
     def _len_after(self, message: StopRequest | AbortRequest) -> int:
-        """Tokens of the history that are left when `message` is applied to its last turn."""
+        """Length of the history's unchanged part after `message` amends the last turn."""
         if not self.turns or self.turns[-1].rid != message.rid:
             return self.num_tokens
         if isinstance(message, StopRequest):
             return min(self.num_tokens, self.turns[-1].prompt_len + message.num_output_tokens)
         if self._replaced is None or self._replaced.rid != message.rid:
-            return self.num_tokens  # rolled back to since: a turn had followed it
+            return self.num_tokens  # a turn followed it, and was rolled back
         return self._replaced.kept_len
 
 
 def _require_plain_append(session: StreamingSession, turn: SessionTurn) -> None:
     """Raise `InvalidRequestError` if a turn of a streaming session does more than append."""
-    for name, asked in (
+    for name, is_set in (
         ("replace", turn.replace),
         ("drop_previous_output", turn.drop_previous_output),
         ("offset", turn.offset != 0),
     ):
-        if asked:
+        if is_set:
             raise InvalidRequestError(
                 f"session {session.session_id!r} is a streaming one: it only appends, without "
                 f"{name}; use /rollback_session or /fork_session",

@@ -1,7 +1,7 @@
-"""A tree of turns, keyed by the names that their client gave them.
+"""Regular sessions: trees of turns, each turn with a name that its client gave it.
 
-A turn keeps its own tokens, not the history before them, which its parent has, cut
-at some length. So a chain of turns takes as much memory as its last one has tokens.
+A turn keeps only its own tokens; the history before them is a prefix of its parent's tokens. So a
+chain of turns takes as much memory as its last turn has tokens.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
 
-# The limit of one session on the host; a client that needs more replaces turns, or opens another.
+# Limits of one session's memory on the host; a client that needs more replaces turns, or opens
+# another session.
 MAX_TURNS = 16_384
 MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 
@@ -28,7 +29,7 @@ MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 class _Node:
     """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
 
-    `output` is None while it runs; `so_far` is then the output known so far.
+    `output` is None while the turn runs, and `so_far` then has the output read so far.
     """
 
     rid: str
@@ -54,16 +55,16 @@ class _Node:
 
     @property
     def num_kept(self) -> int:
-        """Tokens that it keeps itself."""
+        """Tokens kept by this node itself."""
         return len(self.added) + self.num_output_tokens
 
     @property
     def known_output(self) -> Int32Array:
-        """Its output, as far as it is known."""
+        """The output, or the part read so far."""
         return self.so_far if self.output is None else self.output
 
     def tokens(self, length: int) -> Int32Array:
-        """The first `length` of its tokens, output included, collected from its ancestors."""
+        """The first `length` tokens of the turn, history and output included."""
         parts: list[Int32Array] = []
         node: _Node | None = self
         while length and node is not None:
@@ -76,7 +77,7 @@ class _Node:
 
 
 class RegularSession:
-    """A tree of turns, keyed by the names that the client gave them."""
+    """A tree of turns; each has a name from the client, by which later turns can continue it."""
 
     def __init__(self, opened: OpenSession) -> None:
         self.session_id = opened.session_id
@@ -90,13 +91,13 @@ class RegularSession:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the longest finished branch."""
+        """Tokens of the longest finished branch."""
         finished = (node for node in self._nodes.values() if node.output is not None)
         return max((node.num_tokens for node in finished), default=0)
 
     @property
     def num_turns(self) -> int:
-        """Turns of the tree that have finished."""
+        """Number of finished turns."""
         return len(self._nodes) - self.num_running
 
     def compose(self, message: GenerateRequest) -> Int32Array:
@@ -104,8 +105,8 @@ class RegularSession:
         turn, name = turn_of(message), turn_name(message)
         if turn.is_whole:
             raise InvalidRequestError(
-                f"session {self.session_id!r} is a regular one: only a streaming session finds "
-                "by itself what is new in a conversation",
+                f"session {self.session_id!r} is a regular one: only a streaming session takes "
+                "whole conversations and finds their new part",
                 "session_id",
             )
         parent = None if turn.rid is None else self._finished(turn.rid, may_run=turn.replace)
@@ -117,8 +118,8 @@ class RegularSession:
         return append_turn(history, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
-        """Request ids of the turns in flight that end if `turn` begins: all that it drops, and the
-        one that it continues."""
+        """Request ids of the turns in flight that must end before `turn` begins: all that it drops,
+        and the one that it continues."""
         parent = None if turn.rid is None else self._nodes.get(turn.rid)
         if not turn.replace or (turn.rid is not None and parent is None):
             return []
@@ -126,12 +127,12 @@ class RegularSession:
         return [node.rid for node in nodes if node.output is None]
 
     def note_so_far(self, rid: str, tokens: Int32Array) -> None:
-        """All tokens of a turn in flight by now, because another is to replace it."""
+        """Record the output so far of a turn in flight, since another is about to replace it."""
         node = self._in_flight[rid]
         node.so_far = tokens[node.prompt_len :].copy()
 
     def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn starts, with the prompt that `compose` made; those it replaces have ended."""
+        """A turn starts, with the prompt that `compose` made; the turns it replaces have ended."""
         rid, turn = message.rid, turn_of(message)
         parent = None if turn.rid is None else self._nodes[turn.rid]
         if turn.replace:
@@ -145,7 +146,8 @@ class RegularSession:
             parent.children[node.name] = node
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
-        """A turn ended; one that failed leaves the tree as if it had never been."""
+        """Record the end of a turn: `tokens` are all its tokens; None if it failed, which removes
+        it."""
         node = self._in_flight.pop(rid)
         if tokens is None:
             self._remove(node)
@@ -155,21 +157,21 @@ class RegularSession:
             self.num_kept += node.num_output_tokens
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """Turns in flight whose prompt has tokens that `message` takes from an ended turn."""
+        """Turns in flight whose prompt has tokens that `message` removes from an ended turn."""
         node = self._amendable(message)
         if node is None:
             return []
-        standing = -1  # a turn cannot continue one that is removed, though it took no token of it
+        standing = -1  # a turn cannot continue a removed one, even if it kept none of its tokens
         if isinstance(message, StopRequest):
             standing = node.prompt_len + message.num_output_tokens
         children = node.children.values()
         return [c.rid for c in children if c.output is None and c.kept_len > standing]
 
     def amend(self, message: StopRequest | AbortRequest) -> None:
-        """Cut a turn to the tokens its client received, or remove it; none is running on it.
+        """Cut an ended turn to the tokens that its client received, or remove it.
 
-        Turns that have continued it meanwhile stand as they are: a cut does not reach them, and
-        one that has them can no longer be taken out.
+        No turn in flight may be built on it. Finished turns that continue it stay as they are: they
+        keep the tokens that are cut here, and a turn that has any is not removed.
         """
         node = self._amendable(message)
         if node is None:
@@ -189,7 +191,7 @@ class RegularSession:
         self.num_kept += sum(each.num_kept for each in (node, *node.children.values()))
 
     def _amendable(self, message: StopRequest | AbortRequest) -> _Node | None:
-        """The turn that `message` is about, if it has ended well and can still be amended."""
+        """The turn that `message` amends; None unless it has succeeded and can be amended."""
         name = message.rid if message.session is None else message.session.name or message.rid
         node = self._nodes.get(name)
         if node is None or node.rid != message.rid or node.output is None:
@@ -212,7 +214,7 @@ class RegularSession:
         return node
 
     def _require_room(self, num_new: int, dropped: dict[str, _Node]) -> None:
-        """Raise `InvalidRequestError` if the session would keep too much, but for `dropped`."""
+        """Raise `InvalidRequestError` if the session, without `dropped`, would keep too much."""
         num_kept = self.num_kept - sum(node.num_kept for node in dropped.values())
         if len(self._nodes) - len(dropped) < MAX_TURNS and num_kept + num_new <= MAX_KEPT_TOKENS:
             return
@@ -236,7 +238,7 @@ class RegularSession:
         return below
 
     def _drop(self, parent: _Node | None) -> None:
-        """Forget the descendants of a turn, or all turns; none of them runs."""
+        """Remove the descendants of a turn, or all turns; none of them runs."""
         dropped = dict(self._below(parent))
         for name, node in dropped.items():
             del self._nodes[name]
@@ -245,7 +247,7 @@ class RegularSession:
             parent.children.clear()
 
     def _remove(self, node: _Node) -> None:
-        """Forget a turn that nothing continues."""
+        """Remove a turn that no other continues."""
         del self._nodes[node.name]
         self.num_running -= node.output is None
         self.num_kept -= node.num_kept
@@ -254,7 +256,7 @@ class RegularSession:
 
 
 def _kept_len(parent: _Node, turn: SessionTurn) -> int:
-    """Tokens of `parent` that a turn goes on with; an offset below 0 counts from their end."""
+    """Number of tokens of `parent` that a turn continues; see `SessionTurn.offset`."""
     length = parent.prompt_len
     if not turn.drop_previous_output:
         length += len(parent.known_output)

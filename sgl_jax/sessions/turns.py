@@ -1,4 +1,4 @@
-"""A turn's tokens put behind a history, and the name of the turn."""
+"""The prompt and the name of a session's turn."""
 
 import numpy as np
 
@@ -15,12 +15,12 @@ def turn_of(message: GenerateRequest) -> SessionTurn:
 
 
 def turn_name(message: GenerateRequest) -> str:
-    """The name by which the client calls a request's turn in its session."""
+    """The client's name for a request's turn in its session."""
     return turn_of(message).name or message.rid
 
 
 def append_turn(history: Int32Array, message: GenerateRequest) -> Int32Array:
-    """`history` and the turn's tokens, int32; without a leading BOS where it would be a second."""
+    """`history`, then the turn's tokens, int32; after a history, without their BOS token."""
     bos, new = turn_of(message).bos_token_id, np.array(message.input_ids, np.int32)
     if len(history) and len(new) and bos is not None and new[0] == bos:
         new = new[1:]

@@ -281,18 +281,18 @@ def test_more_requests_than_the_engine_ever_takes_are_a_fault_of_the_client(rig:
 
 def test_an_engine_that_does_not_answer_is_asked_only_so_much(rig: Rig) -> None:
     for _ in range(1024):
-        rig.front.ask(GetState(), lambda reply: None)
+        rig.front.call(GetState(), lambda reply: None)
     with pytest.raises(QueueFullError):
-        rig.front.ask(GetState(), lambda reply: None)
+        rig.front.call(GetState(), lambda reply: None)
     rig.step()
-    rig.front.ask(GetState(), lambda reply: None)
+    rig.front.call(GetState(), lambda reply: None)
 
 
 def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:
     stream = rig.start("hello")
     rig.step()
     replies: list[Reply] = []
-    rig.front.ask(GetState(), replies.append)
+    rig.front.call(GetState(), replies.append)
     rig.front.fail("it fell over")
     assert take(stream).token_ids != []  # what had arrived still counts
     with pytest.raises(EngineDeadError, match="it fell over"):
@@ -304,7 +304,7 @@ def test_when_the_engine_dies_everyone_is_told(rig: Rig) -> None:
 
 def test_questions_get_their_answers(rig: Rig) -> None:
     replies: list[Reply] = []
-    rig.front.ask(GetState(), replies.append)
+    rig.front.call(GetState(), replies.append)
     rig.step()
     assert replies[0].ok
     assert len(replies[0].data["ranks"]) == 2

@@ -44,7 +44,7 @@ def test_silence_counts_from_the_last_heartbeat() -> None:
     now_s = [0.0]
     health = EngineHealth(20.0, lambda: now_s[0])
     now_s[0] = 19.0
-    health.hear(Heartbeat(turn_s=3.0))
+    health.note(Heartbeat(turn_s=3.0))
     now_s[0] = 38.0
     health.check()
     assert health.turn_s == 3.0
@@ -52,5 +52,5 @@ def test_silence_counts_from_the_last_heartbeat() -> None:
     assert health.stuck_since is not None
     with pytest.raises(EngineStuckError, match="silent for 21 s"):
         health.check()
-    health.hear(Heartbeat(turn_s=0.0))
+    health.note(Heartbeat(turn_s=0.0))
     health.check()

@@ -29,9 +29,10 @@ from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.layers.moe import SharedExpert, clamped_swiglu
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
-from sgl_jax.layers.rotary import inverse_frequencies, rotate, rotation
+from sgl_jax.layers.rotary import rotate, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor, paired_order
+from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import (
     declared_shapes,
     declared_specs,
@@ -235,7 +236,7 @@ def test_rows_of_any_number_have_the_logits_of_all_chips_in_order(num_rows, tp):
 
 
 def test_rotation_turns_pairs_by_their_angle():
-    frequencies = inverse_frequencies(4, 100.0)
+    frequencies = RopeConfig(100.0).inverse_frequencies(4)
     np.testing.assert_allclose(frequencies, [1.0, 0.1], rtol=1e-6)
     x = jnp.array([[[1.0, 0.0, 0.0, 2.0]]])
     turned = np.asarray(rotate(x, rotation(jnp.array([3]), frequencies)))[0, 0]
@@ -246,7 +247,7 @@ def test_rotation_turns_pairs_by_their_angle():
 @pytest.mark.parametrize("num_turned", [4, 6, 10])
 def test_only_a_heads_first_dimensions_may_be_turned(num_turned):
     x = np.random.default_rng(0).normal(size=(3, 2, 10)).astype(np.float32)
-    frequencies, positions = inverse_frequencies(num_turned, 100.0), jnp.array([0, 3, 7])
+    frequencies, positions = RopeConfig(100.0).inverse_frequencies(num_turned), jnp.array([0, 3, 7])
     expected = x.copy()
     own = rotation(positions, frequencies, 1.25)
     expected[..., :num_turned] = rotate(jnp.asarray(x[..., :num_turned]), own)
@@ -257,9 +258,11 @@ def test_only_a_heads_first_dimensions_may_be_turned(num_turned):
 
 
 def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
-    plain = inverse_frequencies(64, 1e4)
-    np.testing.assert_allclose(inverse_frequencies(64, 1e4, "linear", 4), plain / 4, rtol=1e-6)
-    scaled = inverse_frequencies(64, 1e4, "llama3", 8.0, 1.0, 4.0, 256)
+    plain = RopeConfig(1e4).inverse_frequencies(64)
+    np.testing.assert_allclose(
+        RopeConfig(1e4, "linear", 4).inverse_frequencies(64), plain / 4, rtol=1e-6
+    )
+    scaled = RopeConfig(1e4, "llama3", 8.0, 1.0, 4.0, 256).inverse_frequencies(64)
     wavelengths = 2 * math.pi / plain
     np.testing.assert_allclose(scaled[wavelengths < 64], plain[wavelengths < 64], rtol=1e-6)
     np.testing.assert_allclose(scaled[wavelengths > 256], plain[wavelengths > 256] / 8, rtol=1e-6)
@@ -270,10 +273,10 @@ def test_linear_scaling_stretches_all_and_llama3_only_the_long_waves():
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_leaves_fast_pairs_stretches_slow_ones_and_blends_by_dimension(truncate):
-    plain = inverse_frequencies(64, 1e4)
-    scaled = inverse_frequencies(
-        *(64, 1e4, "yarn", 8.0), original_max_position_embeddings=256, truncate=truncate
-    )
+    plain = RopeConfig(1e4).inverse_frequencies(64)
+    scaled = RopeConfig(
+        *(1e4, "yarn", 8.0), original_max_position_embeddings=256, truncate=truncate
+    ).inverse_frequencies(64)
     turns = 256 * plain / (2 * math.pi)
     assert np.all(scaled[turns > 33 * 1.4] == plain[turns > 33 * 1.4])
     np.testing.assert_allclose(scaled[turns < 0.7], plain[turns < 0.7] / 8, rtol=1e-6)
@@ -285,7 +288,7 @@ def test_yarn_leaves_fast_pairs_stretches_slow_ones_and_blends_by_dimension(trun
 
 
 def test_a_rotation_may_make_longer():
-    positions, frequencies = jnp.arange(3), inverse_frequencies(4, 100.0)
+    positions, frequencies = jnp.arange(3), RopeConfig(100.0).inverse_frequencies(4)
     plain, longer = rotation(positions, frequencies), rotation(positions, frequencies, 1.25)
     for one, other in zip(plain, longer, strict=True):
         np.testing.assert_allclose(other, 1.25 * one, rtol=1e-6)

@@ -15,8 +15,9 @@ from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import attention as attention_module
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.rotary import inverse_frequencies, rotation
+from sgl_jax.layers.rotary import rotation
 from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
+from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes, declared_specs
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 16, 4, 2, 8, 12
@@ -56,7 +57,7 @@ def attend(scales=None, *, cache_dtype=jnp.float32, tp=1, v_times=1.0):
     def forward(params, x, cache):
         row = jnp.zeros(1, jnp.int32)
         batch = AttentionBatch.build(row[None] + 1, row, row + TOKENS, jnp.int32(0), TOKENS)
-        by = rotation(batch.positions, inverse_frequencies(HEAD_DIM, 100.0))
+        by = rotation(batch.positions, RopeConfig(100.0).inverse_frequencies(HEAD_DIM))
         return nnx.merge(graphdef, params)(x, by, batch, cache, jnp.int32(0))
 
     run = jax.shard_map(

@@ -12,8 +12,9 @@ from sgl_jax.layers.qkv_heads import (
     qkv_heads_implementation,
     xla_qkv_heads,
 )
-from sgl_jax.layers.rotary import inverse_frequencies, rotation
+from sgl_jax.layers.rotary import rotation
 from sgl_jax.layers.sources import Heads, Tensor
+from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes
 from tests.quick_compilation import quick_jit
 
@@ -34,7 +35,7 @@ def heads_by(implementation, *, normalised, from_one=False):
     @quick_jit
     def run(qkv, *weights):
         norms = [nnx.merge(graphdef, own) for own in weights] if normalised else [None, None]
-        by = rotation(jnp.arange(TOKENS) * 31, inverse_frequencies(HEADS.head_dim, 1e4))
+        by = rotation(jnp.arange(TOKENS) * 31, RopeConfig(1e4).inverse_frequencies(HEADS.head_dim))
         return implementation(qkv, HEADS, *norms, by)
 
     return run(qkv, *weights)

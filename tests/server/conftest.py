@@ -107,7 +107,7 @@ async def serving(
         elif isinstance(message, EngineInfo):
             refs.engine_info.update(message.info)
         elif isinstance(message, Heartbeat):
-            health.hear(message)
+            health.note(message)
         else:
             front.handle(message)
 

@@ -64,7 +64,7 @@ async def test_a_silent_engine_is_stuck_until_it_is_heard_again(rig: Rig) -> Non
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stuck")
         assert "retry-after" in refused.headers
     assert (await rig.http.get("/metrics")).status_code == 200
-    health.hear(Heartbeat(turn_s=7.0))
+    health.note(Heartbeat(turn_s=7.0))
     assert (await rig.http.get("/health")).json() == {"status": "ready"}
 
 

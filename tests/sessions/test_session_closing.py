@@ -177,7 +177,7 @@ def test_nothing_of_a_closed_session_is_kept_until_its_time_would_have_come(
         s.close(f"t{number}")
     gc.collect()
     assert not any(ref() for ref in closed)
-    assert len(store._checks) + len(store._new_timed) < 80
+    assert len(store._checks) < 80
 
 
 def test_time_does_not_run_back() -> None:

@@ -115,5 +115,5 @@ def block_tokens(block_ids: Sequence[int]) -> Int32Array:
 
 
 def prompt_tokens(request: TracedRequest) -> Int32Array:
-    """The derived prompt, int32[input_len]."""
+    """The prompt's tokens, int32[input_len], derived from its block ids."""
     return block_tokens(request.block_ids)[: request.input_len]

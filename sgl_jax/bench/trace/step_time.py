@@ -50,7 +50,7 @@ class LinearStepTime(NamedTuple):
     kv_ns_per_token: float  # of KV read
 
     def seconds(self, plan: StepPlan) -> float:
-        """A `StepSeconds`: the time of the most loaded rank."""
+        """Seconds of a step, which its most loaded rank decides; a `StepSeconds`."""
         return max(self._rank_seconds(rank_load(rank_plan)) for rank_plan in plan.ranks)
 
     def _rank_seconds(self, load: RankLoad) -> float:

@@ -16,25 +16,9 @@ from sgl_jax.core.step_plan import Int32Array, RowAdmission
 # Fills unused token id slots: outside any vocabulary, so a scatter to it is dropped.
 NO_TOKEN = 2**31 - 1
 
-_INT_FIELDS = ("seed", "prompt_len", "min_new_tokens", "top_k")
-_FLOAT_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-_NUM_SCALARS = len(_INT_FIELDS) + len(_FLOAT_FIELDS)
-_STOP_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_STOP_TOKEN_IDS)
-_BIAS_IDS = slice(_STOP_IDS.stop, _STOP_IDS.stop + MAX_LOGIT_BIAS)
-_BIAS_VALUES = slice(_BIAS_IDS.stop, _BIAS_IDS.stop + MAX_LOGIT_BIAS)
-_LOGPROB_IDS = slice(_BIAS_VALUES.stop, _BIAS_VALUES.stop + MAX_LOGPROB_IDS)
-PACKED_WIDTH = _LOGPROB_IDS.stop
-
 
 class RowParams(NamedTuple):
-    """Sampling parameters of n rows on the device."""
+    """Sampling parameters of n rows on the device, in the order of a packed line."""
 
     seed: jax.Array  # int32[n], the bits of a uint32
     prompt_len: jax.Array  # int32[n], tokens of the original prompt
@@ -52,6 +36,16 @@ class RowParams(NamedTuple):
     logprob_ids: jax.Array  # int32[n, MAX_LOGPROB_IDS], NO_TOKEN where unused
 
 
+_NUM_INTS, _NUM_SCALARS = 4, 10  # of `RowParams`: integers, then floats, then lists
+_INT_FIELDS = RowParams._fields[:_NUM_INTS]
+_FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
+_STOP_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_STOP_TOKEN_IDS)
+_BIAS_IDS = slice(_STOP_IDS.stop, _STOP_IDS.stop + MAX_LOGIT_BIAS)
+_BIAS_VALUES = slice(_BIAS_IDS.stop, _BIAS_IDS.stop + MAX_LOGIT_BIAS)
+_LOGPROB_IDS = slice(_BIAS_VALUES.stop, _BIAS_VALUES.stop + MAX_LOGPROB_IDS)
+PACKED_WIDTH = _LOGPROB_IDS.stop
+
+
 class SampledRows(NamedTuple):
     """The rows that draw, and their tokens' places in the token table."""
 
@@ -64,33 +58,22 @@ def pack_row_params(admission: RowAdmission) -> Int32Array:
     """One admission's parameters as int32[PACKED_WIDTH].
 
     `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
-    Raises ValueError if there are more ids or biases than the device keeps slots for.
+    Raises ValueError, as numpy does, if there are more ids or biases than slots.
     """
     sampling = admission.sampling
     bias = sampling.logit_bias or {}
-    for name, count, limit in (
-        ("stop token ids", len(admission.stop_token_ids), MAX_STOP_TOKEN_IDS),
-        ("logit biases", len(bias), MAX_LOGIT_BIAS),
-        ("tokens to score", len(admission.logprob_ids), MAX_LOGPROB_IDS),
-    ):
-        if count > limit:
-            raise ValueError(f"row {admission.row} has {count} {name}, at most {limit} fit")
     greedy = sampling.temperature == 0.0 or sampling.top_k == 1
     packed = np.zeros(PACKED_WIDTH, np.int32)
-    packed[: len(_INT_FIELDS)] = (
+    packed[:_NUM_INTS] = (
         np.uint32(admission.seed).astype(np.int32),
         admission.prompt_len,
         sampling.min_new_tokens,
         min(max(sampling.top_k, 0), NO_TOKEN),
     )
-    packed[len(_INT_FIELDS) : _NUM_SCALARS].view(np.float32)[:] = (
-        0.0 if greedy else sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    )
+    floats = packed[_NUM_INTS:_NUM_SCALARS].view(np.float32)
+    floats[:] = [getattr(sampling, name) for name in _FLOAT_FIELDS]
+    if greedy:
+        floats[_FLOAT_FIELDS.index("temperature")] = 0.0
     packed[_STOP_IDS.start : _BIAS_IDS.stop] = NO_TOKEN
     packed[_STOP_IDS][: len(admission.stop_token_ids)] = admission.stop_token_ids
     packed[_BIAS_IDS][: len(bias)] = list(bias)
@@ -104,7 +87,7 @@ def unpack_row_params(packed: jax.Array) -> RowParams:
     """The lines int32[n, PACKED_WIDTH] as named arrays; traced inside the step."""
     ints = {name: packed[:, i] for i, name in enumerate(_INT_FIELDS)}
     floats = {
-        name: lax.bitcast_convert_type(packed[:, len(_INT_FIELDS) + i], np.float32)
+        name: lax.bitcast_convert_type(packed[:, _NUM_INTS + i], np.float32)
         for i, name in enumerate(_FLOAT_FIELDS)
     }
     return RowParams(

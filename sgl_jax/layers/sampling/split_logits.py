@@ -13,7 +13,7 @@ from jax import lax
 
 from sgl_jax.layers.mesh_axes import (
     TENSOR_AXIS,
-    concatenate_over_tensor,
+    concatenate_over,
     pad_to_shares,
     split_rows_over_tensor,
 )
@@ -56,7 +56,7 @@ class SplitLogits(NamedTuple):
             return ids
         # One exchange of both: an integer array holds the values' bits.
         largest = lax.bitcast_convert_type(jnp.max(columns, axis=-1), jnp.int32)
-        pairs = concatenate_over_tensor(jnp.stack([largest, ids])[None], axis=0)
+        pairs = concatenate_over(TENSOR_AXIS, jnp.stack([largest, ids])[None])
         values = lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
         # Chips are in the order of their ids, so of equal values the lowest id wins.
         chip = first_argmax(values.T)

@@ -123,7 +123,7 @@ class RowTables:
         self.page_log.note(cells + self.first_row * self.num_groups * self.pages_per_row)
 
     def unlist_pages(self, row: int, first: int = 0) -> None:
-        """Clear the columns of `row` from `first` on."""
+        """Clear the columns of `row`, in all groups, from column `first` on."""
         for group in range(self.num_groups):
             self.unlist(row, group, first, self.pages_per_row)
 

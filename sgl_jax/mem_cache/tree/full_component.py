@@ -49,7 +49,7 @@ class FullComponent(TreeComponent):
         self.num_evictable += len(pages)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide the pages; every lock through the lower node passes through the upper one."""
+        """Divide the pages. `upper` gets as many locks: each lock of `lower` includes `upper`."""
         cut = len(upper.key) // self._page_size
         pages = lower.values[self.index]
         upper.values[self.index] = pages[:cut].copy()

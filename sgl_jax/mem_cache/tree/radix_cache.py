@@ -219,10 +219,10 @@ class RadixCache:
         self.tree.settle()
 
     def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
-        """Unlock pages [first, end) of a window's group for a lease that ends at `node`.
+        """Unlock pages [first, end) of a sliding-window group, for a lease that ends at `node`.
 
-        The range may include pages before the lease's window or past its end: it has not locked
-        them.
+        Pages in the range that the lease has not locked, before its window or past its end, are
+        skipped.
         """
         for window in self._windows:
             if window.group == group:
@@ -336,7 +336,7 @@ class ChunkCache(RadixCache):
         return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """None: nothing is kept."""
+        """Keep nothing, and return None: the lease still owns all pages that it offered."""
         return None
 
 

@@ -86,7 +86,10 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge lost its first `len(upper.key)` tokens to the new `upper`: divide."""
+        """Divide the values and locks of `lower`, whose edge was cut in two.
+
+        The new parent `upper` has taken over the first `len(upper.key)` tokens of the edge.
+        """
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
         """Return whether nothing in the component distinguishes `upper` from its only child
@@ -95,7 +98,8 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge is about to take over `upper`'s, in front: join the values."""
+        """Join the values of both in `lower`, whose edge is about to be extended by `upper`'s in
+        front."""
 
     @abstractmethod
     def lock(self, node: TreeNode, first_pages: FirstPages) -> None:

@@ -47,7 +47,7 @@ class TenantCounts(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The turns of tenants, by number of the tenant."""
+    """The order in which tenants are served next; each array is indexed by a tenant's number."""
 
     level: NDArray[np.int64]  # quanta above the lowest counter of the waiting tenants
     order: Int32Array  # 0 for the lowest counter

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the probabilities of tokens: no text is generated."""
+"""Routes that generate no text: tokenize, detokenize, and scores of given tokens."""
 
 import asyncio
 import math
@@ -45,9 +45,7 @@ class TokenizeBody(StrictModel):
     )
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: ToolList[Tool] | None = Field(
-        default=None, description="of messages: those of the request"
-    )
+    tools: ToolList[Tool] | None = Field(default=None, description="only with messages")
 
     @model_validator(mode="after")
     def _one_kind(self) -> "TokenizeBody":
@@ -206,7 +204,7 @@ class ScoreBody(RequestFields):
 
 
 class Scores(Struct, frozen=True):
-    """A line for each item, with a probability for each label, in the order of the request."""
+    """`scores[i][j]`: the probability of label token j right after item i, as in the request."""
 
     scores: list[list[float]]
     model: str

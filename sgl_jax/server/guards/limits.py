@@ -66,7 +66,7 @@ class Limits:
     )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(
-        256 * _MIB, "bytes of the bodies of all requests being answered (503), and of one (413)"
+        256 * _MIB, "bytes of the bodies of all requests in progress (503), and of one (413)"
     )
     max_json_depth: int = _limit(64, "objects and lists within each other (400)")
     max_json_values: int = _limit(2**20, "values in a body, each token id being one (400)")

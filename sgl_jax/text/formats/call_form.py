@@ -103,11 +103,11 @@ class CallForm(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The texts of an answer that consists of messages.
+    """Marks of an answer that consists of messages, of which the last is a call or a text.
 
-    texts: each may stand before the text of a message that precedes a call or the last text.
-    text_end: after each of these texts.
-    last: before a text that ends the answer without a call.
+    texts: the marks that may begin each earlier message, before its text.
+    text_end: ends each earlier message, after its text.
+    last: begins the last message if that is a text.
     """
 
     texts: tuple[str, ...]

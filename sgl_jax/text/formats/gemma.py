@@ -1,7 +1,7 @@
-"""FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between marks of its own.
+"""Tool calls of FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between two marks.
 
-Arguments are JSON, except that keys have no quotes and strings stand between marks. They are handed
-out when the call is complete.
+Arguments are JSON, except that keys have no quotes and strings stand between marks. They are
+reported only when the call is complete.
 """
 
 import json

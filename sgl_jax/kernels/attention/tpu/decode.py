@@ -177,7 +177,10 @@ def _kernel(
 
 
 def attend_row(kernel: Decode, row: jax.Array, buffer: jax.Array) -> jax.Array:
-    """Attention of a row, whose first block is under way in `buffer`; the next row's buffer."""
+    """Attention of a row, whose first block is being copied to `buffer`.
+
+    Returns the buffer of the next row's first block.
+    """
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     at = lax.rem(row, 2)
 
@@ -211,7 +214,10 @@ def start_row(kernel: Decode, row: jax.Array) -> None:
 
 
 def next_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> jax.Array:
-    """Attend to a row's block from `page` on, with the next block under way; the next buffer."""
+    """Attend to a row's block from `page` on, while the next block is copied to the other buffer.
+
+    Returns that buffer.
+    """
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     is_last = page + block_pages >= kernel.key_pages.stop[row]
     next_row = jnp.where(is_last, row + 1, row)
@@ -228,7 +234,7 @@ def next_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Arra
 
 
 def page_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> PageBlock:
-    """A row's block from `page` on, with as many pages as the row has of it, or none."""
+    """The block of a row's pages from `page` on; with fewer pages, or none, at the row's end."""
     num_pages = jnp.clip(kernel.key_pages.stop[row] - page, 0, kernel.pages.block_pages)
     return PageBlock(lax.rem(row, jnp.int32(TABLES)), page, num_pages, buffer)
 
@@ -324,7 +330,7 @@ def attend(kernel: Decode, buffer: Any, pages: Any, seen: jax.Array | None) -> N
 
 
 def for_each_place(kernel: Decode, do: Callable[[int, int, int, slice, slice], None]) -> None:
-    """do(head, i, stack, rows, columns) for the place of the i-th query of each KV head."""
+    """Call do(head, i, stack, rows, columns) for the place of the i-th query of each KV head."""
     group = kernel.shape.group
     for head in range(kernel.shape.kv_heads):
         stack, first, columns = kernel.stacks.place(head)
@@ -365,7 +371,7 @@ def table_copy(kernel: Decode, row: Any) -> Any:
 
 
 def for_each_query(kernel: Decode, row: jax.Array, do: Callable[[Any, Any], None]) -> None:
-    """do(token, i) for the i-th query of a row, at `token` of the step."""
+    """Call do(token, i) for the i-th query of a row, which is at `token` of the step."""
     token, q_len = kernel.rows.q_offsets[row], kernel.rows.q_len(row)
     if kernel.max_queries == 1:
         pl.when(q_len == 1)(lambda: do(token, 0))

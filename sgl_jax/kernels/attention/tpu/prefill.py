@@ -258,7 +258,7 @@ def attend_queries(
 
 
 def page_block(kernel: Prefill, row: Any, keys: Any, table: Any, buffer: Any) -> PageBlock:
-    """The pages that a row has of a block of keys, at least one."""
+    """The pages of a block of keys; fewer at the row's end, but at least one."""
     page_size, block_pages = kernel.shape.page_size, kernel.pages.block_pages
     first = keys * block_pages
     row_pages = div(kernel.rows.kv_len(row) + page_size - 1, page_size)
@@ -289,7 +289,7 @@ def clear_unseen_values(kernel: Prefill, block: QueryBlock, keys: Any, buffer: A
 
 
 def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
-    """`attend` to those parts of a block of keys that any of the queries sees."""
+    """`attend` to the parts of a block of keys that at least one of the queries sees."""
     block, window, part = work.block, kernel.options.sliding_window, kernel.blocks.part_keys
     begin = keys * kernel.blocks.keys
     seen = jnp.minimum(block.position + block.num_tokens - begin, kernel.blocks.keys)
@@ -309,7 +309,7 @@ def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
 
 
 def attend(kernel: Prefill, work: Work) -> None:
-    """Merge the attention of all queries of the work's block into the softmax."""
+    """Add the work's keys to the softmax of all queries of the block."""
     queries, few = kernel.blocks.queries, kernel.blocks.few_queries
     if few == queries:
         attend_heads(kernel, work)

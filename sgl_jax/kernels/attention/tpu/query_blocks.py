@@ -116,7 +116,7 @@ def end_queries(kernel: Prefill, block: QueryBlock) -> None:
 
 
 def for_each_slice(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(tokens) for slices of the buffers' tokens that hold all of the block's."""
+    """Call do(tokens) for slices of the buffers that together hold all tokens of the block."""
     size = kernel.transposed
 
     @pl.loop(0, div(block.num_tokens + size - 1, size))
@@ -125,7 +125,7 @@ def for_each_slice(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]
 
 
 def block_runs(kernel: Prefill, block: QueryBlock, do: Callable[[Any, Any], None]) -> None:
-    """do(tokens of the step, tokens of the block) for runs that make up the block."""
+    """Call do(tokens of the step, tokens of the block) for runs that make up the block."""
 
     def run(first: Any, size: int) -> None:
         do(pl.ds(block.token + first, size), pl.ds(first, size))
@@ -135,7 +135,7 @@ def block_runs(kernel: Prefill, block: QueryBlock, do: Callable[[Any, Any], None
 
 
 def q_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs that bring a block's queries."""
+    """Call do(copy) for the DMAs that bring a block's queries."""
     q, sem = kernel.buffers.q, kernel.buffers.q_sem
 
     def copy(tokens: Any, here: Any) -> None:
@@ -145,7 +145,7 @@ def q_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> N
 
 
 def out_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs that take a block's result away."""
+    """Call do(copy) for the DMAs that take a block's result away."""
     out, sem = kernel.buffers.out, kernel.buffers.out_sem
 
     def copy(tokens: Any, here: Any) -> None:

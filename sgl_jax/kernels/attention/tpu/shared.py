@@ -34,7 +34,7 @@ _NUMBERS = 0x07F007F0
 
 
 class Rows(NamedTuple):
-    """The tokens' places of B rows; arrays outside of a kernel, in scalar memory inside."""
+    """Places of the tokens of B rows: arrays outside a kernel, in scalar memory inside."""
 
     layers: Any  # int32 [1]: the one that runs
     sizes: Any  # int32 [2]: num_decode, num_rows
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
         return self.q_offsets[row + 1] - self.q_offsets[row]
 
     def kv_len(self, row: Any) -> jax.Array:
-        """Tokens in the cache, this step's included."""
+        """Tokens of a row that the cache holds, this step's included."""
         return self.kv_starts[row] + self.q_len(row)
 
 
@@ -154,7 +154,7 @@ class PageBlock(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Brings page ids and pages of one layer from HBM into buffers."""
+    """Copies page ids and pages of one layer from HBM into buffers."""
 
     rows: Rows
     hbm: PagedArrays

@@ -25,7 +25,7 @@ MAX_BLOCK_BYTES = 4 << 20  # of one of the kernel's two buffers
 
 
 class DecodeBlocks(NamedTuple):
-    """Sizes of the decode kernel, in keys; a page is the least."""
+    """Block sizes of the decode kernel, in keys; each is at least a page."""
 
     block_keys: int  # of one DMA buffer, of which there are two
     part_keys: int  # of a part of a block where masks are needed

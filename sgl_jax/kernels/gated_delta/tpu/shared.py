@@ -13,7 +13,7 @@ EPSILON = 1e-6  # of the lengths of keys and queries
 
 
 class StateRows(NamedTuple):
-    """The rows of a step; arrays outside of a kernel, in scalar memory inside."""
+    """The rows of a step: arrays outside a kernel, in scalar memory inside."""
 
     layer: Any  # int32 [1]
     num_decode: Any  # int32 [1]
