@@ -1,8 +1,8 @@
 """Plain loops over columns of arrays, compiled by numba.
 
-A step of the scheduler does a little for each of thousands of rows. With numpy calls that is
-dozens of passes over memory that has left the processor's caches since the step before; as a loop
-it is one. A loop is an ordinary function over arrays, marked with the types that it takes
+To plan and launch a step is to do a little for each of up to thousands of rows. With numpy calls
+that is dozens of passes over memory that has left the processor's caches since the step before; as
+a loop it is one. A loop is an ordinary function over arrays, marked with the types that it takes
 (`compiled`). The engine has all of them compiled, or loaded from numba's cache, before its first
 step (`compile_loops`), and none is compiled afterwards: a call with other types raises `TypeError`.
 
@@ -65,4 +65,4 @@ def compile_loops() -> None:
         num_compiled += not loop.stats.cache_hits
     if num_compiled:
         seconds = time.monotonic() - start
-        logger.info("compiled %d loops of the scheduler in %.1f s", num_compiled, seconds)
+        logger.info("compiled %d loops in %.1f s", num_compiled, seconds)
