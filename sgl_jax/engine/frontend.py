@@ -324,7 +324,7 @@ class Frontend:
                 if stream.streaming or stream.finish is not None:
                     ready.append(stream)
         for last_token_at, num_streams in num_since.items():
-            self.metrics.observe_next_tokens(now - last_token_at, 1, num_streams)
+            self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
         self.metrics.count_generated(num_tokens)
         for stream in ready:
             stream.on_ready()
@@ -341,7 +341,8 @@ class Frontend:
         if stream.last_token_at is None:
             self.metrics.time_to_first_token.observe(now - stream.created_at)
         else:
-            self.metrics.observe_next_tokens(now - stream.last_token_at, count)
+            seconds = now - stream.last_token_at
+            self.metrics.time_per_next_token.observe(seconds / count, count)
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:

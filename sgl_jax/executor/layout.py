@@ -194,7 +194,8 @@ class DPLayout:
         """Each rank's samples, in plan order. Waits for the step to finish, and fetches only the
         results that the plan requests."""
         num_rows = [len(plan.rows) for plan in ranks]
-        results = [RankResult(tokens) for tokens in self.split(np.asarray(output.tokens), num_rows)]
+        tokens = np.asarray(output.tokens).reshape(self.dp_size, self.rows_per_rank, -1)
+        results = [RankResult(own[:n]) for own, n in zip(tokens, num_rows, strict=True)]
         if any(plan.return_logprob for plan in ranks):
             for i, values in enumerate(self._fetch(ranks, output.logprobs, num_rows)):
                 if ranks[i].return_logprob:
