@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
+from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
@@ -164,6 +165,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str = ""
 
 
+class CompileGrammar(Question, frozen=True, kw_only=True, tag=True):
+    """Compile a grammar before requests with it are sent; refused if it cannot be served."""
+
+    grammar: Grammar
+
+
 class FlushCache(Question, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
@@ -293,7 +300,7 @@ ControlMessage = (
     | StartProfile
     | StopProfile
 )
-Asked = FlushCache | GetState | SessionMessage | ControlMessage
+Asked = CompileGrammar | FlushCache | GetState | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | Asked | Shutdown
 
 

@@ -37,7 +37,6 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
@@ -71,11 +70,9 @@ class Frontend:
             ValueError: the tokenizer is not of the engine's model.
         """
         self.facts = EngineFacts.from_info(info)
-        folder, vocab_size = args.tokenizer_folder, self.facts.vocab_size
-        check_vocabulary(tokenizer, folder, vocab_size)
-        grammars = GrammarCompiler(folder, vocab_size, info["eos_token_ids"])
+        check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
         self.tokenizer = tokenizer
-        self.checks = RequestChecks(tokenizer, self.facts, grammars)
+        self.checks = RequestChecks(tokenizer, self.facts)
         self.metrics = RequestMetrics()
         self._send = send
         self._log_requests = args.log_requests

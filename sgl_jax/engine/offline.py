@@ -19,6 +19,7 @@ from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     Asked,
     CloseSession,
+    CompileGrammar,
     EngineMessage,
     FlushCache,
     ForkSession,
@@ -329,7 +330,12 @@ class Engine:
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             params_of_one = as_sampling(sampling)
-            requests.append(checks.prepare(ids, params_of_one, default_max_new_tokens=128, **own))
+            request = checks.prepare(ids, params_of_one, default_max_new_tokens=128, **own)
+            grammar = checks.new_grammar(request)
+            if grammar is not None:
+                self._demand(CompileGrammar(grammar=grammar))
+                checks.note_compiled(grammar)
+            requests.append(request)
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))

@@ -5,13 +5,15 @@ the limits of names and numbers. Has no request in flight.
 """
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -22,13 +24,14 @@ from sgl_jax.core.request_limits import (
     check_session_id,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 
 # A normaliser may shorten a text (compose characters, fold spaces), but hardly more than this.
 _MAX_NORMALIZER_SHRINK = 4
 # English has 4 to 5 characters a token, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
+# No more than the engine keeps compiled.
+_MAX_KNOWN_GRAMMARS = 128
 _SHORT_PROMPT_CHARS = 65_536  # never too many by that average
 
 
@@ -47,12 +50,14 @@ class EngineFacts(NamedTuple):
 
 
 class RequestChecks:
-    """The checks of one engine. Without state of its own, so thread-safe."""
+    """The checks of one engine. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, grammars: GrammarCompiler) -> None:
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        self._grammars = grammars
+        # That the engine has compiled, the latest used last.
+        self._grammars: OrderedDict[Grammar, None] = OrderedDict()
+        self._lock = Lock()
 
     @property
     def max_prompt_chars(self) -> int:
@@ -105,7 +110,7 @@ class RequestChecks:
         priority: int | None = None,
         **options: Any,
     ) -> GenerateRequest:
-        """Check everything that can be checked before the engine sees it.
+        """Check everything that can be checked before the engine sees it: all but the grammar.
 
         Args:
             default_max_new_tokens: if `sampling` sets no limit; None means the rest of the
@@ -178,18 +183,24 @@ class RequestChecks:
                 self._facts.max_request_tokens,
                 "max_new_tokens",
             )
-        if sampling.grammar is not None:
-            self._grammars.check(sampling.grammar)
         return sampling
 
-    def start_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
-        """Begin to compile the grammar of a request, if it has one, so that `prepare` need not
-        wait for it. The future raises `InvalidRequestError` as `prepare` does."""
-        grammar = sampling.grammar
-        if grammar is None:
+    def new_grammar(self, request: GenerateRequest) -> Grammar | None:
+        """The grammar of a prepared request, if the engine has yet to compile it, or refuse it, by
+        a `CompileGrammar`."""
+        grammar = request.sampling.grammar
+        with self._lock:
+            if grammar is None or grammar not in self._grammars:
+                return grammar
+            self._grammars.move_to_end(grammar)
             return None
-        sampling.checked(self._facts.vocab_size)
-        return self._grammars.start(grammar)
+
+    def note_compiled(self, grammar: Grammar) -> None:
+        """The engine has compiled it, and keeps it while others are used less."""
+        with self._lock:
+            self._grammars[grammar] = None
+            if len(self._grammars) > _MAX_KNOWN_GRAMMARS:
+                self._grammars.popitem(last=False)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """The turn under the name that its client gave it, and without a second BOS."""

@@ -384,7 +384,7 @@ def test_what_cannot_be_held_counts_for_nothing_where_that_is_allowed(
 
     def compiled(text: str) -> object:
         ends = (Tokenizer.load(str(folder)).eos_token_id or 0,)
-        return GrammarCompiler(str(folder), 600, ends).check(Grammar("ebnf", text))
+        return GrammarCompiler(str(folder), 600, ends).start(Grammar("ebnf", text)).result()
 
     with pytest.raises((ValueError, InvalidRequestError)):
         compiled(call())
