@@ -17,13 +17,16 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.page_tables import PageTables
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.core.step_plan import (
     NO_DRAFT,
     BoolArray,
+    Float32Array,
     Int32Array,
     PromptLogprobs,
     RankPlan,
@@ -73,13 +76,23 @@ class StateControls(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """A step's results for B rows; log-probabilities are zeros if not requested."""
+    """A step's results for B rows; log-probabilities are zeros if not requested.
+
+    Few arrays, since the host makes and frees an object for each in every step.
+    """
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
-    logprobs: LogprobArrays  # [B, 1 + max_draft_tokens]
-    # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
-    # of the step's queries if these are fewer.
-    prompt_logprobs: LogprobArrays
+    logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], by `pack_logprobs`
+    # int32[S, n] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens,
+    # or all of the step's queries if these are fewer.
+    prompt_logprobs: jax.Array
+
+
+def pack_logprobs(values: LogprobArrays) -> jax.Array:
+    """The values at each position side by side, as words int32[..., n]; traced inside the step."""
+    floats = values.logprobs[..., None], values.top_logprobs, values.id_logprobs
+    words = [lax.bitcast_convert_type(each, jnp.int32) for each in floats]
+    return jnp.concatenate([*words, values.top_ids], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -210,12 +223,11 @@ class DPLayout:
         return tuple(results)
 
     def _fetch(
-        self, ranks: Sequence[RankPlan], values: LogprobArrays, counts: Sequence[int]
+        self, ranks: Sequence[RankPlan], words: jax.Array, counts: Sequence[int]
     ) -> list[PromptLogprobs]:
         """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
         names_tokens = any(plan.num_logprob_ids for plan in ranks)
-        requested = values if names_tokens else values[:-1]
-        return list(map(PromptLogprobs, *(self.split(np.asarray(x), counts) for x in requested)))
+        return [_unpack(own, names_tokens) for own in self.split(np.asarray(words), counts)]
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
         """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
@@ -257,6 +269,15 @@ def _write_rows(
         for group in range(pages.shape[1]):
             for page in range(num_pages):
                 page_tables[i, group, page] = pages[rows[i], group, page]
+
+
+def _unpack(words: Int32Array, names_tokens: bool) -> PromptLogprobs:
+    """Undo `pack_logprobs` on the host; values of named tokens are left out unless requested."""
+    floats: Float32Array = words.view(np.float32)
+    own, top, named = floats[..., 0], floats[..., 1 : 1 + MAX_TOP_LOGPROBS], None
+    if names_tokens:
+        named = floats[..., 1 + MAX_TOP_LOGPROBS : 1 + MAX_TOP_LOGPROBS + MAX_LOGPROB_IDS]
+    return PromptLogprobs(own, words[..., -MAX_TOP_LOGPROBS:], top, named)
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
