@@ -8,13 +8,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed
+from sgl_jax.core.calls import CALL_OF, Done, Flushed
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
+    CompileGrammar,
     ControlMessage,
     EngineInfo,
     FlushCache,
@@ -310,8 +313,27 @@ class EngineCore:
         if reply is not None:
             self._channel.send(reply)
 
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """Compile a grammar beside the loop, and reply when that has ended."""
+
+        def send_reply(compiled: Future[Any]) -> None:
+            if compiled.cancelled():  # the engine ends
+                return
+            error = compiled.exception()
+            if error is None:
+                reply = answer(message, Done())
+            elif isinstance(error, InvalidRequestError):
+                reply = refusal(message, str(error), param=error.param)
+            else:
+                logger.error("a grammar could not be compiled", exc_info=error)
+                text = "the engine failed on this grammar; see its log"
+                reply = refusal(message, text, status_code=500)
+            self._channel.send(reply)
+
+        self._grammars.start(message.grammar).add_done_callback(send_reply)
+
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request, and begin to compile its grammar."""
+        """Queue a request. Its grammar, compiled before, is compiled again if it was evicted."""
         grammar = message.sampling.grammar
         if grammar is not None:
             self._grammars.start(grammar)

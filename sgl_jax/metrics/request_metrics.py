@@ -66,7 +66,7 @@ class RequestMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
         )
-        self._itl = self._histogram(
+        self.time_per_next_token = self._histogram(
             "inter_token_latency_seconds", "time per token after the first", _ITL_BUCKETS_S
         )
         self._e2e = self._histogram(
@@ -85,10 +85,6 @@ class RequestMetrics:
     def count_generated(self, num_tokens: int) -> None:
         self._num_generated += num_tokens
         self._generated_tokens.inc(num_tokens)
-
-    def observe_next_tokens(self, seconds: float, count: int, num_streams: int = 1) -> None:
-        """`count` tokens of each stream came together, `seconds` after the one before."""
-        self._itl.observe(seconds / count, count * num_streams)
 
     def count_finish(self, num_prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
         self._num_finished_prompt += num_prompt_tokens
