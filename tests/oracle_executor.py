@@ -85,7 +85,7 @@ class OracleExecutor(FakeExecutor):
         result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
         num_drafts = plan.num_drafts.tolist()
-        page_table = self._page_tables.of(rank, plan.rows, plan.num_pages)
+        page_table = self._page_tables.pages[rank, plan.rows, :, : plan.num_pages]
         for i, row in enumerate(plan.rows.tolist()):
             start = self._start(rank, plan, i)
             end = start + int(plan.q_lens[i]) - num_drafts[i]

@@ -16,6 +16,7 @@ import msgspec
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    CompileGrammar,
     ContinueGeneration,
     FlushCache,
     ForkSession,
@@ -130,6 +131,7 @@ CALLS = (
     Call(GenerateRequest, "submit"),
     Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
+    Call(CompileGrammar, "compile_grammar", Done),
     # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(GetState, "read_state", dict[str, Any]),

@@ -1,6 +1,6 @@
 """Loops over arrays of rows, compiled by numba.
 
-A step of the scheduler does a little work for each of thousands of rows. In numpy that takes
+To plan and launch a step takes a little work for each of thousands of rows. In numpy that takes
 dozens of passes over memory which is no longer in the processor's caches; a compiled loop takes
 one. A loop is an ordinary function over arrays, decorated with its argument types (`compiled`).
 The engine compiles all loops, or loads them from numba's cache, before its first step
@@ -66,4 +66,4 @@ def compile_loops() -> None:
         num_compiled += not loop.stats.cache_hits
     if num_compiled:
         seconds = time.monotonic() - start
-        logger.info("compiled %d loops of the scheduler in %.1f s", num_compiled, seconds)
+        logger.info("compiled %d loops in %.1f s", num_compiled, seconds)

@@ -5,7 +5,7 @@ import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-# Of the request that this task or thread serves; "" for none.
+# The id of the request that this task or thread serves; "" for none.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 

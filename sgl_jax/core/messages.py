@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
+from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
@@ -163,6 +164,12 @@ class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str = ""
 
 
+class CompileGrammar(WithReply, frozen=True, kw_only=True, tag=True):
+    """Compile a grammar before requests with it are sent; refused if it cannot be served."""
+
+    grammar: Grammar
+
+
 class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
@@ -292,7 +299,9 @@ ControlMessage = (
     | StartProfile
     | StopProfile
 )
-CallMessage = FlushCache | GetState | SessionMessage | ControlMessage  # each gets a `Reply`
+CallMessage = (
+    CompileGrammar | FlushCache | GetState | SessionMessage | ControlMessage
+)  # each gets a `Reply`
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | Shutdown
 
 
@@ -340,6 +349,8 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     outputs: list[RequestOutput] = []
     rids: list[str] = []
     tokens: bytes = b""
+    # Requests that started for the first time -> the time, by `time.perf_counter` of this machine.
+    starts: dict[str, float] = {}
 
     def token_ids(self) -> list[int]:
         """The new token of each of `rids`."""

@@ -46,21 +46,16 @@ NO_PAGE_CHANGES = PageChanges(np.zeros(0, np.intp), np.zeros(0, np.int32))
 
 
 class PageTables:
-    """The page tables of all rows of all ranks; all cells are 0 at first."""
+    """The page tables of all rows of all ranks; all cells are 0 at first.
+
+    `pages` is int32[dp_size, num_rows, groups, pages_per_row], 0 beyond a row's last page and for
+    pages that a sliding window has left behind.
+    """
 
     def __init__(self, sizes: EngineSizes) -> None:
         shape = (sizes.dp_size, sizes.num_rows, len(sizes.groups), sizes.pages_per_row)
-        self._pages = np.zeros(shape, np.int32)
+        self.pages: NDArray[np.int32] = np.zeros(shape, np.int32)
 
     def apply(self, changes: PageChanges) -> None:
         """Apply the changes of a plan. Every launched plan's must be applied, in launch order."""
-        self._pages.reshape(-1)[changes.cells] = changes.pages
-
-    def of(self, dp_rank: int, rows: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
-        """A copy of the first `num_pages` columns of a rank's `rows`, by group.
-
-        int32[len(rows), groups, num_pages]; 0 beyond a row's last page, and for pages that a
-        sliding window has left behind.
-        """
-        table: NDArray[np.int32] = self._pages[dp_rank, rows, :, :num_pages]
-        return table
+        self.pages.reshape(-1)[changes.cells] = changes.pages

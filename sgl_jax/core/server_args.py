@@ -313,6 +313,11 @@ class ServerArgs(SchedulerArgs):
         False, "events of a streamed /generate have only the new output, instead of all so far"
     )
     log_level: str = setting("info", "how much to log", ("debug", "info", "warning", "error"))
+    kv_events_config: str | None = setting(
+        None,
+        "JSON: publish the cached blocks for routers, in the format of vLLM and SGLang "
+        '({"endpoint": "tcp://*:5557"})',
+    )
     log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
     log_requests: bool = setting(False, "log each request's arrival and end")
     disable_access_log: bool = setting(False, "log no line for each HTTP request")

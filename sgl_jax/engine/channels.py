@@ -80,7 +80,48 @@ class InProcessChannel:
         self._deliver(message)
 
 
-class ZmqChannel:
+class _Sockets:
+    """A PUSH and a PULL socket, with the codecs of their messages. Any thread may send."""
+
+    def __init__(self, pulled: Any) -> None:
+        """`pulled`: the type of the messages that arrive."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            socket.set_hwm(0)
+        self._sending = threading.Lock()  # held while `_push` and the encoder are used
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(pulled)
+
+    def send(self, message: Any) -> None:
+        # A peer that has ended reads nothing: `EngineProcess` reports the engine's end, and the
+        # engine's process ends with the front.
+        with self._sending, contextlib.suppress(zmq.Again):
+            data = self._encoder.encode(message)
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise ChannelError(
+                    f"a {type(message).__name__} of {len(data)} bytes exceeds the "
+                    f"{MAX_MESSAGE_BYTES} that one message may have"
+                )
+            self._push.send(data, zmq.NOBLOCK)
+
+    def _receive(self) -> list[Any]:
+        """Messages that have arrived, in order."""
+        messages: list[Any] = []
+        # Cheaper than the exception of a `recv` that finds nothing, which would end every drain.
+        while int(self._pull.get(zmq.EVENTS)) & _READABLE:
+            data = self._pull.recv(zmq.NOBLOCK)
+            try:
+                messages.append(self._decoder.decode(data))
+            except msgspec.MsgspecError as error:
+                raise ChannelError(
+                    f"undecodable message of {len(data)} bytes ({data[:40]!r}): {error}"
+                ) from error
+        return messages
+
+
+class ZmqChannel(_Sockets):
     """A `Channel` over ZeroMQ. Only the engine loop's thread may use it, except for `send`."""
 
     def __init__(self, folder: str) -> None:
@@ -88,34 +129,24 @@ class ZmqChannel:
 
         Raises `ChannelError` if the front does not connect within `_FRONT_TIMEOUT_S`.
         """
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pull = _socket(self._context, zmq.PULL)
-        self._push = _socket(self._context, zmq.PUSH)
+        super().__init__(FrontMessage)
         self._pull.bind(f"ipc://{folder}/{_TO_ENGINE}")
         self._push.bind(f"ipc://{folder}/{_TO_FRONT}")
         if not self._push.poll(int(_FRONT_TIMEOUT_S * 1000), zmq.POLLOUT):
             self._context.destroy(linger=0)
             raise ChannelError(f"the front has not connected within {_FRONT_TIMEOUT_S:g} s")
-        self._sending = threading.Lock()  # held while `_push` and the encoder are used
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FrontMessage)
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
         if timeout_s > 0 and not self._pull.poll(int(timeout_s * 1000) + 1):
             return []
-        return _drain(self._pull, self._decoder)
-
-    def send(self, message: EngineMessage) -> None:
-        # A front that has ended reads nothing, and this process ends with it.
-        with self._sending, contextlib.suppress(zmq.Again):
-            self._push.send(_encode(self._encoder, message), zmq.NOBLOCK)
+        return self._receive()
 
     def close(self) -> None:
         """Close, with one second for sent messages to leave."""
         self._context.destroy(linger=1000)
 
 
-class ZmqEngineClient:
+class ZmqEngineClient(_Sockets):
     """The front's end, on an asyncio loop. Only the loop's thread may create and use it."""
 
     def __init__(self) -> None:
@@ -126,25 +157,18 @@ class ZmqEngineClient:
                 f"the path of the temporary folder is too long for a socket: {self.folder}; "
                 "set TMPDIR to a shorter one"
             )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._push = _socket(self._context, zmq.PUSH)
-        self._pull = _socket(self._context, zmq.PULL)
+        super().__init__(EngineMessage)
         # Retried until the engine is there.
         self._push.connect(f"ipc://{self.folder}/{_TO_ENGINE}")
         self._pull.connect(f"ipc://{self.folder}/{_TO_FRONT}")
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     def send(self, message: FrontMessage) -> None:
-        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed.
-
-        An engine that has ended reads nothing: `EngineProcess` reports its end.
-        """
+        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed."""
         if self._closed:
             raise EngineDeadError("the connection to the engine is closed")
-        self._push.send(_encode(self._encoder, message))
+        super().send(message)
 
     def listen(
         self,
@@ -160,7 +184,7 @@ class ZmqEngineClient:
 
         def on_readable() -> None:
             try:
-                messages = _drain(self._pull, self._decoder)
+                messages = self._receive()
             except ChannelError as error:
                 on_error(error)
                 return
@@ -183,33 +207,3 @@ class ZmqEngineClient:
     def remove_folder(self) -> None:
         """Remove the sockets' folder. If the process is about to exit, this replaces `close`."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    return socket
-
-
-def _encode(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
-    data = encoder.encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ChannelError(
-            f"a {type(message).__name__} of {len(data)} bytes exceeds the "
-            f"{MAX_MESSAGE_BYTES} that one message may have"
-        )
-    return data
-
-
-def _drain(socket: "zmq.Socket[bytes]", decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    messages: list[Any] = []
-    # Cheaper than the exception of a `recv` that finds nothing, which would end every drain.
-    while int(socket.get(zmq.EVENTS)) & _READABLE:
-        data = socket.recv(zmq.NOBLOCK)
-        try:
-            messages.append(decoder.decode(data))
-        except msgspec.MsgspecError as error:
-            raise ChannelError(
-                f"undecodable message of {len(data)} bytes ({data[:40]!r}): {error}"
-            ) from error
-    return messages

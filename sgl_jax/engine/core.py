@@ -8,19 +8,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF, Flushed
+from sgl_jax.core.calls import CALL_OF, Done, Flushed
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
+    CompileGrammar,
     ControlMessage,
     EngineInfo,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
+    OutputBatch,
     Reply,
     SessionMessage,
     Shutdown,
@@ -30,6 +35,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
+from sgl_jax.engine.kv_events import open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
@@ -94,6 +100,10 @@ class EngineCore:
             self.scheduler = Scheduler(sizes, args)
         else:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
+        self._kv_events = open_kv_events(
+            args.kv_events_config, [rank.memory for rank in self.scheduler.ranks]
+        )
+        self._starts: dict[str, float] = {}  # see `OutputBatch`
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
@@ -145,7 +155,10 @@ class EngineCore:
                 except MemoryDefectError as error:
                     self._answer_defect(error)
                 if self.scheduler.has_outputs:
-                    channel.send(self.scheduler.handle(TakeOutputs()))
+                    batch: OutputBatch = self.scheduler.handle(TakeOutputs())
+                    channel.send(self._with_starts(batch) if self._starts else batch)
+                if self._kv_events is not None:
+                    self._kv_events.publish()
                 if after_turn is not None:
                     after_turn(is_idle)
         self._abort_all()
@@ -155,6 +168,8 @@ class EngineCore:
     def _close(self) -> None:
         try:
             self._grammars.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             if self._recording is not None:
                 self._recording.close()
         finally:
@@ -187,6 +202,8 @@ class EngineCore:
         is_resting = self.scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if plan is not None:
+            if any(rank.admissions for rank in plan.ranks):
+                self._note_starts(plan)
             try:
                 handle = self.executor.launch(plan)
             except Exception as error:  # of any type
@@ -200,6 +217,19 @@ class EngineCore:
             self._read_oldest()
         elif plan is None and not self.scheduler.is_resting:
             time.sleep(_STARVED_POLL_S)
+
+    def _note_starts(self, plan: StepPlan) -> None:
+        """Record the time of requests that start for the first time."""
+        now = time.perf_counter()
+        for rank, part in zip(self.scheduler.ranks, plan.ranks, strict=True):
+            for admission in part.admissions:
+                request = rank.running.request(admission.row)
+                if request.num_retractions == 0:
+                    self._starts[request.rid] = now
+
+    def _with_starts(self, batch: OutputBatch) -> OutputBatch:
+        starts, self._starts = self._starts, {}
+        return msgspec.structs.replace(batch, starts=starts)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
         """Sample a masked step after reading all earlier results; False after an error."""
@@ -310,8 +340,27 @@ class EngineCore:
         if reply is not None:
             self._channel.send(reply)
 
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """Compile a grammar beside the loop, and reply when that has ended."""
+
+        def send_reply(compiled: Future[Any]) -> None:
+            if compiled.cancelled():  # the engine ends
+                return
+            error = compiled.exception()
+            if error is None:
+                reply = answer(message, Done())
+            elif isinstance(error, InvalidRequestError):
+                reply = refusal(message, str(error), param=error.param)
+            else:
+                logger.error("a grammar could not be compiled", exc_info=error)
+                text = "the engine failed on this grammar; see its log"
+                reply = refusal(message, text, status_code=500)
+            self._channel.send(reply)
+
+        self._grammars.start(message.grammar).add_done_callback(send_reply)
+
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request, and begin to compile its grammar."""
+        """Queue a request. Its grammar, compiled before, is compiled again if it was evicted."""
         grammar = message.sampling.grammar
         if grammar is not None:
             self._grammars.start(grammar)

@@ -36,7 +36,6 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
@@ -70,11 +69,9 @@ class Frontend:
             ValueError: the tokenizer is not of the engine's model.
         """
         self.facts = EngineFacts.from_info(info)
-        folder, vocab_size = args.tokenizer_folder, self.facts.vocab_size
-        check_vocabulary(tokenizer, folder, vocab_size)
-        grammars = GrammarCompiler(folder, vocab_size, info["eos_token_ids"])
+        check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
         self.tokenizer = tokenizer
-        self.checks = RequestChecks(tokenizer, self.facts, grammars)
+        self.checks = RequestChecks(tokenizer, self.facts)
         self.metrics = RequestMetrics(args.model_name)
         self._send = send
         self._log_requests = args.log_requests
@@ -290,6 +287,9 @@ class Frontend:
         num_since: Counter[float] = Counter()
         with self._lock:
             streams = self._streams
+            for rid, started_at in batch.starts.items():
+                if rid in streams:
+                    self.metrics.queue_time.observe(started_at - streams[rid].created_at)
             for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
                 stream = streams.get(rid)
                 if stream is None:  # ended here already: overshoot
@@ -323,7 +323,7 @@ class Frontend:
                 if stream.streaming or stream.finish is not None:
                     ready.append(stream)
         for last_token_at, num_streams in num_since.items():
-            self.metrics.observe_next_tokens(now - last_token_at, 1, num_streams)
+            self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
         self.metrics.count_generated(num_tokens)
         for stream in ready:
             stream.on_ready()
@@ -340,7 +340,8 @@ class Frontend:
         if stream.last_token_at is None:
             self.metrics.time_to_first_token.observe(now - stream.created_at)
         else:
-            self.metrics.observe_next_tokens(now - stream.last_token_at, count)
+            seconds = now - stream.last_token_at
+            self.metrics.time_per_next_token.observe(seconds / count, count)
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import zmq
 
+from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.block_log import BlockEvent, BlockLog, BlocksCleared, BlocksStored
 
 logger = logging.getLogger(__name__)
@@ -222,6 +223,20 @@ class KVEventPublisher:
             return BlockRemoved(hashes, _DEVICE)
         tokens = event.tokens.tolist()
         return BlockStored(hashes, event.parent, tokens, self._block_size, None, _DEVICE)
+
+
+def open_kv_events(config: str | None, memories: Sequence[RankMemory]) -> KVEventPublisher | None:
+    """The publisher for `--kv-events-config`, None without one. Call it before the first lease.
+
+    Raises ValueError as `KVEventsConfig.read` and `KVEventPublisher`.
+    """
+    if config is None:
+        return None
+    settings = KVEventsConfig.read(config)
+    if settings.publisher == "null":
+        return None
+    logs = [memory.log_blocks() for memory in memories]
+    return KVEventPublisher(settings, logs, memories[0].page_size)
 
 
 def _of_rank(endpoint: str, dp_rank: int) -> str:

@@ -19,6 +19,7 @@ from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CallMessage,
     CloseSession,
+    CompileGrammar,
     EngineMessage,
     FlushCache,
     ForkSession,
@@ -330,7 +331,12 @@ class Engine:
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             one = as_struct(sampling or {}, SamplingParams, "sampling_params")
-            requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
+            request = checks.prepare(ids, one, default_max_new_tokens=128, **own)
+            grammar = checks.new_grammar(request)
+            if grammar is not None:
+                self._checked_call(CompileGrammar(grammar=grammar))
+                checks.note_compiled(grammar)
+            requests.append(request)
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))

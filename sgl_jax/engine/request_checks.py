@@ -5,13 +5,15 @@ limits of names and numbers.
 """
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -22,7 +24,6 @@ from sgl_jax.core.request_limits import (
     check_session_id,
 )
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.text.tokenizer import Tokenizer
 
 # A tokenizer's normaliser may shorten a text (compose characters, merge spaces), hardly by more
@@ -30,6 +31,8 @@ from sgl_jax.text.tokenizer import Tokenizer
 _MAX_NORMALIZER_SHRINK = 4
 # English has 4 to 5 characters a token on average, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
+# No more than the engine keeps compiled.
+_MAX_KNOWN_GRAMMARS = 128
 _SHORT_PROMPT_CHARS = 65_536  # a prompt of so many characters may exceed that average
 
 
@@ -48,12 +51,14 @@ class EngineFacts(NamedTuple):
 
 
 class RequestChecks:
-    """Checks against the limits of one engine. Thread-safe, since it has no state."""
+    """Checks against the limits of one engine. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, grammars: GrammarCompiler) -> None:
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        self._grammars = grammars
+        # That the engine has compiled, the latest used last.
+        self._grammars: OrderedDict[Grammar, None] = OrderedDict()
+        self._lock = Lock()
 
     @property
     def max_prompt_chars(self) -> int:
@@ -108,7 +113,8 @@ class RequestChecks:
         priority: int | None = None,
         **options: Any,
     ) -> GenerateRequest:
-        """Make the message of a request, after all checks that need no state of the engine.
+        """Make the message of a request, after all checks that need no state of the engine, except
+        the grammar's.
 
         Args:
             prompt_ids: token ids of the prompt; of a session's turn, without the history.
@@ -184,20 +190,24 @@ class RequestChecks:
                 self._facts.max_request_tokens,
                 "max_new_tokens",
             )
-        if sampling.grammar is not None:
-            self._grammars.check(sampling.grammar)
         return sampling
 
-    def start_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
-        """Begin to compile the request's grammar, so that `prepare` need not wait for it.
-
-        Returns None without a grammar. The future raises `InvalidRequestError` as `prepare` does.
-        """
-        grammar = sampling.grammar
-        if grammar is None:
+    def new_grammar(self, request: GenerateRequest) -> Grammar | None:
+        """The grammar of a prepared request, if the engine has yet to compile or refuse it, by a
+        `CompileGrammar`."""
+        grammar = request.sampling.grammar
+        with self._lock:
+            if grammar is None or grammar not in self._grammars:
+                return grammar
+            self._grammars.move_to_end(grammar)
             return None
-        sampling.checked(self._facts.vocab_size)
-        return self._grammars.start(grammar)
+
+    def note_compiled(self, grammar: Grammar) -> None:
+        """The engine has compiled it, and keeps it while others are used less."""
+        with self._lock:
+            self._grammars[grammar] = None
+            if len(self._grammars) > _MAX_KNOWN_GRAMMARS:
+                self._grammars.popitem(last=False)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """`turn` after its checks, with its name and the BOS token to drop."""

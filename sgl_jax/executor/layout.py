@@ -9,23 +9,36 @@ memory in place, and later.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.page_tables import PageTables
-from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, PromptLogprobs, RankPlan, RankResult
+from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.core.step_plan import (
+    NO_DRAFT,
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+)
 from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-# Words of a row: these fields of `RankPlan`, num_scored, and a word for each draft it may have.
-_ROW_FIELDS = ("rows", "kv_starts", "q_lens", "samples", "relayed")
-_NUM_ROW_WORDS = len(_ROW_FIELDS) + 1
+# Words of a row: rows, kv_starts, q_lens, samples, relayed and num_scored of `RankPlan`, and a word
+# for each draft it may have.
+_NUM_ROW_WORDS = 6
 _NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
@@ -63,16 +76,27 @@ class StateControls(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """A step's results for B rows; log-probabilities are zeros if not requested."""
+    """A step's results for B rows; log-probabilities are zeros if not requested.
+
+    Few arrays, since the host makes and frees an object for each in every step.
+    """
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
-    logprobs: LogprobArrays  # [B, 1 + max_draft_tokens]
-    # [S] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens, or all
-    # of the step's queries if these are fewer.
-    prompt_logprobs: LogprobArrays
+    logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], by `pack_logprobs`
+    # int32[S, n] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens,
+    # or all of the step's queries if these are fewer.
+    prompt_logprobs: jax.Array
 
 
-class DPLayout(NamedTuple):
+def pack_logprobs(values: LogprobArrays) -> jax.Array:
+    """The values at each position side by side, as words int32[..., n]; traced inside the step."""
+    floats = values.logprobs[..., None], values.top_logprobs, values.id_logprobs
+    words = [lax.bitcast_convert_type(each, jnp.int32) for each in floats]
+    return jnp.concatenate([*words, values.top_ids], axis=-1)
+
+
+@dataclass(frozen=True)
+class DPLayout:
     """The arrays of a step with `rows_per_rank` rows (padding included) on each of `dp_size`."""
 
     dp_size: int
@@ -82,18 +106,18 @@ class DPLayout(NamedTuple):
     max_snapshots: int | None = None  # of a rank in a step; None: the model has no states
     max_drafts: int = 0  # of a row
 
-    @property
+    @cached_property
     def _row_words(self) -> int:
         state_words = 0 if self.max_snapshots is None else _NUM_STATE_WORDS
         return _NUM_ROW_WORDS + self.max_drafts + state_words
 
-    @property
+    @cached_property
     def control_words(self) -> int:
         """Control words of one rank."""
         snapshot_words = _NUM_SNAPSHOT_WORDS * (self.max_snapshots or 0)
         return self._row_words * self.rows_per_rank + snapshot_words + _NUM_RANK_WORDS
 
-    @property
+    @cached_property
     def page_tables_shape(self) -> tuple[int, int]:
         """The shape of all ranks' page tables together."""
         return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
@@ -109,30 +133,37 @@ class DPLayout(NamedTuple):
         of_snapshots = controls[:, end_of_rows:-_NUM_RANK_WORDS]
         # Zeroed by the operating system as pages are touched: the unused width costs nothing.
         page_tables = np.zeros(self.page_tables_shape, np.int32)
-        by_group = page_tables.reshape(-1, self.num_groups, self.pages_per_row)
-        controls[:, -1] = any(plan.num_scored is not None for plan in ranks)
+        by_group = page_tables.reshape(
+            self.dp_size, self.rows_per_rank, self.num_groups, self.pages_per_row
+        )
+        any_scored = any(plan.num_scored is not None for plan in ranks)
         for rank, plan in enumerate(ranks):
             n = len(plan.rows)
-            for word, name in enumerate(_ROW_FIELDS):
-                by_row[rank, word, :n] = getattr(plan, name)
+            _write_rows(
+                by_row[rank],
+                by_group[rank],
+                plan.rows,
+                plan.kv_starts,
+                plan.q_lens,
+                plan.samples,
+                plan.relayed,
+                tables.pages[rank],
+                plan.num_pages,
+            )
             if plan.num_scored is not None:
                 by_row[rank, _NUM_ROW_WORDS - 1, :n] = plan.num_scored
-            drafts = by_row[rank, _NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts]
-            if plan.drafts is None:
-                drafts[:] = NO_DRAFT
-            else:
-                drafts[:, : plan.num_decode] = plan.drafts.T
+            if self.max_drafts:
+                drafts = by_row[rank, _NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts]
+                if plan.drafts is None:
+                    drafts[:] = NO_DRAFT
+                else:
+                    drafts[:, : plan.num_decode] = plan.drafts.T
             if plan.states is not None:
                 by_row[rank, -2, :n] = plan.states.sources
                 by_row[rank, -1, :n] = plan.states.halves
                 kept = plan.states.snapshots.reshape(-1)
                 of_snapshots[rank, : len(kept)] = kept
-            controls[rank, -3] = plan.num_decode
-            controls[rank, -2] = _returns_logprobs(plan)
-            first = rank * self.rows_per_rank
-            by_group[first : first + n, :, : plan.num_pages] = tables.of(
-                rank, plan.rows, plan.num_pages
-            )
+            controls[rank, -3:] = plan.num_decode, plan.return_logprob, any_scored
         return StepInput(controls, page_tables)
 
     def pack_masks(self, masks: Sequence[Int32Array]) -> Int32Array:
@@ -176,10 +207,11 @@ class DPLayout(NamedTuple):
         """Each rank's samples, in plan order. Waits for the step to finish, and fetches only the
         results that the plan requests."""
         num_rows = [len(plan.rows) for plan in ranks]
-        results = [RankResult(tokens) for tokens in self.split(np.asarray(output.tokens), num_rows)]
-        if any(map(_returns_logprobs, ranks)):
+        tokens = np.asarray(output.tokens).reshape(self.dp_size, self.rows_per_rank, -1)
+        results = [RankResult(own[:n]) for own, n in zip(tokens, num_rows, strict=True)]
+        if any(plan.return_logprob for plan in ranks):
             for i, values in enumerate(self._fetch(ranks, output.logprobs, num_rows)):
-                if _returns_logprobs(ranks[i]):
+                if ranks[i].return_logprob:
                     results[i] = results[i]._replace(**values._asdict())
         if any(plan.num_scored is not None for plan in ranks):
             num_scored = [plan.num_scored for plan in ranks]
@@ -191,12 +223,11 @@ class DPLayout(NamedTuple):
         return tuple(results)
 
     def _fetch(
-        self, ranks: Sequence[RankPlan], values: LogprobArrays, counts: Sequence[int]
+        self, ranks: Sequence[RankPlan], words: jax.Array, counts: Sequence[int]
     ) -> list[PromptLogprobs]:
         """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
         names_tokens = any(plan.num_logprob_ids for plan in ranks)
-        requested = values if names_tokens else values[:-1]
-        return list(map(PromptLogprobs, *(self.split(np.asarray(x), counts) for x in requested)))
+        return [_unpack(own, names_tokens) for own in self.split(np.asarray(words), counts)]
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
         """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
@@ -204,8 +235,49 @@ class DPLayout(NamedTuple):
         return [per_rank[rank, :n] for rank, n in enumerate(num_rows)]
 
 
-def _returns_logprobs(plan: RankPlan) -> bool:
-    return plan.return_logprob or plan.top_logprobs_num > 0
+@compiled(
+    "(int32[:, ::1], int32[:, :, ::1], int32[:], int32[:], int32[:], boolean[:], boolean[:], "
+    "int32[:, :, ::1], int64)"
+)
+def _write_rows(
+    by_row: Int32Array,
+    page_tables: Int32Array,
+    rows: Int32Array,
+    kv_starts: Int32Array,
+    q_lens: Int32Array,
+    samples: BoolArray,
+    relayed: BoolArray,
+    pages: Int32Array,
+    num_pages: int,
+) -> None:
+    """Write a rank's rows to their words, [words, B], and page tables, [B, groups, pages].
+
+    `pages` int32[num_rows, groups, pages_per_row] are the rank's in `PageTables`; the first
+    `num_pages` of each group are written.
+    """
+    assert len(rows) <= by_row.shape[1] == len(page_tables)
+    assert len(rows) == len(kv_starts) == len(q_lens) == len(samples) == len(relayed)
+    assert page_tables.shape[1:] == pages.shape[1:]
+    assert num_pages <= pages.shape[2]
+    for i in range(len(rows)):
+        by_row[0, i] = rows[i]
+        by_row[1, i] = kv_starts[i]
+        by_row[2, i] = q_lens[i]
+        by_row[3, i] = samples[i]
+        by_row[4, i] = relayed[i]
+        assert 0 <= rows[i] < len(pages)
+        for group in range(pages.shape[1]):
+            for page in range(num_pages):
+                page_tables[i, group, page] = pages[rows[i], group, page]
+
+
+def _unpack(words: Int32Array, names_tokens: bool) -> PromptLogprobs:
+    """Undo `pack_logprobs` on the host; values of named tokens are left out unless requested."""
+    floats: Float32Array = words.view(np.float32)
+    own, top, named = floats[..., 0], floats[..., 1 : 1 + MAX_TOP_LOGPROBS], None
+    if names_tokens:
+        named = floats[..., 1 + MAX_TOP_LOGPROBS : 1 + MAX_TOP_LOGPROBS + MAX_LOGPROB_IDS]
+    return PromptLogprobs(own, words[..., -MAX_TOP_LOGPROBS:], top, named)
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:

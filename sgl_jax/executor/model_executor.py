@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import (
@@ -124,6 +125,8 @@ class ModelExecutor(Executor):
         self.profiler = Profiler()
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
+        self._layouts = {bucket: self._programs.layout(bucket) for bucket in self._buckets.all}
+        compile_loops()
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
             "architecture": model.architecture,
@@ -300,7 +303,7 @@ class ModelExecutor(Executor):
         bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
         tables = PageTables(self.sizes)
         tables.apply(plan.page_changes)
-        step_input = jax.device_put(self._programs.layout(bucket).pack(plan.ranks, tables))
+        step_input = jax.device_put(self._layouts[bucket].pack(plan.ranks, tables))
         program = self._programs.step(bucket)
         jax.block_until_ready(self._state)
         start = time.perf_counter()
@@ -336,7 +339,7 @@ class ModelExecutor(Executor):
         del self._state, self._row_params, self._weights, self._programs
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
-        layout = self._programs.layout(bucket)
+        layout = self._layouts[bucket]
         step_input = layout.pack(plan.ranks, self._page_tables)
         arguments = (self._weights, self._state, self._row_params, *step_input)
         if not plan.is_masked:

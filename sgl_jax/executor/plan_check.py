@@ -3,11 +3,24 @@
 The device itself checks nothing: an index out of range would be clamped, or write elsewhere.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
-from sgl_jax.core.step_plan import NO_SLOT, RankPlan, StepPlan
+from sgl_jax.core.step_plan import (
+    NO_SLOT,
+    BoolArray,
+    Int32Array,
+    IntpArray,
+    RankPlan,
+    RowAdmission,
+    StatePlan,
+    StepPlan,
+)
 
 
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
@@ -19,16 +32,19 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
     for index, rank in enumerate(plan.ranks):
-        problem = _problem(rank, sizes)
+        problem = _admission_problem(rank.admissions, sizes) if rank.admissions else None
+        if len(rank.rows) and not problem:
+            problem = _row_problem(rank, sizes)
         if problem:
             raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
-    problem = _page_problem(plan.page_changes, sizes)
-    if problem:
-        raise ValueError(f"step {plan.step_id}: {problem}")
+    if len(plan.page_changes.cells) or len(plan.page_changes.pages):
+        problem = _page_problem(plan.page_changes, sizes)
+        if problem:
+            raise ValueError(f"step {plan.step_id}: {problem}")
 
 
-def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
-    for admission in rank.admissions:
+def _admission_problem(admissions: Sequence[RowAdmission], sizes: EngineSizes) -> str | None:
+    for admission in admissions:
         if not 0 < admission.row < sizes.num_rows:
             return f"admits row {admission.row}, allowed are 1 to {sizes.num_rows - 1}"
         num_tokens = admission.start + len(admission.tokens)
@@ -39,41 +55,73 @@ def _problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
                 f"admits {num_tokens} tokens to row {admission.row}, at most "
                 f"{sizes.max_context_len} fit"
             )
-    n = len(rank.rows)
-    if n == 0:
-        return None
+    return None
+
+
+def _row_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
+    n, num_decode = len(rank.rows), rank.num_decode
     if n > sizes.num_rows - 1:
         return f"{n} rows, at most {sizes.num_rows - 1} run"
-    # All rows at once: a call for each limit would cost a step more than its page tables.
-    columns = np.array((rank.rows, rank.kv_starts, rank.q_lens, rank.kv_starts + rank.q_lens))
-    least_row, least_start, least_len, _ = columns.min(axis=1).tolist()
-    most_row, _, most_len, most_end = columns.max(axis=1).tolist()
-    if least_row < 1 or most_row >= sizes.num_rows:
-        return f"rows {rank.rows} go outside 1 to {sizes.num_rows - 1}"
-    if least_start < 0 or least_len < 1:
-        return f"kv_starts {rank.kv_starts} or q_lens {rank.q_lens} are too small"
-    if rank.num_tokens > sizes.max_step_tokens:
-        return f"{rank.num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
-    if not 0 <= rank.num_decode <= n or rank.relayed[rank.num_decode :].any():
-        return f"num_decode {rank.num_decode} does not match {n} rows or relayed {rank.relayed}"
-    num_drafts = sizes.max_draft_tokens
-    if most_len > 1 + num_drafts and (rank.q_lens[: rank.num_decode] > 1 + num_drafts).any():
-        return f"{rank.num_drafts.max()} drafts of a row, at most {num_drafts} fit"
-    if rank.drafts is not None and rank.drafts.shape != (rank.num_decode, num_drafts):
-        return f"drafts are of shape {rank.drafts.shape}, not {(rank.num_decode, num_drafts)}"
-    if rank.drafts is not None and (rank.drafts >= sizes.vocab_size).any():
-        return f"token {rank.drafts.max()} is drafted, the vocabulary has {sizes.vocab_size}"
-    return (
-        _score_problem(rank, sizes)
-        or _length_problem(rank, most_end, sizes)
-        or _state_problem(rank, sizes)
+    least, most, end, num_tokens, most_of_decode, is_chunk_relayed = _extremes(
+        rank.rows, rank.kv_starts, rank.q_lens, rank.relayed, num_decode
     )
+    if least[0] < 1 or most >= sizes.num_rows:
+        return f"rows {rank.rows} go outside 1 to {sizes.num_rows - 1}"
+    if least[1] < 0 or least[2] < 1:
+        return f"kv_starts {rank.kv_starts} or q_lens {rank.q_lens} are too small"
+    if num_tokens > sizes.max_step_tokens:
+        return f"{num_tokens} query tokens, at most {sizes.max_step_tokens} fit in a step"
+    if not 0 <= num_decode <= n or is_chunk_relayed:
+        return f"num_decode {num_decode} does not match {n} rows or relayed {rank.relayed}"
+    num_drafts = sizes.max_draft_tokens
+    if most_of_decode > 1 + num_drafts:
+        return f"{most_of_decode - 1} drafts of a row, at most {num_drafts} fit"
+    if rank.drafts is not None:
+        if rank.drafts.shape != (num_decode, num_drafts):
+            return f"drafts are of shape {rank.drafts.shape}, not {(num_decode, num_drafts)}"
+        if (rank.drafts >= sizes.vocab_size).any():
+            return f"token {rank.drafts.max()} is drafted, the vocabulary has {sizes.vocab_size}"
+    if rank.num_scored is not None:
+        problem = _score_problem(rank, rank.num_scored, sizes)
+        if problem:
+            return problem
+    if end > sizes.max_context_len:
+        return f"a row reaches {end} tokens, at most {sizes.max_context_len} fit"
+    needed, most_pages = -(-end // sizes.page_size), -(-sizes.max_context_len // sizes.page_size)
+    if not needed <= rank.num_pages <= most_pages:
+        return f"num_pages {rank.num_pages}: rows of {needed} to {most_pages} pages are allowed"
+    if (rank.states is None) == sizes.groups[-1].is_recurrent:
+        return "a plan has states if, and only if, the model has recurrent layers"
+    return None if rank.states is None else _state_problem(rank.states, n, sizes)
 
 
-def _score_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
-    scored = rank.num_scored
-    if scored is None:
-        return None
+@compiled("(int32[:], int32[:], int32[:], boolean[:], int64)")
+def _extremes(
+    rows: Int32Array, kv_starts: Int32Array, q_lens: Int32Array, relayed: BoolArray, num_decode: int
+) -> tuple[Any, ...]:
+    """Extremes over one or more rows.
+
+    Returns the least row, start and length; the greatest row; the greatest end; the sum of lengths;
+    the greatest length of a decode row; and whether a chunk's row is relayed.
+    """
+    assert len(rows) == len(kv_starts) == len(q_lens) == len(relayed)
+    least_row, least_start, least_len = rows[0], kv_starts[0], q_lens[0]
+    most_row = end = num_tokens = most_of_decode = 0
+    is_chunk_relayed = False
+    for i in range(len(rows)):
+        least_row, most_row = min(least_row, rows[i]), max(most_row, rows[i])
+        least_start, least_len = min(least_start, kv_starts[i]), min(least_len, q_lens[i])
+        end = max(end, kv_starts[i] + q_lens[i])
+        num_tokens += q_lens[i]
+        if i < num_decode:
+            most_of_decode = max(most_of_decode, q_lens[i])
+        elif relayed[i]:
+            is_chunk_relayed = True
+    least = least_row, least_start, least_len
+    return least, most_row, end, num_tokens, most_of_decode, is_chunk_relayed
+
+
+def _score_problem(rank: RankPlan, scored: Int32Array, sizes: EngineSizes) -> str | None:
     if scored.shape != rank.q_lens.shape or ((scored < 0) | (scored > rank.q_lens)).any():
         return f"num_scored {scored} does not match q_lens {rank.q_lens}"
     if scored[: rank.num_decode].any():
@@ -84,26 +132,10 @@ def _score_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     return None
 
 
-def _length_problem(rank: RankPlan, end: int, sizes: EngineSizes) -> str | None:
-    if end > sizes.max_context_len:
-        return f"a row reaches {end} tokens, at most {sizes.max_context_len} fit"
-    needed = -(-end // sizes.page_size)
-    if not needed <= rank.num_pages <= sizes.pages_per_row:
-        allowed = f"{needed} to {sizes.pages_per_row} pages are allowed"
-        return f"num_pages {rank.num_pages}: rows of {allowed}"
-    return None
-
-
-def _state_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
-    if (rank.states is None) != (sizes.state_group is None):
-        return "a plan has states if, and only if, the model has recurrent layers"
-    if rank.states is None:
-        return None
-    sources, halves, snapshots = rank.states
-    if sources.shape != rank.rows.shape or halves.shape != rank.rows.shape:
-        return (
-            f"{len(sources)} sources and {len(halves)} halves of states for {len(rank.rows)} rows"
-        )
+def _state_problem(states: StatePlan, num_rows: int, sizes: EngineSizes) -> str | None:
+    sources, halves, snapshots = states
+    if sources.shape != (num_rows,) or halves.shape != (num_rows,):
+        return f"{len(sources)} sources and {len(halves)} halves of states for {num_rows} rows"
     if sources.min() < NO_SLOT or sources.max() >= sizes.num_state_slots:
         return f"states are read from {sources}, there are {sizes.num_state_slots} slots"
     if ((halves < 0) | (halves > 1)).any():
@@ -120,14 +152,26 @@ def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
     cells, pages = changes
     if len(cells) != len(pages):
         return f"{len(pages)} pages for {len(cells)} cells of the page tables"
-    if len(cells) == 0:
+    pages_per_row = -(-sizes.max_context_len // sizes.page_size)
+    num_cells = sizes.dp_size * sizes.num_rows * len(sizes.groups) * pages_per_row
+    num_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])  # of each group
+    wrong = _first_wrong(cells, pages, num_cells, pages_per_row, num_pages)
+    if wrong < 0:
         return None
-    num_groups = len(sizes.groups)
-    num_cells = sizes.dp_size * sizes.num_rows * num_groups * sizes.pages_per_row
-    if cells.min() < 0 or cells.max() >= num_cells:
+    if not 0 <= cells[wrong] < num_cells:
         return f"page tables of {num_cells} cells are changed at {cells.min()} to {cells.max()}"
-    pool_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])
-    num_pages = pool_pages[cells // sizes.pages_per_row % num_groups]
-    if ((pages < 0) | (pages >= num_pages)).any():
-        return f"a row is to list pages outside 0 to {num_pages[0] - 1}"
-    return None
+    group = cells[wrong] // pages_per_row % len(num_pages)
+    return f"a row is to list pages outside 0 to {num_pages[group] - 1}"
+
+
+@compiled("(int64[:], int32[:], int64, int64, int64[:])")
+def _first_wrong(
+    cells: IntpArray, pages: Int32Array, num_cells: int, pages_per_row: int, num_pages: IntpArray
+) -> int:
+    """The first change of a cell, or to a page, that there is not; -1 if all are there."""
+    assert len(cells) == len(pages)
+    for i in range(len(cells)):
+        group = cells[i] // pages_per_row % len(num_pages)
+        if not (0 <= cells[i] < num_cells and 0 <= pages[i] < num_pages[group]):
+            return i
+    return -1

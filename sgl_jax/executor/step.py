@@ -18,7 +18,7 @@ from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT
-from sgl_jax.executor.layout import RankControls, StepOutput
+from sgl_jax.executor.layout import RankControls, StepOutput, pack_logprobs
 from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.ngram_drafts import propose_drafts
@@ -150,7 +150,9 @@ def draw_step(
     )
     is_new = jnp.arange(1 + max_drafts) < counts[:, None]
     by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
-    output = StepOutput(jnp.where(is_new, new_tokens, -1), by_row, prompt_logprobs)
+    output = StepOutput(
+        jnp.where(is_new, new_tokens, -1), pack_logprobs(by_row), pack_logprobs(prompt_logprobs)
+    )
     states = state.states
     if states is not None:
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)

@@ -57,10 +57,6 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
 
-    def check(self, grammar: Grammar) -> None:
-        """Wait until it is compiled; raises as the future of `start`."""
-        self.start(grammar).result()
-
     def follow(self, grammar: Grammar) -> RowGrammar:
         """A follower of one output. Waits until the grammar is compiled."""
         matcher: LLMatcher = self.start(grammar).result().deep_copy()

@@ -74,7 +74,7 @@ class RequestMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
         )
-        self._itl = self._histogram(
+        self.time_per_next_token = self._histogram(
             "inter_token_latency_seconds", "time per token after the first", _ITL_BUCKETS_S
         )
         self.e2e = self._histogram(
@@ -90,10 +90,6 @@ class RequestMetrics:
     def count_generated(self, num_tokens: int) -> None:
         self._num_generated += num_tokens
         self._generated_tokens.inc(num_tokens)
-
-    def observe_next_tokens(self, seconds: float, count: int, num_streams: int = 1) -> None:
-        """`count` tokens of each stream came together, `seconds` after the one before."""
-        self._itl.observe(seconds / count, count * num_streams)
 
     def generation_rate(self) -> float:
         """Generated tokens per second since the last call at least a second ago."""

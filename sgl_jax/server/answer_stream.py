@@ -6,7 +6,7 @@ or one of them fails, the others are aborted.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 64 * 1024  # sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+_BODY = {"type": "http.response.body"}  # without a body, the end
 
 
 class AnswerFormat(ABC):
@@ -196,34 +197,22 @@ class EventStream(Response):
                     if not started:
                         await patient_send(_START)
                         started = True
-                    for piece in self._pieces(batch):
-                        await patient_send(_body(piece, more=True))
+                    events = b""
+                    for number, (index, chunk) in enumerate(batch, 1):
+                        events += self._format.event(index, chunk, group.streams[index])
+                        if number == len(batch) and not group.num_open:
+                            events += self._format.closing(group.streams)
+                        if number == len(batch) or len(events) >= _PIECE_BYTES:
+                            for at in range(0, len(events), _PIECE_BYTES):
+                                piece = events[at : at + _PIECE_BYTES]
+                                await patient_send({**_BODY, "body": piece, "more_body": True})
+                            events = b""
             except Exception as error:
                 if not started:
                     raise
                 failure = to_api_error(error)
-                await patient_send(_body(self._format.failure(failure), more=False))
+                await patient_send({**_BODY, "body": self._format.failure(failure)})
                 if failure.status_code == 500:
                     raise
             else:
-                await patient_send(_body(b"", more=False))
-
-    def _pieces(self, batch: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
-        """The events of a batch and of the end of the stream, to be sent one after another."""
-        group, events = self._group, b""
-        for index, chunk in batch:
-            events += self._format.event(index, chunk, group.streams[index])
-            if len(events) >= _PIECE_BYTES:
-                yield from _cut(events)
-                events = b""
-        if not group.num_open:
-            events += self._format.closing(group.streams)
-        yield from _cut(events)
-
-
-def _cut(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
-
-
-def _body(data: bytes, *, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": more}
+                await patient_send(_BODY)

@@ -37,7 +37,6 @@ from sgl_jax.text.output_events import (
     Content,
     Event,
     Reasoning,
-    joined,
 )
 
 _PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
@@ -169,10 +168,7 @@ class ChatAnswer:
 
         Each part is complete before the next begins. Read one before the next is made.
         """
-        events = self._reader.feed(chunk.text)
-        if chunk.finish is not None:
-            events = joined([*events, *self._reader.finish()])
-        for event in events:
+        for event in self._reader.feed(chunk.text, is_last=chunk.finish is not None):
             kind = _KINDS[type(event)]
             if kind == "call":
                 self._num_calls += isinstance(event, CallBegun)

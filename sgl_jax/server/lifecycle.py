@@ -260,7 +260,7 @@ class _Server:
 
 
 def _notify_systemd(state: str) -> None:
-    """Report to the service manager, if one wants it (`Type=notify`, sd_notify(3))."""
+    """Report to the service manager, if it waits for that (`Type=notify`, sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

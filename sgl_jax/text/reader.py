@@ -5,7 +5,8 @@ So it is written as if all of the text were there, and its events do not depend 
 cut. Text that does not fit the format is content: nothing is lost.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from sgl_jax.text.output_events import Event, joined
@@ -43,7 +44,8 @@ class Unread:
             else:
                 num_shown = len(self.held[: begin_of_mark(self.held, marks)].rstrip())
             if num_shown:
-                yield kind(self.take(num_shown))
+                shown, self.held = self.held[:num_shown], self.held[num_shown:]
+                yield kind(shown)
             if places:
                 return self.take(at - num_shown + len(mark))
             if self.has_ended:
@@ -103,22 +105,14 @@ Format = Callable[[Unread], Reading[None]]
 
 
 class AnswerReader:
-    """Turns one answer into events: `feed` its text as it arrives, then `finish`."""
+    """Turns one answer into events as its text arrives."""
 
     def __init__(self, read: Format) -> None:
         self._unread = Unread()
-        self._reading = read(self._unread)
+        self._next_event = partial(next, read(self._unread), None)
 
-    def feed(self, piece: str) -> list[Event]:
-        """The events that became certain with `piece`."""
+    def feed(self, piece: str, *, is_last: bool = False) -> list[Event]:
+        """The events that became certain with `piece`: all, if no text follows (`is_last`)."""
         self._unread.held += piece
-        return joined(self._ready()) if piece else []
-
-    def finish(self) -> list[Event]:
-        """The last events, once no text follows."""
-        self._unread.has_ended = True
-        return joined(self._ready())
-
-    def _ready(self) -> Iterator[Event]:
-        while (event := next(self._reading, None)) is not None:
-            yield event
+        self._unread.has_ended = is_last
+        return joined(iter(self._next_event, None))

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
+    CompileGrammar,
     ContinueGeneration,
     EngineInfo,
     EngineMessage,
@@ -47,6 +49,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
 from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.grammar.compiler import GrammarCompiler
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
@@ -84,6 +87,7 @@ class ScriptedEngine:
     step_s: float = 0.0
     max_request_tokens: int = 256
     vocab_size: int = 512
+    tokenizer_folder: str = "no tokenizer"  # by which grammars are compiled
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -154,6 +158,8 @@ class ScriptedEngine:
                 return OutputBatch(
                     outputs=[RequestOutput(r.request.rid, [], 0, 0, finish) for r in ended]
                 )
+            case CompileGrammar():
+                return self.compile_grammar(message)
             case StopRequest():
                 self.running.pop(message.rid, None)
                 return None
@@ -185,6 +191,17 @@ class ScriptedEngine:
             case StopProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": "somewhere"})
         return None
+
+    def compile_grammar(self, message: CompileGrammar) -> Reply:
+        grammars = GrammarCompiler(self.tokenizer_folder, self.vocab_size, (EOS,))
+        try:
+            grammars.start(message.grammar).result()
+        except InvalidRequestError as error:
+            data = {"param": error.param}
+            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
+        finally:
+            grammars.close()
+        return Reply(rid=message.rid, ok=True)
 
     def ask_session(self, message: SessionMessage) -> Reply:
         """Ids are known or not; every session has a turn and `HISTORY` tokens."""
@@ -359,7 +376,11 @@ def build(args: ServerArgs) -> ScriptedEngine:
         time.sleep(SLOW_START_S)
         return ScriptedEngine()
     tokens = args.context_length or ScriptedEngine.max_request_tokens
-    return ScriptedEngine(step_s=args.random_seed / 1000, max_request_tokens=tokens)
+    return ScriptedEngine(
+        step_s=args.random_seed / 1000,
+        max_request_tokens=tokens,
+        tokenizer_folder=args.tokenizer_folder,
+    )
 
 
 class DirectClient:

@@ -1,5 +1,7 @@
 """What clients may ask for, and what reaches them."""
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -88,6 +90,21 @@ def test_outputs_that_wait_together_come_as_one_chunk(rig: Rig) -> None:
     rig.step(7)
     assert len(take(stream).token_ids) == 7
     assert stream.take() is None
+
+
+def test_tokens_that_came_together_share_their_time(rig: Rig) -> None:
+    stream = rig.start("hello", max_new_tokens=50)
+    rig.step()
+    first_at = stream.last_token_at
+    assert first_at is not None
+    rid = stream.request.rid
+    rig.front.handle(OutputBatch(outputs=[RequestOutput(rid, [5, 6, 7], 0, 0)]))
+    assert stream.last_token_at is not None
+    seconds = stream.last_token_at - first_at
+    text = rig.front.metrics.exposition().decode()
+    figures = dict(re.split(r"(?:{.*})? ", line) for line in text.splitlines() if line[0] != "#")
+    assert float(figures["sglang:inter_token_latency_seconds_count"]) == 3
+    assert abs(float(figures["sglang:inter_token_latency_seconds_sum"]) - seconds) < 1e-9
 
 
 def test_a_request_that_does_not_stream_wakes_its_consumer_once(rig: Rig) -> None:

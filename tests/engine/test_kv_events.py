@@ -1,5 +1,6 @@
 """An independent subscriber rebuilds the caches' blocks from the published events."""
 
+import json
 import random
 import socket
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 import zmq
 
 from sgl_jax.engine.kv_events import KVEventPublisher, KVEventsConfig
+from sgl_jax.engine.offline import Engine
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.scheduler.record.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 TIMEOUT_MS = 10_000
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 class Subscriber:
@@ -255,3 +258,27 @@ def test_events_wait_while_the_thread_is_behind(tmp_path: Path) -> None:
     publisher.publish()
     assert log.take()
     publisher.close()
+
+
+def test_an_engine_publishes_its_blocks_and_the_time_of_starts(tmp_path: Path) -> None:
+    config = {"endpoint": f"ipc://{tmp_path}/events", "topic": "blocks"}
+    config["replay_endpoint"] = f"ipc://{tmp_path}/replay"
+    settings = {"device": "cpu", "warmup": "none", "max_total_tokens": 1024, "page_size": 16}
+    with Engine(str(DEMO), kv_events_config=json.dumps(config), **settings) as engine:
+        subscriber = Subscriber(tmp_path, 0)
+        prompt = list(range(40, 90))
+        engine.generate([prompt], {"max_new_tokens": 4, "temperature": 0.0})
+        subscriber.read(1)
+        blocks = {tokens: parent for parent, tokens in subscriber.blocks.values()}
+        assert blocks[tuple(prompt[:16])] is None
+        assert blocks[tuple(prompt[16:32])] in subscriber.blocks
+        engine.generate([prompt], {"max_new_tokens": 1})
+        engine.flush_cache()
+        while subscriber.blocks:
+            subscriber.read(subscriber.next_number + 1)
+        lines = engine._frontend.metrics.exposition().decode().splitlines()
+        (count,) = [each for each in lines if each.startswith("sglang:queue_time_seconds_count")]
+        assert count.split()[-1] == "2.0"
+        (total,) = [each for each in lines if each.startswith("sglang:queue_time_seconds_sum")]
+        assert 0 < float(total.split()[-1]) < 60
+        subscriber.close()

@@ -2,14 +2,18 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import Grammar
 from sgl_jax.engine.offline import Engine
+from sgl_jax.grammar.compiler import GrammarCompiler
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 SCHEMA = json.dumps(
@@ -106,6 +110,30 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
     assert held.logprobs[0].top_ids == free.logprobs[0].top_ids
     assert held.logprobs[0].token_id != free.logprobs[0].token_id
     assert held.logprobs[0].logprob < free.logprobs[0].logprob
+
+
+def test_a_grammar_is_compiled_once_and_nothing_waits_for_it_but_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_now, may_compile = GrammarCompiler._compile, threading.Event()
+    compiled: list[Grammar] = []
+
+    def compile_later(compiler: GrammarCompiler, grammar: Grammar) -> Any:
+        assert may_compile.wait(60)
+        compiled.append(grammar)
+        return compile_now(compiler, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_later)
+    sampling = {"regex": "(one|two)!", "max_new_tokens": 9}
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(engine.generate, PROMPTS[1], sampling)
+        free = engine.generate(PROMPTS[2], {"max_new_tokens": 40, **SAMPLING[2]})
+        assert len(free.output_ids) == 40
+        assert not held.done()
+        may_compile.set()
+        assert held.result(60).text in ("one!", "two!")
+    assert engine.generate(PROMPTS[0], sampling).text in ("one!", "two!")
+    assert compiled == [Grammar("regex", "(one|two)!")]
 
 
 def test_what_contradicts_a_grammar_is_refused(engine: Engine) -> None:

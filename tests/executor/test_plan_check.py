@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RowAdmission, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 
+compile_loops()
 SIZES = EngineSizes(
     dp_size=1,
     page_size=4,
@@ -93,7 +95,8 @@ BROKEN_PAGES = {
 
 @pytest.mark.parametrize(("message", "changes"), BROKEN_PAGES.items(), ids=BROKEN_PAGES)
 def test_page_changes_beyond_the_sizes_are_refused(message, changes):
-    broken = replace(plan(), page_changes=PageChanges(*changes))
+    cells, pages = changes
+    broken = replace(plan(), page_changes=PageChanges(cells.astype(np.intp), pages))
     with pytest.raises(ValueError, match=f"step 7: .*{message}"):
         check_plan(broken, SIZES)
 

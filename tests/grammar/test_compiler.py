@@ -249,7 +249,7 @@ def test_what_is_no_grammar_is_refused_with_its_place(
 ) -> None:
     for _ in range(2):  # the second is answered from what is kept
         with pytest.raises(InvalidRequestError, match=re.escape(words)) as refusal:
-            compiler.check(Grammar(kind, text))
+            compiler.start(Grammar(kind, text)).result()
         assert refusal.value.param == kind
 
 
@@ -271,7 +271,7 @@ def test_a_grammar_that_costs_too_much_is_given_up_and_says_why(
 def test_a_model_without_text_or_without_an_end_takes_no_grammar(folder: Path) -> None:
     for path, eos, words in ((folder / "no", (1,), "tokenizer.json"), (folder, (), "end-of-seq")):
         with pytest.raises(InvalidRequestError, match=words):
-            GrammarCompiler(str(path), VOCAB_SIZE, eos).check(Grammar("regex", "a"))
+            GrammarCompiler(str(path), VOCAB_SIZE, eos).start(Grammar("regex", "a")).result()
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,6 @@ def samples(metrics: RequestMetrics) -> dict[str, float]:
     return {s.name: s.value for family in families for s in family.samples if "le" not in s.labels}
 
 
-def test_tokens_that_came_together_share_their_time() -> None:
-    metrics = RequestMetrics("model")
-    metrics.observe_next_tokens(0.3, 3)
-    told = samples(metrics)
-    assert told["sglang:inter_token_latency_seconds_count"] == 3
-    assert abs(told["sglang:inter_token_latency_seconds_sum"] - 0.3) < 1e-9
-
-
 def test_a_histogram_tells_what_the_librarys_tells() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     bounds_s = (0.01, 0.5, 1, 20)

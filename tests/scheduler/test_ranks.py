@@ -147,7 +147,7 @@ def test_a_rank_reads_as_many_pages_as_its_longest_row_lists(prompt_lens: list[i
         zip(driver.scheduler.ranks, plan.ranks, prompt_lens, strict=True)
     ):
         assert rank_plan.num_pages == -(-length // PAGE_SIZE)
-        table = tables.of(k, rank_plan.rows, rank_plan.num_pages)
+        table = tables.pages[k, rank_plan.rows, :, : rank_plan.num_pages]
         for lease, listed in zip(rank.memory.leases.values(), table[:, 0].tolist(), strict=True):
             assert listed == lease.pages(PAGE_SIZE, 0, length)[0].tolist()
 

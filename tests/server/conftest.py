@@ -86,7 +86,11 @@ async def serving(
     `limits` take the place of the defaults, `engine` that of a scripted one; `settings` are those
     of `ServerArgs`.
     """
-    engine = engine or ScriptedEngine(step_s=step_s, max_request_tokens=max_request_tokens)
+    engine = engine or ScriptedEngine(
+        step_s=step_s,
+        max_request_tokens=max_request_tokens,
+        tokenizer_folder=str(model_folder),
+    )
     client = ZmqEngineClient()
     channel = ZmqChannel(client.folder)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)

@@ -37,7 +37,7 @@ SHREDS = [
 def read(parser: AnswerParser, pieces: list[str], tail: str = "") -> list[Event]:
     reader = parser.reader(TOOLS, tail, has_reasoning=True)
     events = [event for piece in pieces for event in reader.feed(piece)]
-    return joined([*events, *reader.finish()])
+    return joined([*events, *reader.feed("", is_last=True)])
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -177,7 +177,7 @@ def test_untyped_values_are_json_where_they_can_be() -> None:
 def test_without_tools_calls_are_content_and_without_reasoning_thoughts_are() -> None:
     answer = ANSWERS["hermes, arguments first"]
     reader = AnswerParser("hermes", "qwen3").reader(None, "", has_reasoning=False)
-    assert joined([*reader.feed(answer.text), *reader.finish()]) == [Content(answer.text)]
+    assert reader.feed(answer.text, is_last=True) == [Content(answer.text)]
 
 
 def test_formats_are_chosen_by_the_template_only_where_it_says_them() -> None:

@@ -104,7 +104,7 @@ def written_by(folder: Path, tool_format: str) -> tuple[CallGrammar, Mapping[str
 def calls_in(tool_format: str, text: str, tools: dict[str, Any] = TOOLS) -> list[tuple[str, Any]]:
     reader = AnswerParser(tool_format).reader(tools, "", has_reasoning=False)
     calls: list[list[str]] = []
-    for event in [*reader.feed(text), *reader.finish()]:
+    for event in reader.feed(text, is_last=True):
         name = type(event).__name__
         if name == "CallBegun":
             calls.append([event.name, ""])
@@ -384,7 +384,7 @@ def test_what_cannot_be_held_counts_for_nothing_where_that_is_allowed(
 
     def compiled(text: str) -> object:
         ends = (Tokenizer.load(str(folder)).eos_token_id or 0,)
-        return GrammarCompiler(str(folder), 600, ends).check(Grammar("ebnf", text))
+        return GrammarCompiler(str(folder), 600, ends).start(Grammar("ebnf", text)).result()
 
     with pytest.raises((ValueError, InvalidRequestError)):
         compiled(call())

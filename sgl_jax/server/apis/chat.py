@@ -117,19 +117,20 @@ class ChatFormat(OpenAIFormat):
             self._answers[index] = ChatAnswer(self._refs, self._body, stream)
         answer = self._answers[index]
         deltas = [
-            _delta(part, gain, answer.num_calls - 1)
+            _delta(part, gain, answer)
             for part, gain in answer.feed(chunk)
             if gain or (gain is not None and part.kind == "call")
         ]
-        ending = self._ending(chunk, answer)
-        is_ending = any(part is not None for part in ending)
+        is_ending = self._body.logprobs or chunk.finish is not None
         if not deltas and (is_first or is_ending or self._always_counts):
             # Without calls, clients look for content.
             deltas = [AssistantMessage() if answer.num_calls else AssistantMessage("")]
         if is_first:
             deltas[0].role = "assistant"
-        pieces = [ChatChoice(index, None, None, None, delta=delta) for delta in deltas[:-1]]
-        return [*pieces, *(ChatChoice(index, *ending, delta=delta) for delta in deltas[-1:])]
+        pieces = [ChatChoice(index, None, None, None, delta=delta) for delta in deltas]
+        if is_ending:
+            pieces[-1] = ChatChoice(index, *self._ending(chunk, answer), delta=deltas[-1])
+        return pieces
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> ChatChoice:
         body, request = self._body, stream.request
@@ -159,13 +160,14 @@ class ChatFormat(OpenAIFormat):
         return logprobs, answer.finish_reason(finish), None if finish is None else finish.matched
 
 
-def _delta(part: AnswerPart, gain: str, index: int) -> AssistantMessage:
-    """`index` counts the calls; one that begins gains nothing yet."""
+def _delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
+    """The gain of a part; a call that begins gains nothing yet."""
     match part.kind:
         case "content":
             return AssistantMessage(gain)
         case "reasoning":
             return AssistantMessage(reasoning_content=gain)
+    index = answer.num_calls - 1
     call = ToolCallAnswer(CalledFunctionAnswer(gain), index=index)
     if not gain:
         call = ToolCallAnswer(CalledFunctionAnswer("", part.name), part.call_id, "function", index)

@@ -236,7 +236,7 @@ class NativeFormat(AnswerFormat):
                 tail["prompt_token_ids"] = stream.request.input_ids
             self._answers[index] = NativeAnswer(stream, self._tokenizer, tail)
         answer = self._answers[index]
-        written = b"".join((b"data: ", *answer.write(chunk), b"\n\n"))
+        written = b"data: %b\n\n" % answer.write(chunk)
         if self._is_incremental:
             answer.forget_sent()
         return written
@@ -270,20 +270,22 @@ class NativeAnswer:
         names = native_logprobs(stream.request, None, (), ())
         self._logprobs = {name: bytearray() for name in names}
 
-    def write(self, chunk: Chunk) -> Iterator[bytes | bytearray]:
-        """The answer up to `chunk`, in pieces to be joined."""
+    def write(self, chunk: Chunk) -> bytes:
+        """The answer up to `chunk`."""
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
-        yield from (b'{"text":"', self._text, b'","output_ids":[', self._ids, b'],"meta_info":')
-        yield _encode(describe(self._stream, chunk))[:-1]
+        facts = _encode(describe(self._stream, chunk))[:-1]
+        parts: list[bytes | bytearray]
+        parts = [b'{"text":"', self._text, b'","output_ids":[', self._ids, b'],"meta_info":', facts]
         if self._logprobs:
             gained = native_logprobs(
                 self._stream.request, self._tokenizer, chunk.logprobs, chunk.prompt_logprobs
             )
             for name, written in self._logprobs.items():
                 _append(written, gained[name])
-                yield from (b',"', name.encode(), b'":[', written, b"]")
-        yield from (b"}", self._tail)
+                parts += (b',"', name.encode(), b'":[', written, b"]")
+        parts += (b"}", self._tail)
+        return b"".join(parts)
 
     def forget_sent(self) -> None:
         self._text.clear()
