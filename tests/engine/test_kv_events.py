@@ -78,9 +78,9 @@ class Subscriber:
         parent: int | None,
         tokens: list[int],
         block_size: int,
-        lora_id: None,
-        medium: str,
+        *others: object,
     ) -> None:
+        assert others == (None, "GPU")
         assert len(tokens) == len(hashes) * block_size
         assert parent is None or parent in self.blocks
         for i, block in enumerate(hashes):
