@@ -18,9 +18,10 @@ ADAPTIVE, LRU, LFU = range(3)
 NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
 MAX_USES = 63  # distinguished by LFU
 HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
-# A new favourite leads by this part of the cache, and by more after a few changes: equal shadows
-# may hold different pages, and each change costs the hits of a cache that must fill again.
-_EARLY_LEAD, _LATE_LEAD, _NUM_EARLY_CHANGES = 0.2, 0.67, 2
+# A new favourite leads by this part of the cache, and by more after each change, up to the last
+# part: equal shadows may hold different pages, and each change costs the hits of a cache that must
+# fill again.
+_FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
 NONE = -1
 
 _PAGE_FIELDS = [
@@ -212,8 +213,7 @@ def _choose(state: Record) -> None:
         if state.hits[shadow] > state.hits[best]:
             best = shadow
     lead = state.hits[best] - state.hits[state.favourite]
-    is_early = state.num_changes < _NUM_EARLY_CHANGES
-    if lead > state.size * (_EARLY_LEAD if is_early else _LATE_LEAD):
+    if lead > state.size * min(_MOST_LEAD, _FIRST_LEAD * _GROWTH**state.num_changes):
         state.favourite = best
         state.num_changes += 1
     if state.num_seen >= HALVED_AFTER * state.size:
