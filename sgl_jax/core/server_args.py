@@ -313,6 +313,10 @@ class ServerArgs(SchedulerArgs):
         False, "events of a streamed /generate have only the new output, instead of all so far"
     )
     log_level: str = setting("info", "how much to log", ("debug", "info", "warning", "error"))
+    open_json_objects: bool = setting(
+        False,
+        "objects of JSON schemas may have properties that these do not name, as by the standard",
+    )
     kv_events_config: str | None = setting(
         None,
         "JSON: publish the cached blocks for routers, in the format of vLLM and SGLang "

@@ -94,7 +94,10 @@ class EngineCore:
             "is_paused": False,
         }
         self._grammars = GrammarCompiler(
-            args.tokenizer_folder, sizes.vocab_size, sizes.eos_token_ids
+            args.tokenizer_folder,
+            sizes.vocab_size,
+            sizes.eos_token_ids,
+            opens_objects=args.open_json_objects,
         )
         if self._recording is None:
             self.scheduler = Scheduler(sizes, args)

@@ -7,7 +7,7 @@ of any speed or on none.
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, GrammarKind, styled
+from sgl_jax.core.grammar import Grammar, GrammarKind, opened, styled
 from sgl_jax.grammar.row_grammar import RowGrammar
 
+# Makes llguidance's form of a schema.
+Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
 _MAX_KEPT = 256  # compiled grammars
 # Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
 # more than some 0.05 s is given up, and the request ends; a token of a schema takes microseconds.
@@ -34,12 +36,21 @@ class GrammarCompiler:
         tokenizer_path: folder with a `tokenizer.json`, read when the first grammar comes.
         vocab_size: of the model, no less than the tokenizer's.
         eos_token_ids: which end an output.
+        opens_objects: an object of a schema may have properties that it does not name.
     """
 
-    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_path: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        opens_objects: bool = False,
+    ) -> None:
         self._file = Path(tokenizer_path) / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._opens_objects = opens_objects
         self._lock = Lock()
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -77,7 +88,7 @@ class GrammarCompiler:
                 f"{grammar.kind}: this model has no {lacking}, which grammars need", grammar.kind
             )
         try:
-            text = _READERS[grammar.kind](grammar.text)
+            text = _READERS[grammar.kind](grammar.text, self._prepared)
         except Exception as error:  # the type depends on the reader
             raise _refusal(grammar.kind, str(error)) from error
         if grammar.reasoning is not None:
@@ -86,6 +97,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())
         return matcher
+
+    def _prepared(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return styled(opened(schema) if self._opens_objects else schema)
 
     def _literal(self, mark: str) -> str:
         """A text in Lark's form; a special token is written by its id."""
@@ -123,7 +137,7 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{kind}: {lines}", kind)
 
 
-def _structural_tag(text: str) -> str:
+def _structural_tag(text: str, prepared: Prepare) -> str:
     value = json.loads(text)
     if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
         raise ValueError("must be an object with lists `structures` and `triggers`")
@@ -140,7 +154,7 @@ def _structural_tag(text: str) -> str:
             StructTag(
                 trigger=trigger,
                 begin=each["begin"],
-                grammar=styled(each["schema"]),
+                grammar=prepared(each["schema"]),
                 end=each["end"],
             )
         )
@@ -148,22 +162,27 @@ def _structural_tag(text: str) -> str:
     return lark
 
 
-def _json_schema(text: str) -> str:
+def _json_schema(text: str, prepared: Prepare) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(styled(schema))
+    grammar: str = LLMatcher.grammar_from_json_schema(prepared(schema))
     return grammar
 
 
-def _lark(text: str) -> str:
+def _regex(text: str, prepared: Prepare) -> str:
+    grammar: str = LLMatcher.grammar_from_regex(text)
+    return grammar
+
+
+def _lark(text: str, prepared: Prepare) -> str:
     grammar: str = LLMatcher.grammar_from_lark(any_to_lark(text))
     return grammar
 
 
-_READERS: dict[GrammarKind, Callable[[str], str]] = {
+_READERS: dict[GrammarKind, Callable[[str, Prepare], str]] = {
     "json_schema": _json_schema,
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _regex,
     "ebnf": _lark,
     "structural_tag": _structural_tag,
 }

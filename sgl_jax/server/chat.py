@@ -23,6 +23,7 @@ import msgspec
 from fastapi import Request, Response
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import opened
 from sgl_jax.core.messages import FinishReason, SessionTurn
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
@@ -106,6 +107,8 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
     Raises `InvalidRequestError` for tools whose calls cannot be held to them.
     """
     schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
+    if refs.args.open_json_objects:
+        schemas = {name: opened(schema) if schema else {} for name, schema in schemas.items()}
     assert grammar is not None, "tools are refused where the format of calls is unknown"
     try:
         marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)

@@ -24,8 +24,9 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+TAG = {"begin": "<call>", "schema": SCHEMA, "end": "</call>"}
 TAGS = {
-    "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
+    "structures": [TAG],
     "triggers": ["<call>"],
 }
 
@@ -116,6 +117,19 @@ def test_a_key_is_invented_only_where_the_schema_allows_it(
 ) -> None:
     assert keeps_to(compiler, tokenizer, schema, '{"name": "Ada"}')
     assert keeps_to(compiler, tokenizer, schema, '{"name": "Ada", "Madrid": 1}') is is_open
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_a_server_may_open_all_objects(folder: Path, tokenizer: Tokenizer, kind) -> None:
+    text = PERSON if kind == "json_schema" else TAGS | {"structures": [TAG | {"schema": PERSON}]}
+    begin, end = ("", "") if kind == "json_schema" else ("<call>", "</call>")
+    written = tokenizer.encode(f'{begin}{{"name": "Ada", "Madrid": 1}}{end}')
+    for opens_objects in (False, True):
+        ids = (tokenizer.eos_token_id,)
+        compiler = GrammarCompiler(str(folder), VOCAB_SIZE, ids, opens_objects=opens_objects)
+        row = compiler.follow(Grammar(kind, json.dumps(text)))
+        steps = [token in allowed(row, written[:i]) for i, token in enumerate(written)]
+        assert all(steps) is opens_objects
 
 
 @pytest.mark.parametrize(

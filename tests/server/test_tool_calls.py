@@ -62,7 +62,7 @@ def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def served(
-    folder: Path, tool: str = "hermes", reasoning: str = "none"
+    folder: Path, tool: str = "hermes", reasoning: str = "none", **settings: Any
 ) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
     async with serving(
         folder,
@@ -70,6 +70,7 @@ async def served(
         max_request_tokens=ROOM,
         tool_call_parser=tool,
         reasoning_parser=reasoning,
+        **settings,
     ) as rig:
         client = openai.AsyncOpenAI(
             base_url="http://test/v1", api_key="-", http_client=rig.http, max_retries=0
@@ -296,6 +297,19 @@ async def test_calls_can_be_forced_and_strict(tools_folder: Path, tool_format: s
         assert len(requests) == 2
         for request in requests:
             assert "get_weather" in (request.sampling.ebnf or "")
+
+
+@pytest.mark.parametrize("open_json_objects", [False, True])
+async def test_arguments_are_closed_unless_the_server_opens_them(
+    tools_folder: Path, open_json_objects: bool
+) -> None:
+    async with served(tools_folder, open_json_objects=open_json_objects) as (rig, client):
+        await whole(client, **says("x"), tools=DECLARED, tool_choice="required")
+        (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+        weather = next(
+            each for each in (request.sampling.ebnf or "").splitlines() if "city" in each
+        )
+        assert ("additionalProperties" in weather) is not open_json_objects
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
