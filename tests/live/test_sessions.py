@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.live.live_server import WARM, LiveServer, live_server
 from tests.waiting import until
@@ -245,14 +246,29 @@ def test_a_chat_is_answered_as_without_its_session_and_computes_only_what_is_new
 def test_the_metrics_show_who_holds_what(client: Client) -> None:
     session_id = client.open(streaming=True)
     client.turn(session_id, [301] * 40)
+    client.turn(session_id, [302])
     info = client.server.until_at_rest()
     assert info["num_sessions"] == 1
     text = httpx.get(client.server.url + "/metrics", timeout=TIMEOUT_S).text
-    assert "sglang:num_sessions 1.0" in text
-    assert 'sglang:session_rows{dp_rank="0"} 1.0' in text
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples]
+
+    def value(name: str, **labels: str) -> float:
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == f"sglang:{name}" and labels.items() <= sample.labels.items()
+        )
+
+    assert value("num_streaming_sessions") == 1
+    assert value("rows", dp_rank="0", state="session") == 1
     held = info["ranks"][0]["session_held_pages"]
-    assert f'sglang:kv_pages{{dp_rank="0",state="session_held"}} {float(held)}' in text
-    assert "sglang:engine_sessions_evicted_total" in text
+    assert value("kv_pages", dp_rank="0", state="session_held") == held
+    assert value("streaming_session_held_tokens") >= 40
+    assert value("kv_pages") == 2 * value("kv_pages", state="total")
+    # The history of a turn counts as prompt, too.
+    assert 0 < value("cached_tokens_total") <= value("prompt_tokens_total")
+    assert any(sample.name == "sglang:evicted_sessions_total" for sample in samples)
 
 
 def test_nothing_was_compiled_meanwhile(server: LiveServer) -> None:
