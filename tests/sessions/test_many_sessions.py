@@ -24,6 +24,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
 from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -38,8 +39,10 @@ NOT_COUNTED = ("eviction_queue.py", "transition_log.py", "ghost_pages.py")
 
 @pytest.fixture(autouse=True)
 def _every_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths of outputs are otherwise counted anew in every eighth step."""
+    """Lengths of outputs are otherwise counted anew in every eighth step, and shadows read paths
+    once these have enough pages."""
     monkeypatch.setattr("sgl_jax.scheduler.scheduler.OUTPUT_LENGTHS_INTERVAL", 1)
+    monkeypatch.setattr(ShadowCaches, "is_due", True)
 
 
 class SessionId(str):
