@@ -2294,6 +2294,12 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "pressure: hold a rank on for a request that has started elsewhere",
+        "sgl_jax/scheduler/admission/admission.py",
+        "                each.release_hold()\n",
+        "",
+    ),
+    Mutation(
         "pressure: try no preemption again after a start that made the reserve smaller",
         "sgl_jax/scheduler/admission/step_room.py",
         "if was_ample or not (self.is_open or may_preempt):",

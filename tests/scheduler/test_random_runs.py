@@ -23,6 +23,11 @@ def test_a_run_whose_start_lets_another_request_preempt() -> None:
     main(12, 12)
 
 
+def test_a_run_whose_due_request_starts_on_another_rank_than_the_one_held_for_it() -> None:
+    """The rank stayed held in that step, against a request that fitted there."""
+    main(981, 981)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("half", [0, 1])

@@ -98,7 +98,10 @@ class Admission:
         for each in rooms:
             _renew(offer, each)
         while self._start_some(rooms, offer, step):
-            pass
+            # The request for which a rank is held may start on another rank now.
+            for each in rooms:
+                each.release_hold()
+                _renew(offer, each)
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
         """Start requests in the queue's order, up to the first after which more may start: it

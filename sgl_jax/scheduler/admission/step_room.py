@@ -173,6 +173,10 @@ class RankRoom:
         """Start no more requests of this priority or a lower one here in this step."""
         self._held_above = max(self._held_above, priority)
 
+    def release_hold(self) -> None:
+        """Start requests of every priority again."""
+        self._held_above = NO_FLOOR
+
     @property
     def preemptible(self) -> Preemptible:
         """The running requests here that others may preempt."""
