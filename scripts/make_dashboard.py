@@ -175,9 +175,9 @@ def dashboard() -> dict[str, Any]:
 
 
 def _graph(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
-    custom = {"drawStyle": "line", "fillOpacity": 20 if panel.is_stacked else 0}
+    custom: dict[str, Any] = {"drawStyle": "line", "fillOpacity": 20 if panel.is_stacked else 0}
     if panel.is_stacked:
-        custom["stacking"] = {"mode": "normal", "group": "A"}  # type: ignore[assignment]
+        custom["stacking"] = {"mode": "normal", "group": "A"}
     return {
         "id": number,
         "type": "timeseries",

@@ -35,7 +35,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
-from sgl_jax.engine.kv_events import open_kv_events
+from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
@@ -82,7 +82,8 @@ class EngineCore:
 
     def __init__(self, args: ServerArgs) -> None:
         self.args = args
-        # Opened first, so that a failure is reported before the model is loaded.
+        # First, so that a failure is reported before the model is loaded.
+        kv_events = KVEventsConfig.read(args.kv_events_config)
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
         self.executor = ModelExecutor(args)
         self.executor.warm_up()
@@ -103,9 +104,8 @@ class EngineCore:
             self.scheduler = Scheduler(sizes, args)
         else:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
-        self._kv_events = open_kv_events(
-            args.kv_events_config, [rank.memory for rank in self.scheduler.ranks]
-        )
+        memories = [rank.memory for rank in self.scheduler.ranks]
+        self._kv_events = open_kv_events(kv_events, memories)
         self._starts: dict[str, float] = {}  # see `OutputBatch`
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1

@@ -52,8 +52,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topic: str = ""
 
     @classmethod
-    def read(cls, text: str) -> "KVEventsConfig":
-        """Raises ValueError for text that is no such JSON."""
+    def read(cls, text: str | None) -> "KVEventsConfig":
+        """None publishes nothing. Raises ValueError for text that is no such JSON."""
+        if text is None:
+            return cls(publisher="null")
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
@@ -225,18 +227,17 @@ class KVEventPublisher:
         return BlockStored(hashes, event.parent, tokens, self._block_size, None, _DEVICE)
 
 
-def open_kv_events(config: str | None, memories: Sequence[RankMemory]) -> KVEventPublisher | None:
-    """The publisher for `--kv-events-config`, None without one. Call it before the first lease.
+def open_kv_events(
+    config: KVEventsConfig, memories: Sequence[RankMemory]
+) -> KVEventPublisher | None:
+    """The publisher of `config`, if it has one. Call it before the first lease.
 
-    Raises ValueError as `KVEventsConfig.read` and `KVEventPublisher`.
+    Raises ValueError as `KVEventPublisher`.
     """
-    if config is None:
-        return None
-    settings = KVEventsConfig.read(config)
-    if settings.publisher == "null":
+    if config.publisher == "null":
         return None
     logs = [memory.log_blocks() for memory in memories]
-    return KVEventPublisher(settings, logs, memories[0].page_size)
+    return KVEventPublisher(config, logs, memories[0].page_size)
 
 
 def _of_rank(endpoint: str, dp_rank: int) -> str:

@@ -130,14 +130,9 @@ def _of_kind(kind: str) -> Callable[[State], float]:
     return lambda rank: _usage(pool for pool in rank["pools"] if _kind(pool) == kind)
 
 
-def _share(part: str, whole: str) -> Callable[[State], Rows]:
-    """The engine's share of one counter in another, 0 before any."""
-
-    def rows(state: State) -> Rows:
-        counters = state["counters"]
-        yield (counters.get(part, 0) / max(counters.get(whole, 0), 1),)
-
-    return rows
+def share(counters: Mapping[str, Any], part: str, whole: str) -> float:
+    """The share of one counter in another, 0 before any."""
+    return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
 
 
 def _accept_length(state: State) -> Rows:
@@ -254,13 +249,13 @@ FIGURES = (
     Figure(
         "cache_hit_rate",
         "share of prompt tokens found in the prefix cache",
-        _share("cached_tokens", "prompt_tokens"),
+        lambda state: [(share(state["counters"], "cached_tokens", "prompt_tokens"),)],
     ),
     Figure("spec_accept_length", "tokens per verified row, with the one sampled", _accept_length),
     Figure(
         "spec_accept_rate",
         "share of drafted tokens accepted",
-        _share("accepted_draft_tokens", "drafted_tokens"),
+        lambda state: [(share(state["counters"], "accepted_draft_tokens", "drafted_tokens"),)],
     ),
     _count("prompt_tokens", "prompt_tokens", "prompt tokens of requests at their first start"),
     _count(

@@ -28,7 +28,7 @@ from sgl_jax.core.messages import GetState
 from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.metrics.engine_metrics import max_tokens, token_usage, used_tokens
+from sgl_jax.metrics.engine_metrics import max_tokens, share, token_usage, used_tokens
 from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
@@ -205,7 +205,7 @@ def _load(
         "max_total_num_tokens": max_tokens(rank),
         "token_usage": token_usage(rank),
         "gen_throughput": counters.get("gen_throughput", 0.0),
-        "cache_hit_rate": _share(counters, "cached_tokens", "prompt_tokens"),
+        "cache_hit_rate": share(counters, "cached_tokens", "prompt_tokens"),
         "max_running_requests": rank["total_rows"],
         "utilization": num_running / max(rank["total_rows"], 1),
     }
@@ -213,7 +213,7 @@ def _load(
         pages = {name: count for name, count in rank.items() if name.endswith("_pages")}
         load["memory"] = {"token_capacity": max_tokens(rank), **pages}
     if "spec" in sections:
-        rate = _share(counters, "accepted_draft_tokens", "drafted_tokens")
+        rate = share(counters, "accepted_draft_tokens", "drafted_tokens")
         load["speculative"] = {"accept_rate": rate}
     if "queues" in sections:
         load["queues"] = {"waiting": num_waiting}
@@ -242,10 +242,6 @@ def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str,
         "load": rank["num_running"] + rank["num_waiting"],
         "memory_usage": {"token_capacity": max_tokens(rank), "token_usage": token_usage(rank)},
     }
-
-
-def _share(counters: Mapping[str, Any], part: str, whole: str) -> float:
-    return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
 
 
 _STATUS_OF_CODE = {

@@ -2272,7 +2272,7 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",
         "sgl_jax/scheduler/admission/admission.py",
-        "                room.rank.keep_branch(*leader)\n                return None\n",
+        "                room.rank.keep_branch(*leader)\n                return False\n",
         "                room.rank.keep_branch(*leader)\n",
     ),
     Mutation(
@@ -2308,8 +2308,8 @@ MUTATIONS = (
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
         "sgl_jax/scheduler/admission/admission.py",
-        "                _renew(offer, preempting)\n                return True\n",
-        "                _renew(offer, preempting)\n                return False\n",
+        "self._preempt_for(rooms, request, threshold):\n                return True\n",
+        "self._preempt_for(rooms, request, threshold):\n                return False\n",
     ),
     Mutation(
         "pressure: preempt where the step has no tokens for it",

@@ -95,13 +95,13 @@ class Admission:
             floor=np.zeros(len(rooms), np.int64),
             may_preempt=np.array(may_preempt),
         )
-        for each in rooms:
-            _renew(offer, each)
-        while self._start_some(rooms, offer, step):
-            # The request for which a rank is held may start on another rank now.
+        is_changed = True
+        while is_changed:
             for each in rooms:
+                # A request for which a rank was held may start on another rank now.
                 each.release_hold()
                 _renew(offer, each)
+            is_changed = self._start_some(rooms, offer, step)
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
         """Start requests in the queue's order, up to the first after which more may start: it
@@ -119,13 +119,11 @@ class Admission:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
                     if self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
-                        _renew(offer, room)
                         return True
                 else:
                     self._put_off(room, request, chosen)
                     num_put_off += 1
-            elif preemptible and (preempting := self._preempt_for(rooms, request, threshold)):
-                _renew(offer, preempting)
+            elif preemptible and self._preempt_for(rooms, request, threshold):
                 return True
             elif self._waiting.is_due(request):
                 room = self._hold_for(rooms, request)
@@ -149,13 +147,10 @@ class Admission:
 
     # -- requests that do not fit -------------------------------------------------------------
 
-    def _preempt_for(
-        self, rooms: list[RankRoom], request: Request, threshold: int
-    ) -> RankRoom | None:
-        """Retract running requests for one of higher priority, and start it; return the rank's
-        room.
+    def _preempt_for(self, rooms: list[RankRoom], request: Request, threshold: int) -> bool:
+        """Retract running requests for one of higher priority, and start it.
 
-        None, retracting nothing, if it would still fit nowhere, or a prefix of it is in flight.
+        False, retracting nothing, if it would still fit nowhere, or a prefix of it is in flight.
         Among several ranks, the one with the fewest tokens to compute is chosen.
         """
         cursors, best = self._waiting.cursors(request), None
@@ -166,18 +161,18 @@ class Admission:
             if leader is not None:
                 self._waiting.follow(request, room.dp_rank, *leader)
                 room.rank.keep_branch(*leader)
-                return None
+                return False
             found = room.preemption(request, cursor, threshold)
             if found is not None:
                 cost = found.num_lost - num_read
                 if best is None or cost < best[0]:
                     best = cost, room, found
         if best is None:
-            return None
+            return False
         _, room, found = best
         room.preempt(found.rows)
         self._start(room, request, may_preempt=True)
-        return room
+        return True
 
     def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
         """Hold a rank for a due request; return its room."""

@@ -48,6 +48,12 @@ def ask(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: objec
     driver.submit(generate(rid, prompt, 2, priority=priority, **kwargs))
 
 
+def waiting(driver: Driver, rid: str) -> tuple[Request, PrefixCursor]:
+    """A waiting request, and its cursor on the first rank."""
+    request = driver.scheduler._requests[rid]
+    return request, driver.scheduler._waiting.cursors(request)[0]
+
+
 def running(driver: Driver) -> set[str]:
     """Those that have memory."""
     requests = driver.scheduler._requests.values()
@@ -92,10 +98,8 @@ def test_only_rows_below_the_threshold_are_chosen() -> None:
     start(driver, "low", 6, priority=0)
     start(driver, "at the threshold", 8, priority=40)
     ask(driver, "high", 15, priority=50)
-    scheduler = driver.scheduler
-    request = scheduler._requests["high"]
-    cursor = scheduler._waiting.cursors(request)[0]
-    preemptible = Preemptible(scheduler.ranks[0], [])
+    request, cursor = waiting(driver, "high")
+    preemptible = Preemptible(driver.scheduler.ranks[0], [])
     assert preemptible.choose(request, cursor, 40) is None
     found = preemptible.choose(request, cursor, 41)
     assert found is not None
@@ -107,9 +111,7 @@ def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
     start(driver, "low", 6, priority=0)
     start(driver, "just started", 8, priority=0)
     ask(driver, "high", 9, priority=50)
-    scheduler = driver.scheduler
-    request, (rank,) = scheduler._requests["high"], scheduler.ranks
-    cursor = scheduler._waiting.cursors(request)[0]
+    (request, cursor), (rank,) = waiting(driver, "high"), driver.scheduler.ranks
     rows = {rank.running.request(row).rid: row for row in rank.running.active.tolist()}
     found = Preemptible(rank, [rows["just started"]]).choose(request, cursor, 50)
     assert found is not None
