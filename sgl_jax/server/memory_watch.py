@@ -25,9 +25,9 @@ MAX_VIEWERS = 32
 SAMPLES_KEPT = 600  # ten minutes
 _MIN_INTERVAL_S = 0.1
 _MIN_TREE_INTERVAL_S = 1.0
-# Rest after a reading, as a multiple of its time: a share of 1/300 and 1/600 of the engine's time.
-_REST = 300
-_TREE_REST = 600
+# Rest after a reading, as a multiple of its time: 1/150 and 1/300 of the engine's time.
+_REST = 150
+_TREE_REST = 300
 _SAMPLE_INTERVAL_S = 1.0
 _RETRY_S = 1.0
 _EVENTS_WAITING = 8  # for a viewer, at most; a frame is up to some hundred KiB

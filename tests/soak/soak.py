@@ -22,6 +22,7 @@ from tests.live.live_server import WARM, LiveServer
 from tests.soak.faults import Faults
 from tests.soak.refusals import described
 from tests.soak.resident_memory import ResidentMemory, is_growing
+from tests.soak.watcher import Watcher
 
 FLAGS = (
     *("--dp-size", "2", "--context-length", "1280", "--max-running-requests", "8"),
@@ -96,6 +97,8 @@ class Soak:
         self._rng = random.Random(seed)
         self._load = load
         self._faults = faults
+        # Faults stop the processes that answer it.
+        self._watcher = None if faults else Watcher(server.url)
         self._keeps_sessions = keeps_sessions
         self._counters: dict[str, Any] = {}
         self._start_s = time.monotonic()
@@ -108,7 +111,8 @@ class Soak:
     async def _run(self) -> None:
         line_at_s = _LINE_EVERY_S
         round_s = min(_ROUND_S, self._total_s / _ROUNDS)
-        async with self._load, self._faults or contextlib.nullcontext():
+        beside = self._faults or self._watcher or contextlib.nullcontext()
+        async with self._load, beside:
             await self._load.learn()
             if self._faults:
                 await self._faults.learn()
@@ -117,6 +121,10 @@ class Soak:
                 until_s = min(self._now_s + round_s, self._total_s)
                 clients = [self._client(until_s) for _ in range(NUM_CLIENTS)]
                 await asyncio.gather(*clients, self._befall(until_s))
+                if self._watcher:
+                    for failure in self._watcher.failures:
+                        self._fail(failure)
+                    self._watcher.failures.clear()
                 if not self._prove_at_rest():
                     return
                 if self._now_s >= line_at_s:
@@ -195,9 +203,7 @@ class Soak:
         if self._counters:
             self.failures += self._defects()
         lines = [self._line()] if self._counters and self._memory.samples else []
-        sources: list[Load | Faults] = [self._load]
-        if self._faults:
-            sources.append(self._faults)
+        sources = list(filter(None, (self._load, self._faults, self._watcher)))
         for source in sources:
             lines += [f"{kind:<20} {source.counts[kind]:>8,}" for kind in source.kinds]
             lines += [f"refused: {code:<20} {n:>8,}" for code, n in source.refusals.items()]
@@ -216,7 +222,7 @@ class Soak:
         yield from self._load.defects(self._counters)
         if compiles := self._counters["compiles_after_ready"]:
             yield f"{compiles} compilations after ready"
-        for source in filter(None, (self._load, self._faults)):
+        for source in filter(None, (self._load, self._faults, self._watcher)):
             for kind in source.kinds:
                 if not source.counts[kind]:
                     yield f"{kind} did not happen"
