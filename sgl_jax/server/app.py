@@ -39,7 +39,11 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
-    app.add_middleware(RequestIdMiddleware, logs_access=not refs.args.disable_access_log)
+    app.add_middleware(
+        RequestIdMiddleware,
+        logs_access=not refs.args.disable_access_log,
+        tracer=refs.frontend.tracer,
+    )
     install_openapi(app, needs_key=not keys.is_open)
     return app
 
