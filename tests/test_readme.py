@@ -15,7 +15,7 @@ from tests.documented import PAGES, README, ROOT, command_lines
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN_BY_A_LIVE_TEST = ("curl",)  # tests/live/test_examples.py
-TOOLS_OF_OTHERS = ("mkdocs", "printf")
+TOOLS_OF_OTHERS = ("docker", "mkdocs", "printf")
 
 
 def test_the_readme_has_at_most_1500_words() -> None:

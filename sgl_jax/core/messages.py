@@ -365,6 +365,16 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int | None = None
 
 
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill chunk of `num_tokens`, from its launch until its result was read; 0 tokens: a
+    retract. Times as in `OutputBatch.starts`.
+    """
+
+    begin_s: float
+    end_s: float
+    num_tokens: int
+
+
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one step; each request with an output is either in `outputs` or in `rids`.
 
@@ -380,6 +390,8 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes = b""
     # Requests that started for the first time -> the time, by `time.perf_counter` of this machine.
     starts: dict[str, float] = {}
+    # Prefill chunks and retracts of requests since the last batch; only with --enable-trace.
+    marks: dict[str, list[Mark]] = {}
 
     def token_ids(self) -> list[int]:
         """The new token of each of `rids`."""

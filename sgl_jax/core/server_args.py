@@ -328,6 +328,14 @@ class ServerArgs(SchedulerArgs):
     memory_view_text: bool = setting(
         False, "the memory view shows the text of prompts and of cached prefixes"
     )
+    enable_trace: bool = setting(
+        False, "trace each request with OpenTelemetry; needs the extra `trace`"
+    )
+    otlp_traces_endpoint: str = setting(
+        "localhost:4317",
+        "with --enable-trace, HOST:PORT of the collector, for OTLP over gRPC; https://HOST:PORT "
+        "for TLS",
+    )
     enable_metrics: bool = setting(False, "accepted for SGLang's sake: metrics are always there")
     decode_log_interval: int = setting(
         100, "steps between two log lines of statistics; 0: none", bounds=(0, 1_000_000_000)

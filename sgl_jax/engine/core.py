@@ -39,6 +39,7 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
+from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
@@ -109,7 +110,7 @@ class EngineCore:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
         memories = [rank.memory for rank in self.scheduler.ranks]
         self._kv_events = open_kv_events(kv_events, memories)
-        self._starts: dict[str, float] = {}  # see `OutputBatch`
+        self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._log = StepLog(args.decode_log_interval)
@@ -163,7 +164,8 @@ class EngineCore:
                     self._answer_defect(error)
                 if self.scheduler.has_outputs:
                     batch: OutputBatch = self.scheduler.handle(TakeOutputs())
-                    channel.send(self._with_starts(batch) if self._starts else batch)
+                    has_stamps = self._stamps.starts or self._stamps.marks
+                    channel.send(self._stamps.add_to(batch) if has_stamps else batch)
                 if self._kv_events is not None:
                     self._kv_events.publish()
                 if after_turn is not None:
@@ -209,8 +211,8 @@ class EngineCore:
         is_resting = self.scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if plan is not None:
-            if any(rank.admissions for rank in plan.ranks):
-                self._note_starts(plan)
+            if self._stamps.has_marks or any(rank.admissions for rank in plan.ranks):
+                self._stamps.note_launch(plan)
             try:
                 handle = self.executor.launch(plan)
             except Exception as error:  # of any type
@@ -224,19 +226,6 @@ class EngineCore:
             self._read_oldest()
         elif plan is None and not self.scheduler.is_resting:
             time.sleep(_STARVED_POLL_S)
-
-    def _note_starts(self, plan: StepPlan) -> None:
-        """Record the time of requests that start for the first time."""
-        now = time.perf_counter()
-        for rank, part in zip(self.scheduler.ranks, plan.ranks, strict=True):
-            for admission in part.admissions:
-                request = rank.running.request(admission.row)
-                if request.num_retractions == 0:
-                    self._starts[request.rid] = now
-
-    def _with_starts(self, batch: OutputBatch) -> OutputBatch:
-        starts, self._starts = self._starts, {}
-        return msgspec.structs.replace(batch, starts=starts)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
         """Sample a masked step after reading all earlier results; False after an error."""
@@ -264,6 +253,8 @@ class EngineCore:
         except Exception as error:
             self._recover(error)
             return False
+        if self._stamps.has_marks:
+            self._stamps.note_result(plan.step_id)
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True

@@ -35,7 +35,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
-from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.request_stream import RequestStream, Tracer
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
@@ -58,6 +58,7 @@ class Frontend:
         tokenizer: Tokenizer,
         info: Mapping[str, Any],
         send: Callable[[FrontMessage], None],
+        tracer: Tracer | None = None,
     ) -> None:
         """The front of a started engine.
 
@@ -73,6 +74,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.checks = RequestChecks(tokenizer, self.facts)
         self.metrics = RequestMetrics(args.model_name)
+        self.tracer = tracer
         self._send = send
         self._log_requests = args.log_requests
         self._lock = threading.Lock()
@@ -170,6 +172,8 @@ class Frontend:
             streaming=streaming,
             kept_tokens=kept_tokens,
         )
+        if self.tracer is not None:
+            stream.on_end = self.tracer.begin()
         with self._lock:
             self.check_alive()
             self.check_room(1, unique.tenant)
@@ -205,6 +209,7 @@ class Frontend:
         if is_open or (is_unseen and session is not None):
             with contextlib.suppress(EngineDeadError):  # then it has ended there, too
                 self._send(AbortRequest(rid=rid, message="the client went away", session=session))
+        stream.end_trace()
 
     def abort(self, client_rid: str, sender: str | None = None) -> int:
         """Abort the requests with this rid of the client, "" for all; returns their number.
@@ -289,7 +294,11 @@ class Frontend:
             streams = self._streams
             for rid, started_at in batch.starts.items():
                 if rid in streams:
+                    streams[rid].started_at = started_at
                     self.metrics.queue_time.observe(started_at - streams[rid].created_at)
+            for rid, marks in batch.marks.items():
+                if rid in streams:
+                    streams[rid].marks += marks
             for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
                 stream = streams.get(rid)
                 if stream is None:  # ended here already: overshoot
@@ -338,6 +347,7 @@ class Frontend:
 
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:
+            stream.first_token_at = now
             self.metrics.time_to_first_token.observe(now - stream.created_at)
         else:
             seconds = now - stream.last_token_at

@@ -50,6 +50,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,11 +71,13 @@ class Engine:
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
+        self._tracer = open_tracer(args)
         tokenizer = open_model_files(args)
         self._core = EngineCore(args)
         self._channel = InProcessChannel(self._handle)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
-        self._frontend = Frontend(args, tokenizer, self._core.info, self._channel.inbox.put)
+        send = self._channel.inbox.put
+        self._frontend = Frontend(args, tokenizer, self._core.info, send, self._tracer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -290,6 +293,8 @@ class Engine:
         if not self._frontend.has_ended:
             self._channel.inbox.put(Shutdown())
         self._thread.join()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -7,10 +7,17 @@ touch the network or asyncio.
 
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
-from sgl_jax.core.messages import FinishReason, GenerateRequest, RequestOutput, TokenLogprobs
+from sgl_jax.core.messages import (
+    FinishReason,
+    GenerateRequest,
+    Mark,
+    RequestOutput,
+    TokenLogprobs,
+)
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.stop_strings import StopStringChecker
 from sgl_jax.text.tokenizer import Tokenizer
@@ -59,9 +66,14 @@ class RequestStream:
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # ended it, instead of a finish reason
+        # By `time.perf_counter`, in the engine for `started_at` and `marks`.
         self.created_at = time.perf_counter()
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
+        self.marks: list[Mark] = []
+        self.on_end: Callable[[RequestStream], None] | None = None  # see `Tracer.begin`
 
         sampling = request.sampling
         self._lock = lock
@@ -148,13 +160,21 @@ class RequestStream:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
             num_output_tokens = self.num_output_tokens
             self._last_chunk_taken = finish is not None
-        if self._stop_checker is None:
-            if finish is None:
+        if finish is None:
+            if self._stop_checker is None:
                 text = self._detokenizer.push(ids)
-            else:
+        else:
+            if self._stop_checker is None:
                 with_text = self._with_text(ids, finish)
                 text = self._detokenizer.push(with_text) + self._detokenizer.flush()
+            self.end_trace()
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
+
+    def end_trace(self) -> None:
+        """The consumer has taken all, or has gone. A second call has no effect."""
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end(self)
 
     def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:
         """Decode token by token, to find the one that completes a stop string."""
@@ -183,3 +203,20 @@ class RequestStream:
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids
+
+
+class Tracer(Protocol):
+    """Reports each request's times when it has ended."""
+
+    def continued(self, headers: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Requests that begin within continue the trace that HTTP headers name, if any."""
+        ...
+
+    def begin(self) -> Callable[[RequestStream], None]:
+        """A request arrives in the current context; the result is called once, with its stream,
+        when that has ended."""
+        ...
+
+    def close(self) -> None:
+        """Send all that waits, within seconds."""
+        ...

@@ -5,7 +5,7 @@ the rows of a step, `apply_result.py` applies their results.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -59,6 +59,7 @@ class RankScheduler:
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
         self.reserve = reserve
+        self.on_retract: Callable[[Request], None] | None = None
         self.num_retracted = 0
         self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of these, for tests
@@ -313,6 +314,8 @@ class RankScheduler:
         self.num_retracted += 1
         self.num_force_retracted += cause == "forced"
         self.num_preempted += cause == "preempted"
+        if self.on_retract is not None:
+            self.on_retract(request)
         return request
 
     def counters(self) -> dict[str, int]:

@@ -46,7 +46,11 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     if not keys.is_open:
         page_paths = frozenset(page.path for page in pages)
         app.add_middleware(ApiKeyMiddleware, keys=keys, page_paths=page_paths)
-    app.add_middleware(RequestIdMiddleware, logs_access=not refs.args.disable_access_log)
+    app.add_middleware(
+        RequestIdMiddleware,
+        logs_access=not refs.args.disable_access_log,
+        tracer=refs.frontend.tracer,
+    )
     install_openapi(app, needs_key=not keys.is_open)
     return app
 

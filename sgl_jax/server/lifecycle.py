@@ -43,6 +43,7 @@ from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
+from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.connection import guarded_protocol
@@ -100,6 +101,7 @@ class _Server:
     def __init__(self, args: ServerArgs, engine_command: Sequence[str]) -> None:
         self._args = args
         self._keys = ApiKeys.from_args(args)
+        self._tracer = open_tracer(args)
         self._engine_command = engine_command
         self._text_workers = TextWorkers(args.tokenizer_folder, args.chat_template)
         self._texts = TextPool(self._text_workers)
@@ -120,6 +122,8 @@ class _Server:
         stopping = asyncio.ensure_future(self._stop.wait())
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(stopping.cancel)
+            if self._tracer is not None:
+                stack.push_async_callback(asyncio.to_thread, self._tracer.close)
             stack.callback(self._client.close)
             listener = stack.enter_context(_listening_socket(self._args))
             stack.callback(self._text_workers.close)
@@ -176,7 +180,8 @@ class _Server:
         if self._stop.is_set():
             return None
         args, info = self._args, self._ready.result()
-        self._frontend = front = Frontend(args, loading.result(), info, self._client.send)
+        tokenizer, send = loading.result(), self._client.send
+        self._frontend = front = Frontend(args, tokenizer, info, send, self._tracer)
         limits = Limits.of(args, front.checks.max_prompt_chars)
         metrics = EngineMetrics(front.metrics)
         return References(args, front, info, metrics, limits, self._texts, self._health)

@@ -1,14 +1,16 @@
-"""Names each HTTP request, for its answer and its log lines, and logs a line for each."""
+"""Names each HTTP request, for its answer, log lines and trace, and logs a line for each."""
 
 import logging
 import re
 import time
 import uuid
+from contextlib import nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_jax.core.log_lines import request_id
+from sgl_jax.engine.request_stream import Tracer
 
 logger = logging.getLogger(__name__)
 HEADER = "x-request-id"
@@ -20,17 +22,20 @@ class RequestIdMiddleware:
     spaces), else makes one; the answer has it in the same header.
 
     `logs_access`: log method, path, status and seconds of each request, once its answer has ended.
+    `tracer`: continues the trace of the client or proxy, if there is one.
     """
 
-    def __init__(self, app: ASGIApp, *, logs_access: bool) -> None:
+    def __init__(self, app: ASGIApp, *, logs_access: bool, tracer: Tracer | None) -> None:
         self._app = app
         self._logs_access = logs_access
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
+        headers = Headers(scope=scope)
+        given = headers.get(HEADER, "")
         name = given if _VALID.fullmatch(given) else uuid.uuid4().hex
         status, started = 0, time.perf_counter()
 
@@ -43,7 +48,8 @@ class RequestIdMiddleware:
 
         token = request_id.set(name)
         try:
-            await self._app(scope, receive, send_named)
+            with nullcontext() if self._tracer is None else self._tracer.continued(headers):
+                await self._app(scope, receive, send_named)
         finally:
             if self._logs_access:
                 seconds = time.perf_counter() - started
