@@ -1,6 +1,7 @@
 """Puts the HTTP application together. No sockets, no processes: those are `lifecycle`'s."""
 
 from importlib import metadata
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +15,9 @@ from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
+from sgl_jax.server.static_pages import page_routes
+
+_PAGES = Path(__file__).parent / "pages"
 
 
 def build_app(refs: References, keys: ApiKeys) -> FastAPI:
@@ -34,11 +38,13 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     for router in (*apis, call_routes.router, management.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
+    pages = page_routes(_PAGES, "/", "chat.html")
+    app.router.routes.extend(pages)
     install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, public={page.path for page in pages})
     app.add_middleware(RequestIdMiddleware, logs_access=not refs.args.disable_access_log)
     install_openapi(app, needs_key=not keys.is_open)
     return app
