@@ -13,6 +13,7 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
+from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
@@ -29,6 +30,7 @@ def load_params(
     seed: int = 0,
     kv_cache_scales: str | Path | None = None,
     check_all_weights: bool = False,
+    progress: Progress | None = None,
 ) -> ParamTree:
     """Load the parameters of `model_path` into the shapes and shardings that `placed` declares.
 
@@ -40,6 +42,7 @@ def load_params(
         kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
             that was placed with `has_kv_scales`.
         check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
+        progress: gets the phase "loading".
 
     Returns:
         nested dictionaries of arrays. If `placed.separates_layers`, the matrices of layers are
@@ -55,15 +58,15 @@ def load_params(
     config = placed.model.config
     # Read before the weights, since it is quick and may fail.
     kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
-    folder = Path(model_path)
+    folder, progress = Path(model_path), progress or Progress()
     sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
     if load_format == "dummy":
-        params = _dummy_params(placed.declared, config.initializer_range, seed)
+        params = _dummy_params(placed.declared, config.initializer_range, seed, progress)
     elif load_format == "orbax":
-        params = load_orbax(folder, sourced, check_all=check_all_weights)
+        params = load_orbax(folder, sourced, progress, check_all=check_all_weights)
     else:
         spare = placed.model.is_spare
-        params = load_safetensors(folder, sourced, spare, check_all=check_all_weights)
+        params = load_safetensors(folder, sourced, spare, progress, check_all=check_all_weights)
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
     tree: ParamTree = unflatten_mapping(params)
@@ -85,23 +88,29 @@ def detect_format(folder: Path) -> str:
 
 
 def _dummy_params(
-    declared: Mapping[ParamPath, Declaration], initializer_range: float, seed: int
+    declared: Mapping[ParamPath, Declaration],
+    initializer_range: float,
+    seed: int,
+    progress: Progress,
 ) -> dict[ParamPath, jax.Array]:
     """Random weights: normal with standard deviation `initializer_range`; norms multiply by 1.
 
     They depend on the seed and each parameter's name and shape, not on the mesh. Each chip computes
     its own part.
     """
-    params = {}
-    for path, own in declared.items():
-        array = own.array
-        if own.initial != "normal":
-            value = 1 if own.initial == "ones" else 0
-            params[path] = jnp.full(array.shape, value, array.dtype, device=array.sharding)
-        else:
-            name = zlib.crc32("/".join(path).encode())
-            key = jax.random.fold_in(jax.random.key(seed), name)
-            params[path] = _normal(array)(key, jnp.float32(initializer_range))
+    params: dict[ParamPath, jax.Array] = {}
+    total = sum(own.array.size * own.array.dtype.itemsize for own in declared.values())
+    with progress.phase("loading", total, "bytes") as phase:
+        for path, own in declared.items():
+            array = own.array
+            if own.initial != "normal":
+                value = 1 if own.initial == "ones" else 0
+                params[path] = jnp.full(array.shape, value, array.dtype, device=array.sharding)
+            else:
+                name = zlib.crc32("/".join(path).encode())
+                key = jax.random.fold_in(jax.random.key(seed), name)
+                params[path] = _normal(array)(key, jnp.float32(initializer_range))
+            phase.advance(params[path].nbytes)
     return params
 
 

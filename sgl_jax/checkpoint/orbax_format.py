@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.checkpoint.errors import CheckpointError, check_shapes
 from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.hf_loading import Declared
+from sgl_jax.core.progress import Progress
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Source
@@ -32,11 +33,12 @@ def save_orbax(folder: Path, params: ParamTree) -> None:
 
 
 def load_orbax(
-    folder: Path, declared: Declared, *, check_all: bool = False
+    folder: Path, declared: Declared, progress: Progress, *, check_all: bool = False
 ) -> dict[ParamPath, jax.Array]:
     """Read parameters into their shardings, cast to their types.
 
-    `check_all` checks every value for NaNs and infinities, not a sample (see `finite`).
+    `check_all` checks every value for NaNs and infinities, not a sample (see `finite`). `progress`
+    gets the phase "loading": orbax reads all bytes in one call.
 
     Raises:
         CheckpointError: parameters are missing, unexpected or of a wrong shape, or one holds NaNs
@@ -52,8 +54,12 @@ def load_orbax(
         stored = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
         check_shapes(folder, stored, _stored_shapes(checkpointer, path))
         targets = {name: _as_stored(*own) for name, own in declared.items()}
-        restored = flatten_mapping(checkpointer.restore(path, unflatten_mapping(targets)))
-    for name in non_finite_parameters(restored, check_all=check_all):
+        total = sum(array.size * array.dtype.itemsize for array in targets.values())
+        with progress.phase("loading", total, "bytes") as phase:
+            restored = flatten_mapping(checkpointer.restore(path, unflatten_mapping(targets)))
+            phase.advance(total)
+            non_finite = non_finite_parameters(restored, check_all=check_all)
+    for name in non_finite:
         raise CheckpointError(
             f"parameter {'/'.join(name)} in {str(path)!r} holds values that are no finite numbers"
         )

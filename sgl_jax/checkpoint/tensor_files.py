@@ -4,6 +4,7 @@ Slices are read on demand, and nothing is kept in memory. The files stay open un
 """
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +18,9 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.layers.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 
 INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_DTYPES = ("F32", "F16", "BF16")
-_BYTE_DTYPES = ("U8",)
+# Bytes of an element by stored type.
+_FLOAT_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTE_DTYPES = {"U8": 1}
 
 
 class TensorFiles:
@@ -48,6 +50,13 @@ class TensorFiles:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each tensor by name."""
         return {name: tuple(lazy.get_shape()) for name, lazy in self._tensors.items()}
+
+    def nbytes(self, name: str) -> int:
+        """Size of a tensor as stored."""
+        lazy = self._tensors[name]
+        item_bytes = (_FLOAT_DTYPES | _BYTE_DTYPES)[lazy.get_dtype()]
+        num_items: int = math.prod(lazy.get_shape())
+        return num_items * item_bytes
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""

@@ -16,13 +16,14 @@ Rules for a loop:
 """
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import from_dtype, njit
 from numba import types as numba_types
+
+from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +53,19 @@ def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
     return declare
 
 
-def compile_loops() -> None:
+def compile_loops(progress: Progress | None = None) -> None:
     """Compile all declared loops, or load them from numba's cache."""
-    start = time.monotonic()
+    if not _pending:
+        return
     num_compiled = 0
-    while _pending:
-        loop, types, records = _pending.pop(0)  # in order: a loop calls loops declared before it
-        if not hasattr(loop, "compile"):
-            continue  # with NUMBA_DISABLE_JIT it is the plain function
-        names = {name: from_dtype(dtype) for name, dtype in records.items()}
-        loop.compile(eval(types, vars(numba_types) | names))
-        loop.disable_compile()
-        num_compiled += not loop.stats.cache_hits
+    with (progress or Progress()).phase("compiling_loops", len(_pending), "loops") as phase:
+        while _pending:
+            loop, types, records = _pending.pop(0)  # in order: a loop calls earlier ones
+            if hasattr(loop, "compile"):  # with NUMBA_DISABLE_JIT it is the plain function
+                names = {name: from_dtype(dtype) for name, dtype in records.items()}
+                loop.compile(eval(types, vars(numba_types) | names))
+                loop.disable_compile()
+                num_compiled += not loop.stats.cache_hits
+            phase.advance()
     if num_compiled:
-        seconds = time.monotonic() - start
-        logger.info("compiled %d loops in %.1f s", num_compiled, seconds)
+        logger.info("compiled %d loops; the others were in the cache", num_compiled)

@@ -14,6 +14,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
 from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.progress import PhaseReport
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
@@ -435,10 +436,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sign of life of the engine process, once a second, also while it loads, compiles or computes.
 
     `turn_s` is the age of the engine loop's current turn in seconds: it is large during a long
-    step. None before the loop starts.
+    step. None before the loop starts. `progress` is a phase under way, if there is one.
     """
 
     turn_s: float | None
+    progress: PhaseReport | None = None
 
 
 EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | Heartbeat

@@ -33,6 +33,7 @@ from sgl_jax.core.messages import (
     Shutdown,
     StopRequest,
 )
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
 from sgl_jax.engine.channels import Channel
@@ -84,12 +85,14 @@ class EngineCore:
     events a recording repeats.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
+        """`progress` gets the phases of the start, and of long work afterwards."""
         self.args = args
+        self._progress = progress or Progress()
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
-        self.executor = ModelExecutor(args)
+        self.executor = ModelExecutor(args, self._progress)
         self.executor.warm_up()
         sizes = self.executor.sizes
         self.info: dict[str, Any] = {
@@ -140,7 +143,7 @@ class EngineCore:
             after_turn: called after each turn of the loop, with True if there was nothing to do.
         """
         self._channel = channel
-        self.watchdog = Watchdog(channel.send, self.args.watchdog_timeout, on_stall)
+        self.watchdog = Watchdog(channel.send, self._progress, self.args.watchdog_timeout, on_stall)
         with self.watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight

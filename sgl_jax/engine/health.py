@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 from sgl_jax.core.errors import EngineStuckError
 from sgl_jax.core.messages import Heartbeat
+from sgl_jax.core.progress import PhaseReport
 
 
 class EngineHealth:
@@ -22,11 +23,11 @@ class EngineHealth:
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._last: tuple[float, float | None] = (clock(), None)  # time of arrival, `turn_s`
+        self._last = (clock(), Heartbeat(turn_s=None))  # with its time of arrival
 
     def note(self, heartbeat: Heartbeat) -> None:
         """Record a heartbeat."""
-        self._last = (self._clock(), heartbeat.turn_s)
+        self._last = (self._clock(), heartbeat)
 
     @property
     def silent_s(self) -> float:
@@ -36,7 +37,12 @@ class EngineHealth:
     @property
     def turn_s(self) -> float | None:
         """`Heartbeat.turn_s` of the last heartbeat; None before the first."""
-        return self._last[1]
+        return self._last[1].turn_s
+
+    @property
+    def progress(self) -> PhaseReport | None:
+        """`Heartbeat.progress` of the last heartbeat; None before the first."""
+        return self._last[1].progress
 
     @property
     def stuck_since(self) -> datetime | None:

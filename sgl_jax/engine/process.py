@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.log_lines import log_to_terminal
-from sgl_jax.core.messages import EngineFailed, EngineInfo
+from sgl_jax.core.messages import EngineFailed, EngineInfo, Heartbeat
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, ZmqChannel
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
@@ -126,7 +127,7 @@ class EngineProcess:
         self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
 
 
-def run_engine(build: Callable[[ServerArgs], Core]) -> int:
+def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
     """Main function of the child: build the engine, send its `EngineInfo`, run it.
 
     Returns the exit code.
@@ -144,9 +145,12 @@ def run_engine(build: Callable[[ServerArgs], Core]) -> int:
     channel = ZmqChannel(start["folder"])
     core: Core | None = None
     try:
-        with Watchdog(channel.send):
-            core = build(args)
+        progress = Progress()
+        with Watchdog(channel.send, progress):
+            core = build(args, progress)
         take_over_collection()
+        # Or the server would be ready, and still report the last phase of the start.
+        channel.send(Heartbeat(turn_s=None, progress=progress.report))
         channel.send(EngineInfo(info=core.info))
         core.run(channel, after_turn=collect_if_many)
     except Exception as error:

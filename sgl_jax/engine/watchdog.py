@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sgl_jax.core.messages import Heartbeat
+from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,14 @@ class Watchdog:
     def __init__(
         self,
         beat: Callable[[Heartbeat], None],
+        progress: Progress,
         stall_timeout_s: float | None = None,
         on_stall: Callable[[], None] = exit_process,
     ) -> None:
-        """`stall_timeout_s`: seconds without `feed` that count as a stall; None: any number."""
+        """`progress` goes with each heartbeat. `stall_timeout_s`: seconds without `feed` that count
+        as a stall; None: any number."""
         self._beat = beat
+        self._progress = progress
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._fed_at = time.monotonic()
@@ -76,7 +80,8 @@ class Watchdog:
             interval_s = min(interval_s, timeout_s / 4)
         while True:
             turn_s = time.monotonic() - self._fed_at
-            self._beat(Heartbeat(turn_s=None if timeout_s is None else turn_s))
+            shown_s = None if timeout_s is None else turn_s
+            self._beat(Heartbeat(turn_s=shown_s, progress=self._progress.report))
             if timeout_s is not None and turn_s > timeout_s and not self._is_patient:
                 logger.critical("no step ended for %.0f s; the engine is stuck", turn_s)
                 self._on_stall()

@@ -5,10 +5,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import jax.monitoring
+
+from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -83,29 +84,44 @@ class CompileWatch:
 
 
 class BackgroundCompilation:
-    """Runs `jobs`, each of which compiles some programs, one after the other on a thread."""
+    """Runs `jobs`, each of which compiles some programs, one after the other on a thread.
 
-    def __init__(self, jobs: Sequence[Callable[[], object]], watch: CompileWatch) -> None:
+    Attributes:
+        error: of the first job that failed; None if none has failed.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Callable[[], object]], watch: CompileWatch, progress: Progress
+    ) -> None:
+        self.error: str | None = None
+        self._jobs = jobs
         self._watch = watch
+        self._progress = progress
+        self._is_closed = False
         # One thread leaves the host's other cores to the loop.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._futures: list[Future[None]] = [self._pool.submit(self._run, job) for job in jobs]
+        self._thread = threading.Thread(target=self._run, name="compile")
+        self._thread.start()
 
     @property
     def is_done(self) -> bool:
         """True when every job has ended, with success or an error."""
-        return all(future.done() for future in self._futures)
-
-    @property
-    def error(self) -> str | None:
-        """The first failed job's error; None if none has failed."""
-        errors = (f.exception() for f in self._futures if f.done() and not f.cancelled())
-        return next((f"{type(error).__name__}: {error}" for error in errors if error), None)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Start no further job. The one that runs cannot be interrupted, and is not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
 
-    def _run(self, job: Callable[[], object]) -> None:
-        with self._watch.beside_loop():
-            job()
+    def _run(self) -> None:
+        total = len(self._jobs)
+        with (
+            self._watch.beside_loop(),
+            self._progress.phase("compiling_in_background", total, "programs") as phase,
+        ):
+            for job in self._jobs:
+                if self._is_closed:
+                    return
+                try:
+                    job()
+                except Exception as error:  # of any type: the compiler's, the devices' memory
+                    self.error = self.error or f"{type(error).__name__}: {error}"
+                phase.advance()

@@ -20,6 +20,7 @@ import numpy as np
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.page_tables import PageTables
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import (
     Executor,
@@ -84,8 +85,9 @@ class ModelExecutor(Executor):
         profiler: traces the devices.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
         """Choose devices, load weights, make the pool. Compiles no step; see `warm_up`."""
+        self._progress = progress or Progress()
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
@@ -103,6 +105,7 @@ class ModelExecutor(Executor):
             seed=args.random_seed,
             kv_cache_scales=args.kv_cache_scales,
             check_all_weights=args.check_weights == "all",
+            progress=self._progress,
         )
         params = self._load_params(args.model_path, args.load_format)
         self._weights = tuple(jax.tree.leaves(params))
@@ -126,7 +129,7 @@ class ModelExecutor(Executor):
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
         self._layouts = {bucket: self._programs.layout(bucket) for bucket in self._buckets.all}
-        compile_loops()
+        compile_loops(self._progress)
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
             "architecture": model.architecture,
@@ -157,18 +160,21 @@ class ModelExecutor(Executor):
             logger.warning("no warm-up: the first step of each shape will compile")
             return
         masked = self._warmup == "all"
-        self._programs.compile_all(self._buckets.all, masked=masked)
+        self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
         self._write(empty_piece(self.sizes.dp_size))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
         no_masks = [np.zeros(shape, np.int32) for _ in ranks]
-        for bucket in self._buckets.all:
-            self._run(bucket, StepPlan(0, ranks))
-            if masked:
-                self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
-        first = self.result(self.launch(first_token_plan(self.sizes)))
-        check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
-        self.reset()
+        buckets = self._buckets.all
+        with self._progress.phase("warming_up", len(buckets), "programs") as phase:
+            for bucket in buckets:
+                self._run(bucket, StepPlan(0, ranks))
+                if masked:
+                    self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
+                phase.advance()
+            first = self.result(self.launch(first_token_plan(self.sizes)))
+            check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
+            self.reset()
         self._watch.arm()
 
     def start_background(self) -> bool:
@@ -179,7 +185,7 @@ class ModelExecutor(Executor):
         if self._warmup != "plain":
             return False
         jobs = [partial(self._programs.halves, bucket) for bucket in self._buckets.all]
-        self._background = BackgroundCompilation(jobs, self._watch)
+        self._background = BackgroundCompilation(jobs, self._watch, self._progress)
         return True
 
     def background_end(self) -> str | None:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.devices import platform_of
@@ -141,9 +141,8 @@ class Programs:
             self._admit = program
         return self._admit
 
-    def compile_all(self, buckets: tuple[Bucket, ...], *, masked: bool) -> None:
-        """Compile everything, with a progress bar on stderr; without `masked`, the programs of
-        masked steps are only traced."""
+    def compile_all(self, buckets: tuple[Bucket, ...], progress: Progress, *, masked: bool) -> None:
+        """Compile everything; without `masked`, the programs of masked steps are only traced."""
         halves = self.halves if masked else self.trace_halves
         # XLA compiles without the interpreter lock; the largest first, to end together.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
@@ -153,10 +152,10 @@ class Programs:
                 for make in (self.step, halves)
             ]
             jobs.append(pool.submit(self.admit))
-            with tqdm(total=len(jobs), desc="Compiling", unit="program") as progress:
+            with progress.phase("compiling", len(jobs), "programs") as phase:
                 for job in as_completed(jobs):
                     job.result()
-                    progress.update()
+                    phase.advance()
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         """The program of one bucket before compilation, for the mesh's chips."""

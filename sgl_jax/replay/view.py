@@ -29,7 +29,7 @@ from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from sgl_jax.scheduler.record.events import Planned, Record, Tick
-from sgl_jax.server.page_files import page_routes
+from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
 
@@ -185,7 +185,7 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     return Starlette(
         routes=[
-            *page_routes(MEMORY_PAGE, "/memory"),
+            *page_routes(MEMORY_PAGE, "/memory", "index.html"),
             Route("/memory/hello", hello),
             Route("/memory/frame", frame),
             Route("/memory/page", page, methods=["POST"]),

@@ -1,6 +1,7 @@
 """Puts the HTTP application together. No sockets, no processes: those are `lifecycle`'s."""
 
 from importlib import metadata
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -15,8 +16,10 @@ from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.memory_watch import MemoryWatch
 from sgl_jax.server.openapi import install_openapi
-from sgl_jax.server.page_files import page_routes
 from sgl_jax.server.references import References
+from sgl_jax.server.static_pages import page_routes
+
+_PAGES = Path(__file__).parent / "pages"
 
 
 def build_app(refs: References, keys: ApiKeys) -> FastAPI:
@@ -38,14 +41,16 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     for router in (*apis, call_routes.router, management.router, memory_routes.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
-    pages = page_routes(MEMORY_PAGE, "/memory")
+    pages = [
+        *page_routes(_PAGES, "/", "chat.html"),
+        *page_routes(MEMORY_PAGE, "/memory", "index.html"),
+    ]
     app.router.routes.extend(pages)
     install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
-        page_paths = frozenset(page.path for page in pages)
-        app.add_middleware(ApiKeyMiddleware, keys=keys, page_paths=page_paths)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, public={page.path for page in pages})
     app.add_middleware(
         RequestIdMiddleware,
         logs_access=not refs.args.disable_access_log,

@@ -256,7 +256,9 @@ def health_answer(
     check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
 ) -> Response:
     """200 if `check` passes; else the error that it raises, and if the engine is stuck, since when
-    (ISO 8601 in UTC)."""
+    (ISO 8601 in UTC). Either has the progress of loading or compiling (`core.progress`)."""
+    report = health.progress
+    progress = {} if report is None else {"progress": report}
     try:
         check()
     except Exception as raised:
@@ -264,10 +266,11 @@ def health_answer(
         if error.code not in _STATUS_OF_CODE:
             raise
         since = {} if stuck_since is None else {"since": stuck_since.isoformat(timespec="seconds")}
-        body = {"status": _STATUS_OF_CODE[error.code], **since, "error": error_body(error)}
+        status = _STATUS_OF_CODE[error.code]
+        body = {"status": status, **since, **progress, "error": error_body(error)}
         headers = dict(error.headers or {})
         return Response(msgspec.json.encode(body), error.status_code, headers, "application/json")
-    return json_response({"status": "paused" if is_paused else "ready"})
+    return json_response({"status": "paused" if is_paused else "ready", **progress})
 
 
 class Gate:

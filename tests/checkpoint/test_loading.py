@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.core.progress import Progress
 from sgl_jax.layers.mxfp4 import unpacked
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
@@ -383,3 +385,32 @@ def test_unlike_layers_are_stacked_with_their_like_and_named_by_the_first():
 def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match="load_format must be one of"):
         load(GOLDEN / "qwen3", load_format="torch")
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy", "orbax"])
+def test_each_byte_that_is_loaded_counts_as_progress(qwen3, tmp_path, load_format):
+    folder, tensors = qwen3
+    if load_format == "orbax":
+        convert(folder, tmp_path / "orbax", "float32")
+        folder = tmp_path / "orbax"
+    progress = _RecordedProgress()
+    params = load(folder, tp=2, load_format=load_format, progress=progress)
+    (phase,) = progress.begun
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    total = stored if load_format == "safetensors" else sum(p.nbytes for p in params.values())
+    assert (phase.report.phase, phase.report.unit) == ("loading", "bytes")
+    assert phase.report.done == phase.report.total == total
+
+
+class _RecordedProgress(Progress):
+    """Keeps the phases that have ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = []
+
+    @contextmanager
+    def phase(self, *args):
+        with super().phase(*args) as phase:
+            self.begun.append(phase)
+            yield phase

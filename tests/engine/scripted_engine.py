@@ -50,6 +50,7 @@ from sgl_jax.core.messages import (
     TokenLogprobs,
     UpdateWeightsFromDisk,
 )
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
@@ -133,7 +134,7 @@ class ScriptedEngine:
         }
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
-        with Watchdog(channel.send):
+        with Watchdog(channel.send, Progress()):
             self.loop(channel)
 
     def loop(self, channel: Channel) -> None:
@@ -388,13 +389,15 @@ def described_session(name: str) -> dict[str, Any]:
     }
 
 
-def build(args: ServerArgs) -> ScriptedEngine:
+def build(args: ServerArgs, progress: Progress) -> ScriptedEngine:
     """The seed means something else here: the step time in milliseconds."""
     if args.random_seed == CRASH_SEED:
         raise RuntimeError("the script says not to start")
     print("scripted engine: warming up", file=sys.stderr, flush=True)
     if args.random_seed == SLOW_START_SEED:
-        time.sleep(SLOW_START_S)
+        with progress.phase("loading", 20, "bytes") as phase:
+            phase.advance(5)
+            time.sleep(SLOW_START_S)
         return ScriptedEngine()
     tokens = args.context_length or ScriptedEngine.max_request_tokens
     return ScriptedEngine(

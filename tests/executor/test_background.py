@@ -5,13 +5,14 @@ import threading
 import jax
 import numpy as np
 
+from sgl_jax.core.progress import Progress
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from tests.waiting import until
 
 
 def run_all(*jobs):
     """Until they have ended."""
-    background = BackgroundCompilation(jobs, CompileWatch())
+    background = BackgroundCompilation(jobs, CompileWatch(), Progress())
     until(lambda: background.is_done, "the jobs end")
     background.close()
     return background
@@ -33,6 +34,7 @@ def test_the_first_failure_is_reported_and_the_others_run():
 
 
 def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
+    progress = Progress()
     begun, may_end, ran = threading.Event(), threading.Event(), []
 
     def first():
@@ -40,8 +42,12 @@ def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
         assert may_end.wait(60)
         ran.append("first")
 
-    background = BackgroundCompilation([first, lambda: ran.append("second")], CompileWatch())
+    background = BackgroundCompilation(
+        [first, lambda: ran.append("second")], CompileWatch(), progress
+    )
     assert begun.wait(60)
+    report = progress.report
+    assert (report.phase, report.done, report.total) == ("compiling_in_background", 0, 2)
     background.close()
     assert not ran
     may_end.set()
@@ -57,7 +63,7 @@ def test_compilations_are_counted_by_when_and_where_they_happen():
     watch = CompileWatch()
     compile_one(3.5)
     watch.arm()
-    background = BackgroundCompilation([lambda: compile_one(4.5)], watch)
+    background = BackgroundCompilation([lambda: compile_one(4.5)], watch, Progress())
     until(lambda: background.is_done, "the job ends")
     with watch.paused():
         compile_one(5.5)

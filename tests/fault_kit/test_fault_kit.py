@@ -157,7 +157,7 @@ def test_every_fault_ends_well(
 
 
 def is_warming_up(server: Server) -> bool:
-    return any("Compiling" in line or "warming up" in line for line in server.printed)
+    return any("progress: compiling: " in line or "warming up" in line for line in server.printed)
 
 
 def health(server: Server) -> str:

@@ -13,7 +13,7 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server import call_routes
+from sgl_jax.server import call_routes, memory_routes
 from sgl_jax.server import management as management_routes
 from sgl_jax.server.apis import native as native_routes
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
@@ -287,6 +287,7 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         routes = {route.path for route in management_routes.router.routes}
         routes |= {route.path for route in call_routes.router.routes}
         routes |= {route.path for route in native_routes.router.routes}
+        routes |= {route.path for route in memory_routes.router.routes}
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/ping", "/version", "/metrics"),
             *("/model_info", "/get_model_info", "/generate", "/abort_request"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -187,6 +188,15 @@ def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once
         assert answer.json().items() >= told.items()
         assert "retry-after" in answer.headers
     assert httpx.get(url + "/" + "a" * 9000, timeout=2).status_code == 414
+
+    def progress() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(url + "/health", timeout=2).json().get("progress", {})
+        return found
+
+    until(lambda: bool(progress()), "the engine reports a phase")
+    told = progress()
+    assert datetime.fromisoformat(told.pop("since")) < datetime.now(UTC)
+    assert told == {"phase": "loading", "done": 5, "total": 20, "unit": "bytes"}
     assert second.wait_exit() == 1
     assert not any("warming up" in line for line in second.printed)
     assert sum("cannot listen on" in line for line in second.printed) == 1, second.printed

@@ -6,7 +6,7 @@ Keys are kept as digests. Code sees a caller by its key's name, or number, never
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,13 +232,13 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})  # load balancers have no key
 class ApiKeyMiddleware:
     """Refuses callers that `keys` does not admit, before anything of the body is read.
 
-    `page_paths` are open: a browser sends no key for a page, and the files of pages have no data.
+    `public` are paths that need no key, besides the routes of load balancers.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, page_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, public: Collection[str] = ()) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = _OPEN_PATHS | page_paths
+        self._open_paths = _OPEN_PATHS.union(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
