@@ -1,5 +1,6 @@
 """Pages for browsers: public, of known types, under a strict policy, and nothing beside them."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -76,3 +77,17 @@ async def test_pages_need_no_key_and_all_else_does(
         assert "content-security-policy" in page.headers
         for path in ("/v1/models", "/metrics", "/chat.html", "/pages/chat.js", "/nothing"):
             assert (await rig.http.get(path)).status_code == 401
+
+
+async def test_the_page_loads_nothing_from_elsewhere(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with serving(model_folder, tokenizer) as rig:
+        page = await rig.http.get("/")
+        files = re.findall(r'(?:src|href)="(/[^"]+\.\w+)"', page.text)
+        assert sorted(files) == ["/chat.css", "/chat.js"]
+        for name in (*files, "/token_chart.js"):
+            assert (await rig.http.get(name)).status_code == 200
+        assert "<script>" not in page.text
+        assert "style=" not in page.text
+        assert "http" not in page.text
