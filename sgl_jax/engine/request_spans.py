@@ -47,8 +47,8 @@ _LOGGERS = (
 class RequestTracer:
     """Hands the spans of requests to `exporter`, in batches and on a thread of its own.
 
-    Spans that the exporter cannot keep up with wait, and beyond `_MAX_QUEUED_SPANS` the oldest are
-    dropped. Sampling follows the parent, and the SDK's variables of the environment.
+    A batch that fails is dropped. Spans wait for a slow exporter; beyond `_MAX_QUEUED_SPANS` the
+    oldest are dropped. Sampling follows the parent, and the SDK's variables of the environment.
     """
 
     def __init__(self, model_name: str, exporter: SpanExporter) -> None:
