@@ -17,6 +17,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "best_of": (1,),
     "function_call": ("none", "auto"),
+    "include": ("reasoning.encrypted_content",),  # reasoning is sent, and taken back, as text
     "length_penalty": (1.0,),
     "log_metrics": (True,),
     "modalities": ("text",),
