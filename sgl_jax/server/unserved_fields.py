@@ -128,6 +128,7 @@ REQUEST = _table(
         "the server has no tools of its own": "max_tool_calls",
         "a conversation goes on by previous_response_id": "conversation",
         "no prompts are kept": "prompt",
+        "no messages are kept": "thread",
         "there is one speed": "speed",
         "it is format of output_config now": "output_format",
     },
