@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, GrammarKind, opened, styled
@@ -23,6 +23,8 @@ from sgl_jax.grammar.row_grammar import RowGrammar
 
 # Makes llguidance's form of a schema.
 Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
+# Only a grammar in Lark's form has it; its rules may begin with ? or !.
+_LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
 _MAX_KEPT = 256  # compiled grammars
 # Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
 # more than some 0.05 s is given up, and the request ends; a token of a schema takes microseconds.
@@ -176,7 +178,8 @@ def _regex(text: str, prepared: Prepare) -> str:
 
 
 def _lark(text: str, prepared: Prepare) -> str:
-    grammar: str = LLMatcher.grammar_from_lark(any_to_lark(text))
+    lark = text if _LARK.search(text) else gbnf_to_lark(text)
+    grammar: str = LLMatcher.grammar_from_lark(lark)
     return grammar
 
 

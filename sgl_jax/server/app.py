@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.server import call_routes, management, memory_routes
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
+from sgl_jax.server.apis.response_store import ResponseStore
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
@@ -32,7 +33,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     )
     app.state.references = refs
     app.state.limits = refs.limits
-    app.state.responses = responses.ResponseStore(
+    app.state.responses = ResponseStore(
         refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
     )
     app.state.memory_watch = MemoryWatch(refs)

@@ -52,10 +52,9 @@ async def answer_chat(
     """
     refs, parser = references_of(request), references_of(request).answer_parser
     check_chat(refs, chat)
-    grammar = {}
-    if chat.holds_calls:
+    grammar = _call_grammar(refs, chat)
+    if grammar:
         names = {**names, "ebnf": "tools"}
-        grammar = _call_grammar(refs, chat)
     with client_names(names):
         ids = await encode_chat(request, chat)
         samplings = [
@@ -101,23 +100,32 @@ def check_chat(refs: References, chat: ChatRequest) -> None:
         )
 
 
-def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str]:
-    """The sampling parameter that holds the calls of the answer to the tools' schemas.
+def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
+    """The sampling parameters that hold the calls of the answer to the tools' schemas.
 
-    Raises `InvalidRequestError` for tools whose calls cannot be held to them.
+    None are needed where calls are free, unless the text of the answer must be JSON: then calls
+    are the alternative to it. Raises `InvalidRequestError` for tools whose calls cannot be held.
     """
+    text_schema = chat.json_format if chat.shown_tools else None
+    if not chat.holds_calls and text_schema is None:
+        return {}
     schemas, grammar = chat.held_schemas, refs.answer_parser.call_grammar
     if refs.args.open_json_objects:
         schemas = {name: opened(schema) if schema else {} for name, schema in schemas.items()}
+        text_schema = text_schema and opened(text_schema)
     assert grammar is not None, "tools are refused where the format of calls is unknown"
     try:
         marks = refs.answer_parser.marks(has_tools=True, has_reasoning=False)
         special = refs.frontend.tokenizer.special_ids_of(marks)
-        if not chat.must_call:
+        if not chat.must_call and text_schema is None:
             return {"ebnf": grammar.calls_amid_content(schemas, special)}
         is_single = not chat.parallel_tool_calls or isinstance(chat.tool_choice, NamedTool)
-        return {"ebnf": grammar.calls(schemas, special, is_single=is_single)}
+        or_json = None if chat.must_call else text_schema
+        calls = grammar.calls(schemas, special, is_single=is_single, or_json=or_json)
+        return {"ebnf": calls} if text_schema is None else {"ebnf": calls, "json_schema": None}
     except ValueError as error:
+        if not chat.holds_calls:
+            return {}
         raise InvalidRequestError(f"tools: {error}", "tools") from error
 
 

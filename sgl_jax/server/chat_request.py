@@ -253,6 +253,12 @@ class ChatRequest(GenerationFields):
         return self.must_call or has_strict or isinstance(self.tool_choice, AllowedToolChoice)
 
     @property
+    def json_format(self) -> dict[str, Any] | None:
+        """The schema of the text of the answer; None: the text is no JSON, or need not be."""
+        grammar = self.response_format.grammar() if self.response_format else {}
+        return json.loads(grammar["json_schema"]) if "json_schema" in grammar else None
+
+    @property
     def template_args(self) -> dict[str, Any]:
         given = self.chat_template_kwargs or {}
         effort = self.reasoning_effort

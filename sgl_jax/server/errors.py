@@ -48,6 +48,10 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Field at fault -> details, by which Anthropic's tool runner goes on without the field.
+_MESSAGES_DETAILS = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
 # Pydantic puts the branch of a union into the path of an error; clients see no branches.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
@@ -67,11 +71,12 @@ class ErrorResponse(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-class MessagesErrorBody(msgspec.Struct, frozen=True):
-    """The reason, of one of the kinds in Anthropic's API."""
+class MessagesErrorBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The reason, of one of the kinds in Anthropic's API; `details` are for programs."""
 
     type: str
     message: str
+    details: Mapping[str, Any] | None = None
 
 
 class MessagesError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -147,7 +152,8 @@ def messages_error(error: ApiError) -> MessagesError:
     """The same for Anthropic's clients. The field at fault is named in the message."""
     status, message = error.status_code, str(error.detail)
     other = "invalid_request_error" if status < 500 else "api_error"
-    return MessagesError(MessagesErrorBody(_MESSAGES_KINDS.get(status, other), message))
+    kind, details = _MESSAGES_KINDS.get(status, other), _MESSAGES_DETAILS.get(error.param or "")
+    return MessagesError(MessagesErrorBody(kind, message, details))
 
 
 def is_of_messages(path: str) -> bool:

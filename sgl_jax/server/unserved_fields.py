@@ -17,6 +17,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "best_of": (1,),
     "function_call": ("none", "auto"),
+    "include": ("reasoning.encrypted_content",),  # reasoning is sent, and taken back, as text
     "length_penalty": (1.0,),
     "log_metrics": (True,),
     "modalities": ("text",),
@@ -127,6 +128,7 @@ REQUEST = _table(
         "the server has no tools of its own": "max_tool_calls",
         "a conversation goes on by previous_response_id": "conversation",
         "no prompts are kept": "prompt",
+        "no messages are kept": "thread",
         "there is one speed": "speed",
         "it is format of output_config now": "output_format",
     },

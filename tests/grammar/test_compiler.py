@@ -156,6 +156,8 @@ def test_free_white_space_is_one_character_at_most(
         ("regex", "[0-9]{3}-(x|é)+", "[0-9]{3}-(x|é)+"),
         ("ebnf", 'root ::= "yes" | "no" " "? root', "(no ?)*yes"),
         ("ebnf", 'start: "a" | "b" start', "b*a"),
+        ("ebnf", '?start: "a" | "b" start', "b*a"),
+        ("ebnf", '%import common.DIGIT\n\n  ?start: "a" | DIGIT start', "[0-9]*a"),
     ],
 )
 def test_any_text_drawn_by_a_grammar_matches_it(

@@ -254,6 +254,18 @@ async def test_what_is_not_there_is_refused_in_anthropics_envelope(
         assert told in body["error"]["message"]
 
 
+async def test_a_thread_is_refused_so_that_clients_go_on_without(rig: Rig) -> None:
+    """Anthropic's tool runner requests one by default, and reads the details of the refusal."""
+    body = asking("x", thread={"type": "create"})
+    for stream in (False, True):
+        answer = await rig.http.post(ROUTE, json=body | {"stream": stream})
+        assert answer.status_code == 400
+        details = answer.json()["error"]["details"]
+        assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    answer = await rig.http.post(ROUTE, json=asking("x", container="c"))
+    assert "details" not in answer.json()["error"]
+
+
 async def test_other_failures_have_the_kinds_that_clients_know(rig: Rig) -> None:
     answer = await rig.http.post(ROUTE, json=asking("x", model="other"))
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

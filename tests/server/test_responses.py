@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.server.apis.responses import ResponseStore, StoredResponse
+from sgl_jax.server.apis.response_store import ResponseStore, StoredResponse
 from sgl_jax.server.errors import ApiError
 from tests.server.conftest import Rig
 from tests.server.test_tool_calls import PARIS, ROOM, prompt_of, served, tools_folder
@@ -85,6 +85,60 @@ async def test_a_conversation_goes_on_by_the_id_of_its_last_response(rig: Served
     assert third.previous_response_id == second.id
     said = "<|assistant|>Zero.</s><|user|>Three.</s><|assistant|>One.</s><|user|>Four.</s>"
     assert prompt_of(served_rig) == f"{said}<|assistant|>"
+
+
+async def test_an_item_is_referred_to_by_its_id(rig: Served) -> None:
+    """Vercel's client sends stored items back this way."""
+    served_rig, client = rig
+    first = await client.responses.create(model="default", input="One.", instructions="Zero.")
+    (asked,) = (await client.responses.input_items.list(first.id)).data
+    served_rig.engine.seen.clear()
+    references: Any = [{"type": "item_reference", "id": each.id} for each in (asked, *first.output)]
+    told = [*references, {"role": "user", "content": "Two."}]
+    second = await client.responses.create(model="default", input=told)
+    assert second.output_text == "One."
+    said = "<|assistant|>Zero.</s><|user|>Two.</s>"
+    assert prompt_of(served_rig) == f"{said}<|assistant|>"
+    items = (await client.responses.input_items.list(second.id)).data
+    assert [item.type for item in items] == ["message"] * 3
+    with pytest.raises(openai.NotFoundError) as refused:
+        await client.responses.create(model="default", input=[*told, references[0]])
+    assert refused.value.param == "input[3].id"
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as refused:
+        await client.responses.create(model="default", input=told)
+    assert refused.value.param == "input[0].id"
+
+
+async def test_a_call_that_was_cut_off_cannot_be_referred_to(rig: Served) -> None:
+    _, client = rig
+    body: Any = {"model": "default", "input": CALL.text, "tools": DECLARED}
+    whole = await client.responses.create(**body)
+    assert whole.usage is not None
+    num_cut = 0
+    for limit in range(1, whole.usage.output_tokens):
+        made = await client.responses.create(**body, max_output_tokens=limit)
+        item = made.output[-1]
+        if item.type != "function_call" or item.arguments in ("", PARIS, "{}"):
+            continue
+        num_cut += 1
+        told: Any = [{"type": "item_reference", "id": item.id}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="default", input=told)
+        assert refused.value.param == "input[0].id"
+    assert num_cut
+
+
+async def test_reasoning_may_be_asked_for_encrypted(rig: Served) -> None:
+    """Clients that store nothing ask for it. It comes as text, which they send back."""
+    _, client = rig
+    thought = "<think>\nIt rains.\n</think>\n\nTake a coat."
+    made = await client.responses.create(
+        model="default", input=thought, store=False, include=["reasoning.encrypted_content"]
+    )
+    assert [item.type for item in made.output] == ["reasoning", "message"]
+    talk: Any = [{"role": "user", "content": "Go on."}, *made.output]
+    assert (await client.responses.create(model="default", input=talk)).output_text == "Go on."
 
 
 async def test_calls_and_their_results_are_items(rig: Served) -> None:
@@ -194,6 +248,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(rig: Served) -> None:
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),
         ("include", {"include": ["message.output_text.logprobs"]}),
+        ("include", {"include": ["reasoning.encrypted_content", "web_search_call.results"]}),
         ("max_output_tokens", {"max_output_tokens": ROOM}),
         ("input", {"input": "x" * 70_000}),
         ("text", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 1}}}}),

@@ -433,3 +433,45 @@ def test_a_server_by_its_flags_serves_a_whole_exchange(tools_folder: Path) -> No
         assert again.usage is not None
         assert first.usage is not None
         assert again.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("tool_format", [*TOOL_FORMATS, "gpt-oss"])
+async def test_an_answer_held_to_a_schema_may_be_a_call(
+    tools_folder: Path, tool_format: str, is_strict: bool
+) -> None:
+    """Agents with a type of result send both in each turn."""
+    tools: list[Any] = [
+        {**tool, "function": {**tool["function"], "strict": is_strict}} for tool in DECLARED
+    ]
+    schema = {"type": "object", "properties": {"coat": {"type": "boolean"}}}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
+    seen = {}
+    async with served(tools_folder, tool_format) as (rig, client):
+        for choice in ("auto", "required", "none"):
+            body = {"tools": tools, "tool_choice": choice, "response_format": wanted}
+            await whole(client, **says("x"), **body)
+            request = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)][-1]
+            assert request.sampling.grammar is not None
+            text = request.sampling.grammar.text
+            seen[choice] = ("get_weather" in text, "coat" in text)
+    assert seen == {"auto": (True, True), "required": (True, False), "none": (False, True)}
+
+
+async def test_a_schema_holds_where_a_format_has_no_grammar_of_the_tools(
+    tools_folder: Path,
+) -> None:
+    """Only strict tools are refused then."""
+    wanted: Any = {"type": "json_object"}
+    for strict in (False, True):
+        function = {"name": "find it", "parameters": {"type": "object"}, "strict": strict}
+        body: Any = {"tools": [{"type": "function", "function": function}]}
+        async with served(tools_folder, "qwen3_coder") as (rig, client):
+            asked = client.chat.completions.create(**says("x"), **body, response_format=wanted)
+            if strict:
+                with pytest.raises(openai.BadRequestError, match="find it"):
+                    await asked
+                continue
+            await asked
+            (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+            assert request.sampling.json_schema is not None

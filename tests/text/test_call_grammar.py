@@ -170,6 +170,28 @@ def test_calls_as_models_write_them_are_let_through(
         assert row.error
 
 
+@pytest.mark.parametrize(("tool_format", "text"), WRITTEN, ids=str)
+def test_calls_or_json_of_a_schema_are_let_through(
+    folder: Path, tool_format: str, text: str
+) -> None:
+    tools: dict[str, Any] = closed(WEATHER_TOOLS | {"now": {}})
+    writer, special = written_by(folder, tool_format)
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"]}
+    schema |= {"$defs": {"b": {"type": "boolean"}}}
+    grammar = Grammar("ebnf", writer.calls(tools, special, is_single=False, or_json=schema))
+    last = f"{THOUGHT}<|channel|>final<|message|>" if tool_format == "gpt-oss" else ""
+    for valid in (text, f'{last}{{"a": true}}'):
+        tokenizer, row = follow(folder, grammar)
+        row.read(np.array(tokenizer.encode(valid), np.int32))
+        assert not row.error
+        assert tokenizer.eos_token_id in allowed(tokenizer, row)
+    wrongs = (f'{last}{{"a": 1}}', f"{last}It rains.", text.replace("get_weather", "get_money"))
+    for wrong in (*wrongs, f'{text}{{"a": true}}'):
+        tokenizer, row = follow(folder, grammar)
+        row.read(np.array(tokenizer.encode(wrong), np.int32))
+        assert row.error
+
+
 AFTER_REASONING = {
     name: ANSWERS[name].text.partition("</think>")[2] or ANSWERS[name].text
     for name in FORMATS

@@ -88,7 +88,8 @@ class ResponsesFormat(PartsFormat):
 
     def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
         prefix, name, fields = _EVENTS[part.kind]
-        index, item_id = {"output_index": part.index}, f"{prefix}_{part.id}"
+        index, response_id = {"output_index": part.index}, self._object.id.removeprefix("resp_")
+        item_id = f"{prefix}_{response_id}_{part.index}"
         text_at = {"item_id": item_id, **index, **fields}
         if gain:
             yield f"response.{name}.delta", {**text_at, "delta": gain}

@@ -1,23 +1,23 @@
-"""OpenAI's Responses API: body, chat, routes, store. `response_events.py` writes the answer.
+"""OpenAI's Responses API: body, chat, routes. `response_events.py` writes the answer.
 
-Responses are kept, so that a conversation goes on by an id.
+Responses are kept (`response_store.py`), so that a conversation goes on by an id.
 """
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.chat import AssistantMessage
 from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
+from sgl_jax.server.apis.response_store import ResponseStore, StoredResponse
 from sgl_jax.server.chat import answer_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
@@ -79,16 +79,25 @@ class ReasoningInput(Part):
     content: Items[InputReasoning] | None = None
 
 
+class ItemReference(Part):
+    """An item of a stored response or of its input."""
+
+    type: Literal["item_reference"]
+    id: str = Field(pattern=r"^(msg|rs|fc|resp)_[0-9a-f]{32}_[0-9]+$", max_length=64)
+
+
 def _with_type(item: Any) -> Any:
     return {"type": "message", **item} if isinstance(item, dict) else item
 
 
 InputItem = Annotated[
     Annotated[
-        MessageItem | CallItem | CallOutputItem | ReasoningInput, Field(discriminator="type")
+        MessageItem | CallItem | CallOutputItem | ReasoningInput | ItemReference,
+        Field(discriminator="type"),
     ],
     BeforeValidator(_with_type),
 ]
+_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 class ResponseTool(FunctionDefinition):
@@ -236,7 +245,8 @@ _NAMES = {
 @router.post("", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """Answer an input, after the conversation of an earlier response if one is named."""
-    conversation = messages_of(body.items)
+    given = _items_of(body, request)
+    conversation = messages_of(given)
     if body.previous_response_id is not None:
         before = _stored(body.previous_response_id, request, "previous_response_id")
         conversation = msgspec.json.decode(before.messages) + conversation
@@ -244,7 +254,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     def keep(response: ResponseObject, message: AssistantMessage) -> None:
         items = [
             {"id": f"{response.id}_{number}", **item.model_dump(exclude_none=True)}
-            for number, item in enumerate(body.items)
+            for number, item in enumerate(given)
         ]
         written = map(msgspec.json.encode, (response, items, [*conversation, message]))
         stored = StoredResponse(caller_of(request).name, *written)
@@ -254,6 +264,31 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     refs = references_of(request)
     answer_format = ResponsesFormat(refs, chat, _begun(body, refs.model_name), keep)
     return await answer_chat(request, chat, answer_format, _NAMES)
+
+
+def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
+    """The items of the input, with stored ones in place of the references to them.
+
+    Raises:
+        ApiError: 404 for an item that is not stored, or that an earlier reference names.
+        InvalidRequestError: an item that cannot be part of an input, such as a call cut off.
+    """
+    items = body.items
+    unused = dict[str, dict[str, Any]]()  # id of a response -> its items by their ids
+    for number, item in enumerate(items):
+        if not isinstance(item, ItemReference):
+            continue
+        field, response_id = f"input[{number}].id", f"resp_{item.id.split('_')[1]}"
+        if response_id not in unused:
+            unused[response_id] = _stored(response_id, request, field).items_by_id()
+        referred = unused[response_id].pop(item.id, None)
+        if referred is None:
+            raise ApiError(404, "there is no such item, or it is referred to twice", param=field)
+        try:
+            items[number] = _ITEM.validate_python(referred)
+        except ValidationError as error:
+            raise InvalidRequestError(f"{field}: {error.errors()[0]['msg']}", field) from error
+    return items
 
 
 def _begun(body: ResponsesBody, model: str) -> ResponseObject:
@@ -309,55 +344,6 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     raise ApiError(400, "only background responses can be cancelled, and there are none here")
 
 
-def _stored(response_id: str, request: Request, param: str | None = None) -> "StoredResponse":
+def _stored(response_id: str, request: Request, param: str | None = None) -> StoredResponse:
     store: ResponseStore = request.app.state.responses
     return store.get(response_id, caller_of(request).name, param)
-
-
-class StoredResponse(NamedTuple):
-    """A response and its conversation, as JSON."""
-
-    owner: str  # name of the caller that may read it
-    response: bytes
-    input_items: bytes  # a list
-    messages: bytes  # of the conversation with the answer, without instructions: a list
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.response) + len(self.input_items) + len(self.messages)
-
-
-class ResponseStore:
-    """The latest responses: the oldest go when there are too many, or they take too much."""
-
-    def __init__(self, max_count: int, max_bytes: int) -> None:
-        self._max_count = max_count
-        self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._num_bytes = 0
-
-    def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response; one that is larger than the store is not kept."""
-        self._stored[response_id] = stored
-        self._num_bytes += stored.num_bytes
-        while len(self._stored) > self._max_count or self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._stored)))
-
-    def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
-        """The caller's response of this id. Raises `ApiError` 404, which names `param`."""
-        stored = self._stored.get(response_id)
-        if stored is None or stored.owner != owner:
-            raise ApiError(
-                404,
-                "there is no such response: it was not stored, was deleted, or is too old",
-                param=param,
-                code="response_not_found",
-            )
-        return stored
-
-    def delete(self, response_id: str, owner: str) -> None:
-        self.get(response_id, owner)
-        self._drop(response_id)
-
-    def _drop(self, response_id: str) -> None:
-        self._num_bytes -= self._stored.pop(response_id).num_bytes

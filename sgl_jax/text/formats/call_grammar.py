@@ -6,8 +6,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
-from sgl_jax.text.formats.call_form import ArgumentForm, CallForm, ToolFormat, Tools
-from sgl_jax.text.formats.lark import SpecialIds, free_text, literal
+from sgl_jax.text.formats.call_form import ArgumentForm, CallForm, Schema, ToolFormat, Tools
+from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
 
 
 class CallGrammar(NamedTuple):
@@ -15,16 +15,28 @@ class CallGrammar(NamedTuple):
 
     format: ToolFormat
 
-    def calls(self, tools: Tools, special: SpecialIds, *, is_single: bool) -> str:
-        """Nothing but calls of `tools`, one or several.
+    def calls(
+        self,
+        tools: Tools,
+        special: SpecialIds,
+        *,
+        is_single: bool,
+        or_json: Schema | None = None,
+    ) -> str:
+        """Nothing but calls of `tools`, one or several, or else JSON that `or_json` allows.
 
         Raises ValueError, with the reason, for tools that this format cannot enforce.
         """
         forms = self.format.forms
         if is_single:
             forms = tuple(form._replace(between=None) for form in forms)
-        text = "" if self.format.messages is None else "message*"
+        messages = self.format.messages
+        text = "" if messages is None else "message*"
         lines = [f"start: {text} calls", *self._calls("calls", forms, tools, special)]
+        if or_json is not None:
+            last = "" if messages is None else literal(messages.last, special)
+            lines[0] = f"start: {text} (calls | {last} json)"
+            lines.append(f"json: {of_json(or_json)}")
         return _joined(lines, self._messages(special), self._arguments(tools, special))
 
     def calls_amid_content(self, tools: Tools, special: SpecialIds) -> str:
