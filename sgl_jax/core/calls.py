@@ -2,7 +2,7 @@
 
 To add a call, write a message (`core/messages.py`), a row here, and the method that the row names.
 The engine finds the method by the row (`Call.handler`), and the server makes the route
-(`server/admin/calls.py`).
+(`server/call_routes.py`).
 
 The body of a `route` holds the message's fields except `rid`, typed by their annotations; fields
 with a default are optional. The route's description is the first paragraph of the message's
@@ -18,6 +18,8 @@ from sgl_jax.core.messages import (
     CloseSession,
     CompileGrammar,
     ContinueGeneration,
+    DescribePage,
+    FindPrefix,
     FlushCache,
     ForkSession,
     GenerateRequest,
@@ -25,6 +27,7 @@ from sgl_jax.core.messages import (
     ListSessions,
     OpenSession,
     PauseGeneration,
+    ReadMemory,
     RollbackSession,
     SetInternalState,
     Shutdown,
@@ -113,12 +116,55 @@ class SessionList(msgspec.Struct, frozen=True):
     sessions: list[SessionEntry]
 
 
+class PageMove(msgspec.Struct, frozen=True):
+    """`owner` did `action` to the page at tick `clock` of its pool."""
+
+    clock: int
+    action: str
+    owner: str
+
+
+class PageDescription(msgspec.Struct, frozen=True):
+    """The owner of a page, and its moves as far as they are kept, oldest first.
+
+    `tokens` is the interval of its holder's tokens that the page holds. `is_whole` is false if
+    older moves may be forgotten.
+    """
+
+    owner: str
+    tokens: tuple[int, int] | None
+    rid: str | None
+    session_id: str | None
+    node: int | None
+    num_locks: int | None
+    last_access: int | None
+    clock: int
+    moves: list[PageMove]
+    is_whole: bool
+
+
+class FoundOnRank(msgspec.Struct, frozen=True):
+    """The cached prefix on a rank, with the ids of its nodes from the root down."""
+
+    dp_rank: int
+    num_tokens: int
+    nodes: list[int]
+
+
+class PrefixFound(msgspec.Struct, frozen=True):
+    """The part of `num_tokens` tokens that each rank has cached."""
+
+    num_tokens: int
+    ranks: list[FoundOnRank]
+
+
 class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
     # Name of a method: of `Controls` for a `ControlMessage`, of `SessionService` for a
-    # `SessionMessage`, of `Scheduler` for the end of a request, else of `EngineCore`.
+    # `SessionMessage`, of `MemoryReader` for a `MemoryMessage`, of `Scheduler` for the end of a
+    # request, else of `EngineCore`.
     handler: str
     answer: Any = None  # type of the data of a `Reply`; None: there is no reply
     route: str | None = None  # path of the HTTP route; None: clients cannot make this call
@@ -135,6 +181,9 @@ CALLS = (
     # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(GetState, "read_state", dict[str, Any]),
+    Call(ReadMemory, "read", dict[str, Any]),
+    Call(DescribePage, "describe_page", PageDescription, "/memory/page", is_admin=True),
+    Call(FindPrefix, "find_prefix", PrefixFound),
     Call(OpenSession, "open", str, "/open_session"),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),

@@ -178,6 +178,35 @@ class GetState(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the memory view of each rank and the counters, as a dictionary."""
 
 
+class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
+    """Get the place of every page, and all that holds pages or waits for them.
+
+    The reply's data are a snapshot (`memory_view/reader.py`), with the prefix trees if `has_tree`,
+    and with token ids if `has_tokens`.
+    """
+
+    has_tree: bool = False
+    has_tokens: bool = False
+
+
+class DescribePage(WithReply, frozen=True, kw_only=True, tag=True):
+    """Describe the owner of a page and its latest moves."""
+
+    dp_rank: Annotated[int, Ge(0), Lt(INT32)]
+    pool: Annotated[int, Ge(0), Lt(INT32)]
+    page: Annotated[int, Ge(0), Lt(INT32)]
+
+
+class FindPrefix(WithReply, frozen=True, kw_only=True, tag=True):
+    """Find the longest prefix of these tokens in every rank's prefix tree."""
+
+    input_ids: list[int]
+    namespace: Namespace = ""
+
+
+MemoryMessage = ReadMemory | DescribePage | FindPrefix
+
+
 class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Open a session; returns its id, or a 503 while too many are open.
 
@@ -300,7 +329,7 @@ ControlMessage = (
     | StopProfile
 )
 CallMessage = (
-    CompileGrammar | FlushCache | GetState | SessionMessage | ControlMessage
+    CompileGrammar | FlushCache | GetState | MemoryMessage | SessionMessage | ControlMessage
 )  # each gets a `Reply`
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | Shutdown
 

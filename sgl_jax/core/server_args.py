@@ -325,6 +325,9 @@ class ServerArgs(SchedulerArgs):
     log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
     log_requests: bool = setting(False, "log each request's arrival and end")
     disable_access_log: bool = setting(False, "log no line for each HTTP request")
+    memory_view_text: bool = setting(
+        False, "the memory view shows the text of prompts and of cached prefixes"
+    )
     enable_metrics: bool = setting(False, "accepted for SGLang's sake: metrics are always there")
     decode_log_interval: int = setting(
         100, "steps between two log lines of statistics; 0: none", bounds=(0, 1_000_000_000)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from sgl_jax.core.messages import (
     FrontMessage,
     GenerateRequest,
     GetState,
+    MemoryMessage,
     OutputBatch,
     Reply,
     SessionMessage,
@@ -42,6 +44,7 @@ from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.event_log import EventWriter
 from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
@@ -112,6 +115,7 @@ class EngineCore:
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self)
+        self._memory_reader = MemoryReader(self.scheduler)
         self._is_shutting_down = False
         self._is_audited = True
         self._is_compiling = self.executor.start_background()
@@ -328,11 +332,13 @@ class EngineCore:
         call = CALL_OF[type(message)]
         if isinstance(message, ControlMessage):
             handle: Any = getattr(self._controls, call.handler)
+        elif isinstance(message, MemoryMessage):
+            handle = partial(self._read_memory, getattr(self._memory_reader, call.handler))
         elif isinstance(message, AbortRequest | StopRequest | SessionMessage):
             handle = self.scheduler.handle
         else:
             handle = getattr(self, call.handler)
-        if not isinstance(message, GetState):
+        if not isinstance(message, GetState | MemoryMessage):
             self._is_audited = False
         try:
             reply = handle(message)
@@ -391,6 +397,17 @@ class EngineCore:
         if self.scheduler.handle(Flush()):
             return answer(message, Flushed())
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
+
+    def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
+        """Reply with a reading of the memory; arrays stay bytes."""
+        try:
+            data = msgspec.to_builtins(read(message), builtin_types=(bytes,))
+        except InvalidRequestError as error:
+            return refusal(message, str(error), param=error.param)
+        except Exception as error:  # inconsistent records may raise anything
+            logger.exception("the memory cannot be read")
+            return refusal(message, f"the memory cannot be read: {error}", status_code=500)
+        return Reply(rid=message.rid, ok=True, data=data)
 
     def read_state(self, message: GetState) -> Reply:
         return answer(message, self.state())

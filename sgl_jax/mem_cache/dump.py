@@ -63,7 +63,7 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
             "row": lease.row,
             "listed_for_row": row,
             "released": lease.released,
-            "namespace": _namespace_hash(lease.namespace),
+            "namespace": namespace_hash(lease.namespace),
             "node": None if lease.node is None else lease.node.node_id,
         }
         for row, lease in memory.leases.items()
@@ -117,7 +117,7 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
             {
                 "id": node.node_id,
                 "parent": None if node.parent is None else node.parent.node_id,
-                "namespace": _namespace_hash(node.namespace),
+                "namespace": namespace_hash(node.namespace),
                 "start": node.end - len(node.key),
                 "end": node.end,
                 "children": [child.node_id for child in node.children.values()],
@@ -131,7 +131,7 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
     }
 
 
-def _namespace_hash(namespace: str) -> str:
+def namespace_hash(namespace: str) -> str:
     """The first eight hexadecimal digits of its SHA-256; "" for the default namespace."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:8] if namespace else ""
 

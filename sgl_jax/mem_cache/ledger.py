@@ -29,9 +29,14 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     them; rows likewise. On a difference, a walk finds the pages and their owners for the error's
     text.
     """
-    imbalance = _imbalance(memory) or _ownerless(memory, num_running)
+    imbalance = find_imbalance(memory, num_running)
     if imbalance is not None:
         raise _error(memory, [Finding(imbalance), *_suspects(memory)])
+
+
+def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | None:
+    """Describe the counts that disagree, as `check_balance` compares them; None if they balance."""
+    return _imbalance(memory) or _ownerless(memory, num_running)
 
 
 def audit(memory: RankMemory, num_running: int | None = None) -> None:

@@ -103,7 +103,7 @@ def _kind(pool: State) -> str:
     return _FULL if None in pool["sliding_windows"] else _WINDOW
 
 
-def _pool_names(rank: State) -> list[str]:
+def pool_names(rank: State) -> list[str]:
     """A name for each pool; for windows, with their widths in tokens."""
     return [
         "window " + " ".join(map(str, pool["sliding_windows"]))
@@ -113,7 +113,7 @@ def _pool_names(rank: State) -> list[str]:
     ]
 
 
-def _page_states(pool: State) -> dict[str, int]:
+def page_states(pool: State) -> dict[str, int]:
     """The pages of a pool by state: all before the last add up to it."""
     return {
         "free": pool["free_pages"],
@@ -213,8 +213,8 @@ FIGURES = (
         lambda state: [
             (rank["dp_rank"], name, page_state, count)
             for rank in state["ranks"]
-            for name, pool in zip(_pool_names(rank), rank["pools"], strict=True)
-            for page_state, count in _page_states(pool).items()
+            for name, pool in zip(pool_names(rank), rank["pools"], strict=True)
+            for page_state, count in page_states(pool).items()
         ],
         ("dp_rank", "pool", "state"),
     ),

@@ -7,8 +7,10 @@ printed. 2: the file cannot be read.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sgl_jax.replay.player import DifferenceError, Player
+from sgl_jax.replay.view import show
 from sgl_jax.scheduler.record.event_log import EventReader, RecordingError
 from sgl_jax.scheduler.record.events import Planned, Record
 
@@ -17,6 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replay a file; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
+        if args.view:
+            show(Path(args.file), args.port)
+            return 0
         with open(args.file, "rb") as file:
             return _replay(EventReader(file), args)
     except (RecordingError, OSError) as error:
@@ -36,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=("off", "idle", "busy"),
         default="off",
         help="prove the ledger after each event (busy), or whenever nothing runs (%(default)s)",
+    )
+    parser.add_argument("--view", action="store_true", help="show its memory in a browser")
+    parser.add_argument(
+        "--port", type=int, default=0, help="of the view, on this machine (default: a free one)"
     )
     parser.add_argument("--verbose", action="store_true", help="print a line for each event")
     return parser

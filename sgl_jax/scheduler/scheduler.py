@@ -9,8 +9,8 @@ it reads the result of the last: input tokens come from the device, so nothing w
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, assert_never
 
 from sgl_jax.core.compiled import compile_loops
@@ -58,6 +58,7 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.sessions.store import SessionStore
 
 # Steps between two looks at the lengths of outputs.
 OUTPUT_LENGTHS_INTERVAL = 8
@@ -160,7 +161,12 @@ class Scheduler:
     @property
     def num_sessions(self) -> int:
         """Sessions that are open."""
-        return len(self._sessions.store)
+        return len(self.session_store)
+
+    @property
+    def session_store(self) -> SessionStore:
+        """The open sessions, to be read only."""
+        return self._sessions.store
 
     def _flush(self) -> bool:
         if self.num_running:
@@ -207,23 +213,26 @@ class Scheduler:
         """Requests without memory."""
         return len(self._waiting) + len(self._gate)
 
+    def waiting(self) -> Iterator[Request]:
+        """The requests without memory, oldest first; requests that need a program come last."""
+        return chain(self._waiting, self._gate)
+
     @property
     def num_waiting_retracted(self) -> int:
         """Waiting requests that ran before."""
-        return sum(request.num_retractions > 0 for request in chain(self._waiting, self._gate))
+        return sum(request.num_retractions > 0 for request in self.waiting())
 
     def num_waiting_for(self, dp_rank: int) -> int:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
             return self.num_waiting
-        waiting = chain(self._waiting, self._gate)
-        return sum(request.message.dp_rank == dp_rank for request in waiting)
+        return sum(request.message.dp_rank == dp_rank for request in self.waiting())
 
     def count_waiting(self) -> dict[WaitKind, int]:
         """Number of waiting requests by reason (`WaitReason`), as of the last planned step."""
         if self.is_paused:
             return {"paused": self.num_waiting}
-        counts = self._admission.count_waiting(self.ranks, self._steps)
+        counts = self._admission.count_waiting(self.ranks, self._room(), self._steps)
         return counts | {"program": len(self._gate)}
 
     def why_waiting(self, rid: str) -> WaitReason:
@@ -231,11 +240,23 @@ class Scheduler:
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
+        return self._why_waiting(request, self._room())
+
+    def waiting_for(self, most: int) -> list[tuple[Request, WaitReason]]:
+        """The first waiting requests, `most` of them, each with its reason."""
+        room = self._room()
+        first = islice(self.waiting(), most)
+        return [(request, self._why_waiting(request, room)) for request in first]
+
+    def _room(self) -> list[int]:
+        return [rank.num_pages_to_give() for rank in self.ranks]
+
+    def _why_waiting(self, request: Request, room: Sequence[int]) -> WaitReason:
         if self.is_paused:
             return WaitReason("paused")
         if request in self._gate:
             return WaitReason("program")
-        reason = self._admission.why_waiting(request, self.ranks, self._steps)
+        reason = self._admission.why_waiting(request, self.ranks, room, self._steps)
         forced = self._forced_retract
         if reason.kind == "step" and forced is not None and not forced.may_start(self.ranks):
             return WaitReason("paused")

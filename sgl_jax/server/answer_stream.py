@@ -24,8 +24,8 @@ from sgl_jax.server.references import references_of
 DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 64 * 1024  # sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-_BODY = {"type": "http.response.body"}  # without a body, the end
+START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+BODY = {"type": "http.response.body"}  # without a body, the end
 
 
 class AnswerFormat(ABC):
@@ -195,7 +195,7 @@ class EventStream(Response):
                 while group.num_open:
                     batch = await group.next_batch()
                     if not started:
-                        await patient_send(_START)
+                        await patient_send(START)
                         started = True
                     events = b""
                     for number, (index, chunk) in enumerate(batch, 1):
@@ -205,14 +205,14 @@ class EventStream(Response):
                         if number == len(batch) or len(events) >= _PIECE_BYTES:
                             for at in range(0, len(events), _PIECE_BYTES):
                                 piece = events[at : at + _PIECE_BYTES]
-                                await patient_send({**_BODY, "body": piece, "more_body": True})
+                                await patient_send({**BODY, "body": piece, "more_body": True})
                             events = b""
             except Exception as error:
                 if not started:
                     raise
                 failure = to_api_error(error)
-                await patient_send({**_BODY, "body": self._format.failure(failure)})
+                await patient_send({**BODY, "body": self._format.failure(failure)})
                 if failure.status_code == 500:
                     raise
             else:
-                await patient_send(_BODY)
+                await patient_send(BODY)

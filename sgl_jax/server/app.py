@@ -6,13 +6,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from sgl_jax.server import call_routes, management
+from sgl_jax.memory_view import MEMORY_PAGE
+from sgl_jax.server import call_routes, management, memory_routes
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
+from sgl_jax.server.memory_watch import MemoryWatch
 from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.page_files import page_routes
 from sgl_jax.server.references import References
 
 
@@ -29,16 +32,20 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.state.responses = responses.ResponseStore(
         refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
     )
+    app.state.memory_watch = MemoryWatch(refs)
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)
-    for router in (*apis, call_routes.router, management.router, *others):
+    for router in (*apis, call_routes.router, management.router, memory_routes.router, *others):
         # Not `include_router`: a request would be matched with every route twice.
         app.router.routes.extend(router.routes)
+    pages = page_routes(MEMORY_PAGE, "/memory")
+    app.router.routes.extend(pages)
     install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     if not keys.is_open:
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
+        page_paths = frozenset(page.path for page in pages)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, page_paths=page_paths)
     app.add_middleware(RequestIdMiddleware, logs_access=not refs.args.disable_access_log)
     install_openapi(app, needs_key=not keys.is_open)
     return app

@@ -153,14 +153,19 @@ async def _ask(
 def _for_client(data: Any, owner: SessionOwner) -> Any:
     """`data` with client-side session ids; other callers' sessions removed."""
     if isinstance(data, list):
-        entries = [entry for entry in data if owner.client_id(entry["session_id"]) is not None]
-        return [_for_client(entry, owner) for entry in entries]
+        return [_for_client(entry, owner) for entry in data if not _is_foreign(entry, owner)]
     if not isinstance(data, dict):
         return data
     own = {name: _for_client(value, owner) for name, value in data.items()}
-    if "session_id" in data:
+    if data.get("session_id") is not None:
         own["session_id"] = owner.client_id(data["session_id"])
     return own
+
+
+def _is_foreign(entry: Any, owner: SessionOwner) -> bool:
+    """Return whether an entry is about a session of another caller."""
+    session_id = entry.get("session_id") if isinstance(entry, dict) else None
+    return session_id is not None and owner.client_id(session_id) is None
 
 
 def _close_unclaimed(refs: References, session_id: str, reply: Reply) -> None:

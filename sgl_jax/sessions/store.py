@@ -179,9 +179,18 @@ class SessionStore:
     def all(self) -> Iterator[tuple[Session, float, bool]]:
         """For each session: the session, its idle time in seconds, and if it is about to close."""
         for session_id, session in self._sessions.items():
-            is_in_use = session.num_running > 0 or session_id in self._used_since_tick
-            idle_s = 0.0 if is_in_use else self._now_s - self._used_at[session_id]
-            yield session, idle_s, session_id in self._closing
+            yield session, self.idle_s(session), session_id in self._closing
+
+    def newest(self) -> Iterator[Session]:
+        """The open sessions, opened last first."""
+        return reversed(self._sessions.values())
+
+    def idle_s(self, session: Session) -> float:
+        """Seconds since the last use of an open session; 0 while a turn runs."""
+        session_id = session.session_id
+        if session.num_running > 0 or session_id in self._used_since_tick:
+            return 0.0
+        return self._now_s - self._used_at[session_id]
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session

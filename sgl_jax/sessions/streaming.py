@@ -1,5 +1,6 @@
 """Streaming sessions: append-only conversations, each a list of tokens that grows by turns."""
 
+from collections import deque
 from copy import copy
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
+from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
+
+_ROLLBACKS_KEPT = 16
 
 
 class EndedTurn(NamedTuple):
@@ -51,8 +54,16 @@ class StreamingSession:
         self._replaced: _Replaced | None = None
         self.running: str | None = None  # request id of the turn in flight
         self._name = ""  # of the running turn
+        # For people: the session and the number of turns that this began with, and the latest
+        # rollbacks, each with the turns kept and the turns undone.
+        self.forked_from: tuple[str, int] | None = None
+        self.rollbacks: deque[tuple[int, int]] = deque(maxlen=_ROLLBACKS_KEPT)
         self._is_whole = False  # the running turn brought the whole conversation
         self._pending: Int32Array = NO_TOKENS  # whole prompt of the running turn
+
+    def outline(self) -> list[TurnOutline]:
+        """The turns, oldest first; each continues the one before."""
+        return [TurnOutline(each.name, each.num_tokens, i - 1) for i, each in enumerate(self.turns)]
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +164,8 @@ class StreamingSession:
                 f"{num_turns}",
                 "num_turns",
             )
+        if num_turns < len(self.turns):
+            self.rollbacks.append((num_turns, len(self.turns) - num_turns))
         self.turns = self.turns[:num_turns]
         # A copy, since a view would keep the whole array in memory.
         self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
@@ -161,6 +174,8 @@ class StreamingSession:
         """A new session with the same history. This one must have no turn in flight."""
         other = copy(self)
         other.session_id, other.turns, other._replaced = new_session_id, list(self.turns), None
+        other.forked_from = self.session_id, len(self.turns)
+        other.rollbacks = deque(maxlen=_ROLLBACKS_KEPT)
         return other
 
     def _len_after(self, message: StopRequest | AbortRequest) -> int:

@@ -17,7 +17,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.turns import NO_TOKENS, append_turn, turn_name, turn_of
+from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
 
 # Limits of one session's memory on the host; a client that needs more replaces turns, or opens
 # another session.
@@ -88,6 +88,15 @@ class RegularSession:
         self._nodes: dict[str, _Node] = {}
         self._in_flight: dict[str, _Node] = {}  # by request id
         self.num_kept = 0  # tokens that it keeps on the host, over all nodes
+
+    def outline(self) -> list[TurnOutline]:
+        """The finished turns, oldest first."""
+        finished = [node for node in self._nodes.values() if node.output is not None]
+        index_of = {id(node): index for index, node in enumerate(finished)}
+        return [
+            TurnOutline(node.name, node.num_tokens, index_of.get(id(node.parent), -1))
+            for node in finished
+        ]
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """The prompt and the name of a session's turn."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
@@ -7,6 +9,14 @@ from sgl_jax.core.step_plan import Int32Array
 
 NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 NO_TOKENS.flags.writeable = False
+
+
+class TurnOutline(NamedTuple):
+    """A finished turn, for people: `parent` is the index of the turn that it continues, or -1."""
+
+    name: str
+    num_tokens: int  # history, prompt and output
+    parent: int
 
 
 def turn_of(message: GenerateRequest) -> SessionTurn:

@@ -15,14 +15,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
     CompileGrammar,
     ContinueGeneration,
+    DescribePage,
     EngineInfo,
     EngineMessage,
+    FindPrefix,
     FinishReason,
     FlushCache,
     ForkSession,
@@ -30,9 +33,11 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     GetState,
     ListSessions,
+    MemoryMessage,
     OpenSession,
     OutputBatch,
     PauseGeneration,
+    ReadMemory,
     Reply,
     RequestOutput,
     RollbackSession,
@@ -63,6 +68,7 @@ LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
 DP_SIZE = 2
+PAGE_SIZE = 4
 MAX_RUNNING = 4  # what the front is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
@@ -95,6 +101,7 @@ class ScriptedEngine:
     is_paused: bool = False
     model_path: str = "scripted"
     settings: dict[str, Any] = field(default_factory=dict)
+    scheduler: Any = None  # whose memory is read
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -117,6 +124,7 @@ class ScriptedEngine:
             "max_context_len": 1024,
             "max_request_tokens": self.max_request_tokens,
             "dp_size": DP_SIZE,
+            "page_size": PAGE_SIZE,
             "max_running_requests": MAX_RUNNING,
             "eos_token_ids": [EOS],
             "is_paused": self.is_paused,
@@ -168,6 +176,8 @@ class ScriptedEngine:
                 if busy:
                     return Reply(rid=message.rid, ok=False, message="busy", data={"code": "busy"})
                 return Reply(rid=message.rid, ok=True, data={"flushed": True})
+            case ReadMemory() | DescribePage() | FindPrefix():
+                return self.read_memory(message)
             case GetState():
                 return Reply(rid=message.rid, ok=True, data=self.state())
             case (
@@ -191,6 +201,17 @@ class ScriptedEngine:
             case StopProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": "somewhere"})
         return None
+
+    def read_memory(self, message: MemoryMessage) -> Reply:
+        """Of the real scheduler that the test has put into `scheduler`."""
+        from sgl_jax.memory_view.reader import MemoryReader  # most scripts start without it
+
+        try:
+            read = getattr(MemoryReader(self.scheduler), CALL_OF[type(message)].handler)
+            data = msgspec.to_builtins(read(message), builtin_types=(bytes,))
+        except InvalidRequestError as error:
+            return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
+        return Reply(rid=message.rid, ok=True, data=data)
 
     def compile_grammar(self, message: CompileGrammar) -> Reply:
         grammars = GrammarCompiler(self.tokenizer_folder, self.vocab_size, (EOS,))

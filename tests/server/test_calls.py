@@ -13,12 +13,14 @@ from sgl_jax.core.messages import (
     CompileGrammar,
     ControlMessage,
     FrontMessage,
+    MemoryMessage,
     OpenSession,
     SessionMessage,
     StopRequest,
 )
 from sgl_jax.engine.controls import Controls
 from sgl_jax.engine.core import EngineCore
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.server.call_routes import body_of, message_of
 from sgl_jax.server.guards.keys import ANONYMOUS, Caller, SessionOwner
@@ -50,6 +52,8 @@ def test_its_handler_takes_that_message(call: Call) -> None:
         owner = LiveRequests
     if call.message in typing.get_args(ControlMessage):
         owner = Controls
+    if call.message in typing.get_args(MemoryMessage):
+        owner = MemoryReader
     hints = typing.get_type_hints(getattr(owner, call.handler))
     assert hints["message"] is call.message
     replies_later = call.message is CompileGrammar

@@ -48,6 +48,10 @@ class LockedPages:
     def is_running(self, page: int) -> bool:
         return self._running.item(page) > 0
 
+    def num_locks(self) -> Int32Array:
+        """The number of leases that have locked each page, int32[num_pages]."""
+        return self._running + self._idle
+
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
         """The number of running requests that locked each of `pages`, int32[len(pages)]."""
         counts: Int32Array = self._running[pages]

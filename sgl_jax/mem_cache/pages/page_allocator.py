@@ -130,6 +130,11 @@ class PageAllocator:
         """A copy of the free list, in no particular order."""
         return self._free_stack[: self.num_free].copy()
 
+    @property
+    def clock(self) -> int:
+        """The number of moves so far, by which they are dated."""
+        return self._log.clock
+
     def transitions(self) -> list[Transition]:
         """The latest moves of this pool's pages, oldest first."""
         return self._log.all()

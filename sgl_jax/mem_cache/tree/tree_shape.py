@@ -58,6 +58,11 @@ class TreeShape:
             usable_len = self.resumable.usable_len
         self.cursors = CursorIndex(page_size, self.root, self._walk, self.key_at, usable_len)
 
+    @property
+    def clock(self) -> int:
+        """The tree's time, which counts uses of paths."""
+        return self._clock
+
     def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
         """The nodes from below `start`, or else the root, to `node`."""
         start = start or self.root

@@ -196,9 +196,12 @@ class Admission:
     # -- reasons to wait ----------------------------------------------------------------------
 
     def why_waiting(
-        self, request: Request, ranks: Sequence[RankScheduler], step: int
+        self, request: Request, ranks: Sequence[RankScheduler], room: Sequence[int], step: int
     ) -> WaitReason:
-        """The reason why `request` waits, with step number `step` planned next."""
+        """The reason why `request` waits, with step number `step` planned next.
+
+        `room` has `num_pages_to_give` of each rank.
+        """
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         leader = self._waiting.leader_of(request)
@@ -213,8 +216,7 @@ class Admission:
             return WaitReason("order", behind=holders[0])
         with_row = [rank for rank in allowed if rank.has_row]
         short = {
-            rank.dp_rank: rank.num_pages_needed(request, cursors[rank.dp_rank])
-            - rank.num_pages_to_give()
+            rank.dp_rank: rank.num_pages_needed(request, cursors[rank.dp_rank]) - room[rank.dp_rank]
             for rank in with_row
         }
         if not short:
@@ -230,9 +232,11 @@ class Admission:
                 return rid
         return None
 
-    def count_waiting(self, ranks: Sequence[RankScheduler], step: int) -> dict[WaitKind, int]:
-        """The number of waiting requests by reason, with step number `step` planned next."""
-        num_pages = np.array([rank.num_pages_to_give() for rank in ranks], np.int32)
+    def count_waiting(
+        self, ranks: Sequence[RankScheduler], room: Sequence[int], step: int
+    ) -> dict[WaitKind, int]:
+        """The number of waiting requests by reason; arguments as for `why_waiting`."""
+        num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         return self._waiting.count_kinds(num_pages, has_row, step)
 

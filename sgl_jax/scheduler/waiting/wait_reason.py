@@ -30,3 +30,25 @@ class WaitReason(NamedTuple):
     pages_short: dict[int, int] = {}  # noqa: RUF012 (never written to)
     behind: str | None = None
     dp_rank: int | None = None
+
+    def in_words(self) -> str:
+        """The reason as part of a sentence, for people."""
+        if self.kind == "pages":
+            short = sorted(self.pages_short.items())
+            (rank, count), *others = short
+            first = f"{count} {'page' if count == 1 else 'pages'} short on rank {rank}"
+            return ", ".join([first, *(f"{count} on rank {rank}" for rank, count in others)])
+        words = _WORDS[self.kind]
+        return words.format(behind=self.behind, dp_rank=self.dp_rank)
+
+
+_WORDS = {
+    "step": "it fits; the next step tries it again",
+    "rows": "no row is free",
+    "prefix": "request {behind} computes a prefix that it will read",
+    "rank": "rank {dp_rank} has more of its prefix than the ranks with room",
+    "order": "the rank is held for request {behind}",
+    "tenant": "its tenant runs as many requests as allowed",
+    "program": "programs of steps with a grammar are being compiled",
+    "paused": "generation is paused",
+}

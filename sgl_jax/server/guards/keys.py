@@ -26,6 +26,9 @@ ADMIN_PATHS = frozenset(
     {
         "/get_server_info",
         "/server_info",
+        "/memory/hello",
+        "/memory/events",
+        "/memory/find",
         *(call.route for call in CALLS if call.is_admin and call.route),
     }
 )
@@ -227,14 +230,18 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})  # load balancers have no key
 
 
 class ApiKeyMiddleware:
-    """Refuses callers that `keys` does not admit, before anything of the body is read."""
+    """Refuses callers that `keys` does not admit, before anything of the body is read.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    `page_paths` are open: a browser sends no key for a page, and the files of pages have no data.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, page_paths: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = _OPEN_PATHS | page_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = _authorization(scope)
             caller = self._keys.admit(scope["path"], given)
             if caller is None:

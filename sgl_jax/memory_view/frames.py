@@ -1,0 +1,232 @@
+"""Frames of the memory view: JSON values that a page draws, made of snapshots (`reader.py`).
+
+A key frame has the code of every page, any other frame the codes that changed since the frame
+before it, both as runs [first page, count, code]. All counts are the engine's; a frame adds rates
+and marks, which need two snapshots.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.metrics.engine_metrics import page_states, pool_names
+
+Snapshot = Mapping[str, Any]
+Run = list[int]
+
+_RATE_INTERVAL_S = 1.0
+# Counters of a rank, and the kind of mark that a change of each makes on the timeline.
+_MARKS = {
+    "requests_retracted": "retract",
+    "requests_preempted": "preemption",
+    "sessions_evicted": "session eviction",
+    "evicted_pages": "page eviction",
+}
+_COMPILES = ("compiles_after_ready", "compiles_in_background")
+
+
+class FrameBuilder:
+    """Makes the frames of successive snapshots of one engine.
+
+    Args:
+        decode: makes text of token ids; None: no text is shown.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
+        self._decode = decode
+        self._rates = _Rates()
+        self._codes: list[list[Int32Array]] = []  # of each pool of each rank
+        self._frame: dict[str, Any] = {}
+        self._counts: dict[tuple[int | None, str], int] = {}
+        self.number = -1
+
+    def add(self, snapshot: Snapshot, time_s: float) -> dict[str, Any]:
+        """The frame of the next snapshot, at `time_s` seconds since any origin."""
+        before, self._codes = self._codes, _codes_of(snapshot)
+        self._rates.update(snapshot, time_s)
+        self.number += 1
+        ranks = [self._rank(rank) for rank in snapshot["ranks"]]
+        self._frame = {
+            "number": self.number,
+            "step": snapshot["counters"]["steps_planned"],
+            "time_s": time_s,
+            "num_running": sum(rank["num_running"] for rank in ranks),
+            "num_waiting": snapshot["num_waiting"],
+            "num_sessions": snapshot["num_sessions"],
+            "tokens_per_s": self._rates.of_engine,
+            "ranks": ranks,
+            "waiting": snapshot["waiting"],
+            "num_waiting_left_out": snapshot["num_waiting_left_out"],
+            "sessions": [_session(session) for session in snapshot["sessions"]],
+            "num_sessions_left_out": snapshot["num_sessions_left_out"],
+            "marks": self._new_marks(snapshot),
+        }
+        return self._with_runs(before)
+
+    def key_frame(self) -> dict[str, Any]:
+        """The last frame, with the code of every page."""
+        return self._with_runs([])
+
+    def sample(self) -> dict[str, Any]:
+        """The last frame's point on the timeline."""
+        frame = self._frame
+        names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s", "marks")
+        ranks = [{"pages": [pool["pages"] for pool in rank["pools"]]} for rank in frame["ranks"]]
+        return {**{name: frame[name] for name in names}, "ranks": ranks}
+
+    def tree(self, snapshot: Snapshot) -> dict[str, Any]:
+        """The prefix trees of a snapshot that has them."""
+        return {
+            "step": snapshot["counters"]["steps_planned"],
+            "ranks": [
+                {**rank, "nodes": [self._node(node) for node in rank["nodes"]]}
+                for rank in snapshot["tree"]
+            ],
+        }
+
+    def _rank(self, rank: Snapshot) -> dict[str, Any]:
+        leases = _rows_of(rank["leases"])
+        for lease in leases:
+            lease["tokens_per_s"] = self._rates.of_request(lease["rid"])
+            self._add_text(lease)
+        total, free, idle = rank["total_rows"], rank["free_rows"], rank["session_rows"]
+        return {
+            "dp_rank": rank["dp_rank"],
+            "is_closed": rank["defect"] is None,
+            "defect": rank["defect"],
+            "defect_pages": rank["defect_pages"],
+            "num_running": rank["num_running"],
+            "num_waiting": rank["num_waiting"],
+            "pools": [
+                {"name": name, "num_pages": pool["total_pages"], "pages": page_states(pool)}
+                for name, pool in zip(pool_names(rank), rank["pools"], strict=True)
+            ],
+            "rows": {
+                "free": free,
+                "running": total - free - idle,
+                "session": idle,
+                "total": total,
+            },
+            "leases": leases,
+            "counters": rank["counters"],
+        }
+
+    def _with_runs(self, before: Sequence[Sequence[Int32Array]]) -> dict[str, Any]:
+        """The last frame with the runs that differ from `before`; all if that is empty."""
+        ranks = []
+        for dp_rank, rank in enumerate(self._frame["ranks"]):
+            pools = []
+            for pool, facts in enumerate(rank["pools"]):
+                codes = self._codes[dp_rank][pool]
+                differs = codes != before[dp_rank][pool] if before else np.ones(len(codes), bool)
+                pools.append({**facts, "runs": runs(codes, differs)})
+            ranks.append({**rank, "pools": pools})
+        return {**self._frame, "is_key": not before, "ranks": ranks}
+
+    def _node(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        gone: list[list[int]] = []
+        for page in node["tombstones"]:
+            if gone and page == sum(gone[-1]):
+                gone[-1][1] += 1
+            else:
+                gone.append([page, 1])
+        entry = {**node, "tombstones": gone}
+        self._add_text(entry)
+        return entry
+
+    def _add_text(self, entry: dict[str, Any]) -> None:
+        tokens = entry.pop("tokens", None)
+        if tokens is not None and self._decode is not None:
+            entry["text"] = self._decode(np.frombuffer(tokens, np.int32).tolist())
+
+    def _new_marks(self, snapshot: Snapshot) -> list[dict[str, Any]]:
+        """The marks of all counters that grew since the snapshot before."""
+        counts: dict[tuple[int | None, str], int] = {
+            (rank["dp_rank"], kind): rank["counters"][name]
+            for rank in snapshot["ranks"]
+            for name, kind in _MARKS.items()
+        }
+        compiles = sum(snapshot["counters"].get(name, 0) for name in _COMPILES)
+        counts[None, "compilation"] = compiles
+        before, self._counts = self._counts, counts
+        return [
+            {"dp_rank": dp_rank, "kind": kind, "count": count - before[dp_rank, kind]}
+            for (dp_rank, kind), count in counts.items()
+            if before and count > before[dp_rank, kind]
+        ]
+
+
+class _Rates:
+    """Output tokens per second, of the engine and of each request, over the last second or more."""
+
+    def __init__(self) -> None:
+        self.of_engine = 0.0
+        self._of_requests: dict[str, float] = {}
+        self._at_s: float | None = None
+        self._generated = 0
+        self._outputs: dict[str, int] = {}
+
+    def of_request(self, rid: str | None) -> float:
+        return 0.0 if rid is None else self._of_requests.get(rid, 0.0)
+
+    def update(self, snapshot: Snapshot, time_s: float) -> None:
+        seconds = None if self._at_s is None else time_s - self._at_s
+        if seconds is not None and seconds < _RATE_INTERVAL_S:
+            return
+        generated = snapshot["counters"]["generated_tokens"]
+        outputs = {
+            rid: count
+            for rank in snapshot["ranks"]
+            for rid, count in zip(rank["leases"]["rid"], rank["leases"]["num_output"], strict=True)
+            if rid is not None
+        }
+        if seconds is not None:
+            self.of_engine = (generated - self._generated) / seconds
+            self._of_requests = {
+                rid: (count - self._outputs.get(rid, 0)) / seconds for rid, count in outputs.items()
+            }
+        self._at_s, self._generated, self._outputs = time_s, generated, outputs
+
+
+def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
+    """The listed pages as runs of neighbours with one code: [first page, count, code]."""
+    pages = np.flatnonzero(is_listed)
+    if not len(pages):
+        return []
+    values = codes[pages]
+    starts_run = np.ones(len(pages), bool)
+    starts_run[1:] = (np.diff(pages) != 1) | (values[1:] != values[:-1])
+    firsts = np.flatnonzero(starts_run)
+    counts = np.diff(np.append(firsts, len(pages)))
+    found: list[Run] = np.stack([pages[firsts], counts, values[firsts]], axis=1).tolist()
+    return found
+
+
+def _codes_of(snapshot: Snapshot) -> list[list[Int32Array]]:
+    return [
+        [np.frombuffer(codes, np.int32) for codes in rank["codes"]] for rank in snapshot["ranks"]
+    ]
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The rows of a table that is given by its columns."""
+    values = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
+
+
+def _session(session: Mapping[str, Any]) -> dict[str, Any]:
+    """A session with named fields, and no parent for the first turns listed."""
+    forked_from, rollbacks = session["forked_from"], session["rollbacks"]
+    fields = {name: value for name, value in session.items() if name != "rollbacks"}
+    if forked_from is not None:
+        fields["forked_from"] = {"session_id": forked_from[0], "num_turns": forked_from[1]}
+    return {
+        **fields,
+        "turns": [
+            {**turn, "parent": turn["parent"] if turn["parent"] >= 0 else None}
+            for turn in session["turns"]
+        ],
+        "undone": [{"after_turns": kept, "num_turns": undone} for kept, undone in rollbacks],
+    }

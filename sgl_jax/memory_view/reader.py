@@ -1,0 +1,337 @@
+"""Snapshots of a scheduler's memory for people: every page, and all that holds or awaits pages.
+
+It only reads. A snapshot is a dictionary of builtins, with arrays as bytes, so that it is copied
+quickly between two steps; `frames.py` makes frames of it elsewhere. Prompts are private: a snapshot
+has tokens only with `has_tokens`, and hashes in place of namespaces.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from sgl_jax.core.calls import FoundOnRank, PageDescription, PageMove, PrefixFound
+from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
+from sgl_jax.core.request_limits import check_between
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.dump import namespace_hash
+from sgl_jax.mem_cache.ledger import find_imbalance
+from sgl_jax.mem_cache.ledger_walk import find_defects
+from sgl_jax.mem_cache.pages.page_allocator import TREE, describe_owner, each_page
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.sessions.store import Session
+from sgl_jax.sessions.streaming import StreamingSession
+
+# The code of a page of the tree that a lease has locked; other pages have their owner's number
+# (`page_allocator.py`).
+LOCKED = -3
+# Listed at most, so that the time of a snapshot is bounded: nodes of all ranks together.
+MAX_NODES = 4096
+MAX_WAITING = 64
+MAX_SESSIONS = 256
+MAX_TURNS = 64
+_MAX_DEFECT_PAGES = 256
+
+
+class MemoryReader:
+    """Reads the memory of `scheduler` between two of its events."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def read(self, message: ReadMemory) -> dict[str, Any]:
+        """A snapshot of all ranks; `build_s` is the time that it took, in seconds."""
+        started = time.perf_counter()
+        scheduler, has_tokens = self._scheduler, message.has_tokens
+        sessions, num_sessions_left_out = self._sessions()
+        waiting, num_waiting_left_out = self._waiting()
+        snapshot = {
+            "counters": scheduler.counters(),
+            "num_sessions": scheduler.num_sessions,
+            "num_waiting": scheduler.num_waiting,
+            "ranks": [self._rank(rank, has_tokens) for rank in scheduler.ranks],
+            "waiting": waiting,
+            "num_waiting_left_out": num_waiting_left_out,
+            "sessions": sessions,
+            "num_sessions_left_out": num_sessions_left_out,
+        }
+        if message.has_tree:
+            most = MAX_NODES // len(scheduler.ranks)
+            snapshot["tree"] = [_tree(rank.memory, most, has_tokens) for rank in scheduler.ranks]
+        return {**snapshot, "build_s": time.perf_counter() - started}
+
+    def describe_page(self, message: DescribePage) -> PageDescription:
+        """Raises `InvalidRequestError` if there is no such page."""
+        rank = self._rank_of(message.dp_rank)
+        memory = rank.memory
+        check_between("pool", message.pool, 0, len(memory.allocators) - 1)
+        allocator = memory.allocators[message.pool]
+        check_between("page", message.page, 0, allocator.num_pages - 1)
+        owner = int(allocator.owners()[message.page])
+        tokens = rid = node = None
+        if owner == TREE:
+            node, tokens = _node_of(memory, message.pool, message.page)
+        elif owner > 0:
+            tokens = _tokens_of(memory, message.pool, message.page, owner)
+            rid = rank.running.rids[owner] or None
+        moves = allocator.transitions()
+        of_page = [
+            PageMove(move.clock, move.action, describe_owner(mover))
+            for move in moves
+            for page, mover in each_page(move)
+            if page == message.page
+        ]
+        return PageDescription(
+            owner=describe_owner(owner),
+            tokens=tokens,
+            rid=rid,
+            session_id=_sessions_by_row(memory).get(owner),
+            node=None if node is None else node.node_id,
+            num_locks=int(memory.locked[message.pool].num_locks()[message.page]),
+            last_access=None if node is None else node.last_access,
+            clock=allocator.clock,
+            moves=of_page,
+            is_whole=not moves or moves[0].clock == 1,
+        )
+
+    def find_prefix(self, message: FindPrefix) -> PrefixFound:
+        """Read only: no node becomes more recently used."""
+        tokens = np.array(message.input_ids, np.int32)
+        found = []
+        for rank in self._scheduler.ranks:
+            tree = rank.memory.cache.tree
+            node, length = tree.peek(tokens, message.namespace)
+            path = [each.node_id for each in tree.path_to(node)]
+            found.append(FoundOnRank(rank.dp_rank, length, path if length else []))
+        return PrefixFound(len(tokens), found)
+
+    def _rank_of(self, dp_rank: int) -> RankScheduler:
+        check_between("dp_rank", dp_rank, 0, len(self._scheduler.ranks) - 1)
+        return self._scheduler.ranks[dp_rank]
+
+    def _rank(self, rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
+        memory = rank.memory
+        defect = find_imbalance(memory, len(rank.running))
+        return {
+            **memory.view().as_dict(),
+            "defect": defect,
+            "defect_pages": [] if defect is None else _defect_pages(memory),
+            "num_running": len(rank.running),
+            "num_waiting": self._scheduler.num_waiting_for(rank.dp_rank),
+            "counters": rank.counters(),
+            "codes": [_codes(memory, pool).tobytes() for pool in range(len(memory.allocators))],
+            "leases": _leases(rank, has_tokens),
+        }
+
+    def _waiting(self) -> tuple[list[dict[str, Any]], int]:
+        """The first waiting requests, with reasons, and the number of the others."""
+        listed = [
+            {
+                "rid": request.rid,
+                "kind": reason.kind,
+                "reason": reason.in_words(),
+                "prompt_len": request.prompt_len,
+                "num_output": request.num_output_tokens,
+                "num_retractions": request.num_retractions,
+                "priority": request.priority,
+            }
+            for request, reason in self._scheduler.waiting_for(MAX_WAITING)
+        ]
+        return listed, self._scheduler.num_waiting - len(listed)
+
+    def _sessions(self) -> tuple[list[dict[str, Any]], int]:
+        """Sessions that hold a row first, then the others, and the number of those left out."""
+        memories = [rank.memory for rank in self._scheduler.ranks]
+        holding = {
+            session_id: (memory, row)
+            for memory in memories
+            for row, session_id in _sessions_by_row(memory).items()
+        }
+        store = self._scheduler.session_store
+        others = (
+            session.session_id for session in store.newest() if session.session_id not in holding
+        )
+        listed = []
+        for session_id in islice(chain(holding, others), MAX_SESSIONS):
+            session = store.find(session_id)
+            if session is not None:
+                memory, row = holding.get(session_id, (None, None))
+                entry = _session(session, memory, row)
+                listed.append({**entry, "idle_s": store.idle_s(session)})
+        return listed, len(store) - len(listed)
+
+
+def _codes(memory: RankMemory, pool: int) -> Int32Array:
+    """The owner of each page, int32[num_pages], with `LOCKED` pages of the tree."""
+    codes = memory.allocators[pool].owners()
+    codes[(codes == TREE) & (memory.locked[pool].num_locks() > 0)] = LOCKED
+    return codes
+
+
+def _defect_pages(memory: RankMemory) -> list[tuple[int, int]]:
+    """The first pages, each as (pool, page), that a walk of wrong records names."""
+    found = ((each.pool, page) for each in find_defects(memory) for page in each.pages.tolist())
+    return list(islice(found, _MAX_DEFECT_PAGES))
+
+
+def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
+    """Columns over the leases of a rank."""
+    memory, running = rank.memory, rank.running
+    leases = [lease for _, lease in sorted(memory.leases.items())]
+    rows = np.array([lease.row for lease in leases], np.intp)
+    table = memory.rows
+    sessions = _sessions_by_row(memory)
+    requests = [running.requests[row] for row in rows.tolist()]
+    idle = {lease.row for _, lease in memory.sessions.idle()}
+    known, prompts = running.known_len[rows], running.prompt_len[rows]
+    columns = {
+        "row": rows.tolist(),
+        "rid": [None if request is None else request.rid for request in requests],
+        "session_id": [sessions.get(row) for row in rows.tolist()],
+        "is_idle": [row in idle for row in rows.tolist()],
+        "protected": table.cache_protected_len[rows].tolist(),
+        "committed": table.kv_committed_len[rows].tolist(),
+        "allocated": table.kv_allocated_len[rows].tolist(),
+        "prompt_len": [
+            0 if request is None else length
+            for request, length in zip(requests, prompts.tolist(), strict=True)
+        ],
+        "num_output": [
+            0 if request is None else length
+            for request, length in zip(requests, (known - prompts).tolist(), strict=True)
+        ],
+        "num_retractions": [
+            0 if request is None else request.num_retractions for request in requests
+        ],
+        "node": [None if lease.node is None else lease.node.node_id for lease in leases],
+    }
+    if has_tokens:
+        columns["tokens"] = [
+            b"" if request is None else running.known_tokens(row).tobytes()
+            for row, request in zip(rows.tolist(), requests, strict=True)
+        ]
+    return columns
+
+
+def _sessions_by_row(memory: RankMemory) -> dict[int, str]:
+    """The sessions that hold a row of this rank: idle sessions first, used longest ago first."""
+    idle = {lease.row: session_id for session_id, lease in memory.sessions.idle()}
+    return idle | {row: session_id for session_id, row in memory.sessions.lent()}
+
+
+def _session(session: Session, memory: RankMemory | None, row: int | None) -> dict[str, Any]:
+    turns = session.outline()
+    left_out = max(len(turns) - MAX_TURNS, 0)
+    pages_held = pages_freed = 0
+    if memory is not None and row is not None:
+        lease = memory.leases[row]
+        listed = memory.by_pool(lease.pages(memory.page_size))[0]
+        pages_held = len(listed)
+        pages_freed = int((memory.locked[0].num_locks()[listed] <= 1).sum())
+    is_streaming = isinstance(session, StreamingSession)
+    return {
+        "session_id": session.session_id,
+        "is_streaming": is_streaming,
+        "turns": [
+            {"name": turn.name, "num_tokens": turn.num_tokens, "parent": turn.parent - left_out}
+            for turn in turns[left_out:]
+        ],
+        "num_left_out": left_out,
+        "forked_from": session.forked_from if isinstance(session, StreamingSession) else None,
+        "rollbacks": list(session.rollbacks) if isinstance(session, StreamingSession) else [],
+        "num_tokens": session.num_tokens,
+        "is_running": session.num_running > 0,
+        "dp_rank": None if memory is None else memory.dp_rank,
+        "row": row,
+        "num_pages": pages_held,
+        "num_pages_freed_by_eviction": pages_freed,
+    }
+
+
+def _tree(memory: RankMemory, most: int, has_tokens: bool) -> dict[str, Any]:
+    """The nodes of a rank's tree, breadth first, up to so many."""
+    tree = memory.cache.tree
+    nodes = list(islice(_breadth_first(tree.root), most))
+    listed = [_node(memory, node, has_tokens) for node in nodes]
+    return {
+        "dp_rank": memory.dp_rank,
+        "clock": tree.clock,
+        "nodes": listed,
+        "num_pages_left_out": memory.allocators[0].num_tree
+        - sum(node["num_pages"][0] for node in listed),
+    }
+
+
+def _breadth_first(root: TreeNode) -> Iterator[TreeNode]:
+    """Every node but the root, parents before children, the shallow before the deep."""
+    queue = deque(root.children.values())
+    while queue:
+        node = queue.popleft()
+        yield node
+        queue.extend(node.children.values())
+
+
+def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any]:
+    num_pages = [0] * len(memory.allocators)
+    gone: set[int] = set()
+    snapshots: list[int] = []
+    start = node.end - len(node.key)
+    for component in memory.cache.tree.components:
+        if component.pool < 0:
+            continue
+        values = node.values[component.index]
+        if component.index == 0:  # full attention: every page is there
+            num_pages[component.pool] += len(values)
+            continue
+        num_pages[component.pool] += int(np.count_nonzero(values))
+        if component.pool == memory.state_pool:
+            snapshots = (start + memory.page_size * (values.nonzero()[0] + 1)).tolist()
+        else:
+            gone.update((values == 0).nonzero()[0].tolist())
+    parent = node.parent
+    entry: dict[str, Any] = {
+        "id": node.node_id,
+        "parent": None if parent is None or parent.parent is None else parent.node_id,
+        "start": start,
+        "end": node.end,
+        "num_locks": node.locks[0],  # of the path's component, which counts them by node
+        "last_access": node.last_access,
+        "namespace": namespace_hash(node.namespace),
+        "num_pages": num_pages,
+        "tombstones": sorted(gone),
+        "snapshots": snapshots,
+    }
+    if has_tokens:
+        entry["tokens"] = node.key.tobytes()
+    return entry
+
+
+def _node_of(
+    memory: RankMemory, pool: int, page: int
+) -> tuple[TreeNode | None, tuple[int, int] | None]:
+    """The node that holds a page of the tree, and the page's tokens."""
+    components = [each for each in memory.cache.tree.components if each.pool == pool]
+    for node in memory.cache.nodes():
+        for component in components:
+            places = (node.values[component.index] == page).nonzero()[0]
+            if len(places):
+                first = node.end - len(node.key) + int(places[0]) * memory.page_size
+                return node, (first, first + memory.page_size)
+    return None, None
+
+
+def _tokens_of(memory: RankMemory, pool: int, page: int, row: int) -> tuple[int, int] | None:
+    """The tokens of a page that a row owns; the last ones may not be written yet."""
+    for group in memory.groups_of[pool]:
+        places = (memory.rows.pages[row, group] == page).nonzero()[0]
+        if len(places):
+            first = int(places[0]) * memory.page_size
+            allocated = int(memory.rows.kv_allocated_len[row])
+            return first, min(first + memory.page_size, max(allocated, first))
+    return None

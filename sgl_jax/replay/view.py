@@ -1,0 +1,217 @@
+"""The memory view of a recording: `python -m sgl_jax.replay FILE --view`.
+
+The recording is replayed once, and a frame is kept after each planned step; of a long recording,
+after every second, fourth ... step. A question about a page or a prefix replays it up to that
+frame, since a scheduler cannot go back.
+"""
+
+import socket
+import zlib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
+from sgl_jax.core.request_limits import check_between
+from sgl_jax.memory_view import MEMORY_PAGE
+from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.memory_view.reader import MemoryReader
+from sgl_jax.replay.player import DifferenceError, Player
+from sgl_jax.scheduler.record.event_log import EventReader
+from sgl_jax.scheduler.record.events import Planned, Record, Tick
+from sgl_jax.server.page_files import page_routes
+
+MAX_FRAMES = 4000
+
+
+class _Kept(NamedTuple):
+    num_events: int  # of the recording, up to the frame
+    content: bytes  # frame and tree as compressed JSON
+    sample: dict[str, Any]
+
+
+class RecordedFrames:
+    """The frames of the recording in `path`.
+
+    If the scheduler does not repeat the recording, the frames end where it differs, and
+    `difference` has the reason.
+
+    Raises:
+        RecordingError: it cannot be read.
+        OSError: likewise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._frames: list[_Kept] = []
+        self._every = 1
+        self.difference = ""
+        with path.open("rb") as file:
+            reader = EventReader(file)
+            self.dp_size, self.page_size = (
+                reader.started.sizes.dp_size,
+                reader.started.sizes.page_size,
+            )
+            self._keep_frames(reader)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        return [kept.sample for kept in self._frames]
+
+    def content(self, number: int) -> bytes:
+        """Frame and tree, as JSON. Raises `InvalidRequestError` if there is no such frame."""
+        return zlib.decompress(self._kept(number).content)
+
+    def reader_at(self, number: int) -> MemoryReader:
+        """A reader of the memory as it was in that frame: replays the recording up to there."""
+        num_events = self._kept(number).num_events
+        with self._path.open("rb") as file:
+            events = EventReader(file)
+            player = Player(events.started)
+            for event in events:
+                player.feed(event)
+                if player.num_events == num_events:
+                    break
+        return MemoryReader(player.scheduler)
+
+    def _kept(self, number: int) -> _Kept:
+        check_between("frame", number, 0, len(self._frames) - 1)
+        return self._frames[number]
+
+    def _keep_frames(self, events: EventReader) -> None:
+        player = Player(events.started)
+        reader = MemoryReader(player.scheduler)
+        frames = FrameBuilder()
+        started_at: float | None = None
+        now_s = 0.0
+        num_steps = 0
+        try:
+            for event in events:
+                player.feed(event)
+                if isinstance(event, Tick):
+                    started_at = event.now_s if started_at is None else started_at
+                    now_s = event.now_s - started_at
+                if _is_step(event):
+                    num_steps += 1
+                    if num_steps % self._every == 0:
+                        self._keep(player.num_events, reader, frames, now_s)
+        except DifferenceError as error:
+            self.difference = str(error)
+        if not self._frames or self._frames[-1].num_events < player.num_events:
+            self._keep(player.num_events, reader, frames, now_s)
+
+    def _keep(
+        self, num_events: int, reader: MemoryReader, frames: FrameBuilder, now_s: float
+    ) -> None:
+        snapshot = reader.read(ReadMemory(has_tree=True))
+        frames.add(snapshot, now_s)
+        content = {"frame": frames.key_frame(), "tree": frames.tree(snapshot)}
+        packed = zlib.compress(msgspec.json.encode(content), 1)
+        self._frames.append(_Kept(num_events, packed, frames.sample()))
+        if len(self._frames) > MAX_FRAMES:
+            self._frames = self._frames[1::2]
+            self._every *= 2
+
+
+def _is_step(event: Record) -> bool:
+    return isinstance(event, Planned) and event.plan is not None
+
+
+class _PageBody(msgspec.Struct, forbid_unknown_fields=True):
+    dp_rank: int
+    pool: int
+    page: int
+    frame: int
+
+
+class _FindBody(msgspec.Struct, forbid_unknown_fields=True):
+    input_ids: list[int]
+    frame: int
+    namespace: str = ""
+
+
+def view_app(frames: RecordedFrames, name: str) -> Starlette:
+    """The routes of the memory view over a recording called `name`."""
+
+    async def hello(request: Request) -> Response:
+        return JSONResponse(
+            {
+                "model": name,
+                "version": metadata.version("sgl-jax"),
+                "is_recording": True,
+                "shows_text": False,
+                "dp_size": frames.dp_size,
+                "page_size": frames.page_size,
+                "num_frames": len(frames),
+                "samples": frames.samples,
+            }
+        )
+
+    async def frame(request: Request) -> Response:
+        number = request.query_params.get("number", "")
+        if not number.isdecimal():
+            raise InvalidRequestError(f"number must be a frame's, got {number!r}", "number")
+        return Response(frames.content(int(number)), media_type="application/json")
+
+    async def page(request: Request) -> Response:
+        body = _decoded(await request.body(), _PageBody)
+        message = DescribePage(dp_rank=body.dp_rank, pool=body.pool, page=body.page)
+        return await _read(body.frame, lambda reader: reader.describe_page(message))
+
+    async def find(request: Request) -> Response:
+        body = _decoded(await request.body(), _FindBody)
+        message = FindPrefix(input_ids=body.input_ids, namespace=body.namespace)
+        return await _read(body.frame, lambda reader: reader.find_prefix(message))
+
+    async def _read(number: int, read: Callable[[MemoryReader], Any]) -> Response:
+        found = await run_in_threadpool(lambda: read(frames.reader_at(number)))
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+    return Starlette(
+        routes=[
+            *page_routes(MEMORY_PAGE, "/memory"),
+            Route("/memory/hello", hello),
+            Route("/memory/frame", frame),
+            Route("/memory/page", page, methods=["POST"]),
+            Route("/memory/find", find, methods=["POST"]),
+        ],
+        exception_handlers={InvalidRequestError: refuse},
+    )
+
+
+def _decoded(body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"the body cannot be read: {error}", "body") from error
+
+
+def show(path: Path, port: int) -> None:
+    """Serve the view of a recording on this machine alone, until interrupted. Port 0: any free one.
+
+    Raises as `RecordedFrames`, and `OSError` if the port is taken.
+    """
+    frames = RecordedFrames(path)
+    if frames.difference:
+        print(f"the view ends where the scheduler differs: {frames.difference}")
+    listener = socket.create_server(("127.0.0.1", port))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/memory"
+    print(f"{len(frames)} frames of {path.name}: open {url} (Ctrl-C ends)", flush=True)
+    config = uvicorn.Config(view_app(frames, path.name), log_level="error", lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,141 @@
+"""Reads the engine's memory while somebody watches, and fans out the frames to the viewers.
+
+One task reads for all viewers, at most ten times a second. After a reading the engine gets a rest
+in proportion to the time that the reading took, so that a large memory is read less often instead
+of slowing down the steps. A viewer that does not keep up skips frames.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from functools import cache
+from typing import Any
+
+from sgl_jax.core.errors import EngineDeadError, EngineStuckError, QueueFullError, ShuttingDownError
+from sgl_jax.core.messages import ReadMemory
+from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.server.answer_stream import named_event
+from sgl_jax.server.call_routes import call_engine
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.references import References
+
+MAX_VIEWERS = 32
+SAMPLES_KEPT = 600  # ten minutes
+_MIN_INTERVAL_S = 0.1
+_MIN_TREE_INTERVAL_S = 1.0
+# Rest after a reading, as a multiple of its time: a share of 1/300 and 1/600 of the engine's time.
+_REST = 300
+_TREE_REST = 600
+_SAMPLE_INTERVAL_S = 1.0
+_RETRY_S = 1.0
+_EVENTS_WAITING = 8  # for a viewer, at most; a frame is up to some hundred KiB
+_KEEP_ALIVE = b": no frame: the engine is busy\n\n"
+
+
+class MemoryWatch:
+    """The viewers of one server, and the samples of the last ten minutes while there were any."""
+
+    def __init__(self, refs: References) -> None:
+        self._refs = refs
+        self._shows_text = refs.args.memory_view_text
+        self._frames = FrameBuilder(refs.frontend.tokenizer.decode if self._shows_text else None)
+        self._viewers: set[_Viewer] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._tree: bytes | None = None  # the last event with the trees
+        self._sampled_at = 0.0
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events for one viewer: a key frame first. They end with the engine.
+
+        Raises `ApiError` 503 for too many viewers.
+        """
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise ApiError(503, f"{MAX_VIEWERS} viewers watch the memory, which is the limit")
+        viewer = _Viewer(self._tree)
+        self._viewers.add(viewer)
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read_on())
+        try:
+            while (event := await viewer.take()) is not None:
+                yield event
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
+
+    async def _read_on(self) -> None:
+        """Read until the engine or the server ends, or nobody watches: then it is cancelled."""
+        tree_due = 0.0
+        frame_s = 0.0  # time of the last reading without trees
+        while not self._refs.draining:
+            has_tree = time.monotonic() >= tree_due
+            message = ReadMemory(has_tree=has_tree, has_tokens=self._shows_text)
+            try:
+                reply = await call_engine(self._refs, message)
+            except (EngineDeadError, ShuttingDownError):
+                break
+            except (ApiError, EngineStuckError, QueueFullError):
+                reply = None
+            if reply is None or not reply.ok:
+                self._send(_KEEP_ALIVE)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            snapshot = reply.data
+            self._publish(snapshot)
+            if has_tree:
+                rest_s = max(_MIN_TREE_INTERVAL_S, _TREE_REST * snapshot["build_s"])
+                tree_due = time.monotonic() + rest_s
+            else:
+                frame_s = snapshot["build_s"]
+            await asyncio.sleep(max(_MIN_INTERVAL_S, _REST * frame_s))
+        self._send(None)
+
+    def _publish(self, snapshot: dict[str, Any]) -> None:
+        now = time.time()
+        frame = named_event("frame", self._frames.add(snapshot, now - self._refs.created))
+        key_frame = cache(lambda: named_event("frame", self._frames.key_frame()))
+        for viewer in self._viewers:
+            viewer.put_frame(frame, key_frame)
+        if "tree" in snapshot:
+            self._tree = named_event("tree", self._frames.tree(snapshot))
+            self._send(self._tree)
+        if now - self._sampled_at >= _SAMPLE_INTERVAL_S:
+            self._sampled_at = now
+            self.samples.append(self._frames.sample())
+
+    def _send(self, event: bytes | None) -> None:
+        for viewer in self._viewers:
+            viewer.put(event)
+
+
+class _Viewer:
+    """The events that a viewer has not taken yet; None ends them."""
+
+    def __init__(self, tree: bytes | None) -> None:
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._needs_key = True
+        self._tree = tree  # to follow the first frame
+
+    async def take(self) -> bytes | None:
+        return await self._events.get()
+
+    def put(self, event: bytes | None) -> None:
+        """Add an event. If too many wait, they are dropped, and the next frame is a key frame."""
+        if self._events.qsize() >= _EVENTS_WAITING:
+            with contextlib.suppress(asyncio.QueueEmpty):
+                while True:
+                    self._events.get_nowait()
+            self._needs_key = True
+        self._events.put_nowait(event)
+
+    def put_frame(self, frame: bytes, key_frame: Callable[[], bytes]) -> None:
+        is_full = self._events.qsize() >= _EVENTS_WAITING
+        self.put(key_frame() if self._needs_key or is_full else frame)
+        self._needs_key = False
+        if self._tree is not None:
+            self.put(self._tree)
+            self._tree = None

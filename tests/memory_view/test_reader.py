@@ -1,0 +1,255 @@
+"""A snapshot shows every page once, with its holder, and reading it changes nothing."""
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import (
+    DescribePage,
+    FindPrefix,
+    ForkSession,
+    OpenSession,
+    ReadMemory,
+    RollbackSession,
+    SessionTurn,
+)
+from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.memory_view.reader import LOCKED, MAX_WAITING, MemoryReader
+from sgl_jax.replay.player import Player
+from sgl_jax.scheduler.record.event_log import EventReader
+from tests.mem_cache.test_ledger import leak_a_page
+from tests.replay.test_replay import eventful_driver
+from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.test_states import make_driver as make_driver_with_states
+
+Snapshot = dict[str, Any]
+
+
+def shared_prompts(driver: Driver) -> Driver:
+    """Requests that share prefixes, more than fit, and a session between them."""
+    driver.session(OpenSession(rid="o", session_id="s", streaming=True))
+    for i in range(8):
+        driver.submit(generate(f"r{i}", [i % 3] * 20 + [i], 12))
+        if i % 3 == 0:
+            turn = SessionTurn(id="s")
+            driver.submit(generate(f"turn{i}", [7, i], 4, session=turn))
+        for _ in range(6):
+            driver.step()
+    driver.run()
+    return driver
+
+
+def with_windows() -> Driver:
+    groups = (*FULL_ATTENTION, CacheGroup(8, 1))
+    return shared_prompts(Driver(make_sizes(num_pages=24, groups=groups)))
+
+
+DRIVERS = {
+    "full attention, two ranks, retracts, sessions": eventful_driver,
+    "one rank that is short of pages": lambda: shared_prompts(Driver(make_sizes(num_pages=20))),
+    "windows": with_windows,
+    "states": lambda: shared_prompts(make_driver_with_states(num_pages=24)),
+}
+
+
+def snapshots(driver: Driver) -> Iterator[Snapshot]:
+    """One after each event of a replay of `driver`, which proves that reading changes nothing."""
+    events = EventReader(io.BytesIO(driver.recording.getvalue()))
+    player = Player(events.started, check_memory="busy")
+    reader = MemoryReader(player.scheduler)
+    for event in events:
+        player.feed(event)
+        yield reader.read(ReadMemory(has_tree=True, has_tokens=True))
+    player.finish()
+
+
+def codes_of(rank: Snapshot, pool: int) -> np.ndarray:
+    return np.frombuffer(rank["codes"][pool], np.int32)
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_the_pages_add_up_to_the_engines_own_counts(name: str) -> None:
+    kinds = Counter[str]()
+    for snapshot in snapshots(DRIVERS[name]()):
+        for rank in snapshot["ranks"]:
+            assert rank["defect"] is None
+            leases = rank["leases"]
+            idle = {
+                r for r, is_idle in zip(leases["row"], leases["is_idle"], strict=True) if is_idle
+            }
+            for number, pool in enumerate(rank["pools"]):
+                codes = codes_of(rank, number)
+                rows = codes[codes > 0]
+                is_idle = np.isin(rows, list(idle))
+                found = {
+                    "total_pages": len(codes),
+                    "free_pages": int((codes == FREE).sum()),
+                    "reserved_pages": int((codes == RESERVED).sum()),
+                    "cached_pages": int(np.isin(codes, [TREE, LOCKED]).sum()),
+                    "protected_pages": int((codes == LOCKED).sum()),
+                    "session_held_pages": int(is_idle.sum()),
+                    "leased_pages": int((~is_idle).sum()),
+                }
+                assert found == {name: pool[name] for name in found}
+                kinds.update(name for name, count in found.items() if count)
+            assert set(codes_of(rank, 0)[codes_of(rank, 0) > 0].tolist()) <= set(leases["row"])
+    assert kinds["leased_pages"] > 20
+    assert kinds["protected_pages"] > 20
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_the_tree_lists_every_page_that_it_owns(name: str) -> None:
+    most = 0
+    for snapshot in snapshots(DRIVERS[name]()):
+        for rank, tree in zip(snapshot["ranks"], snapshot["tree"], strict=True):
+            assert tree["num_pages_left_out"] == 0
+            for pool, counts in enumerate(rank["pools"]):
+                listed = sum(node["num_pages"][pool] for node in tree["nodes"])
+                assert listed == counts["cached_pages"]
+            seen = {None: 0}
+            for node in tree["nodes"]:
+                assert node["start"] == seen[node["parent"]], "parents come first"
+                assert len(node["tokens"]) == 4 * (node["end"] - node["start"])
+                seen[node["id"]] = node["end"]
+            most = max(most, len(tree["nodes"]))
+    assert most > 3
+
+
+def test_leases_and_waiting_requests_are_those_of_the_scheduler() -> None:
+    driver = Driver(make_sizes(num_pages=20))
+    for i in range(6):
+        driver.submit(generate(f"r{i}", [i] * 20, 12))
+    for _ in range(12):
+        driver.step()
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory())
+    (rank,) = snapshot["ranks"]
+    leases = rank["leases"]
+    memory = driver.scheduler.ranks[0].memory
+    assert leases["row"] == sorted(memory.leases)
+    for index, row in enumerate(leases["row"]):
+        lease = memory.leases[row]
+        lengths = [leases[name][index] for name in ("protected", "committed", "allocated")]
+        assert lengths == [
+            lease.cache_protected_len,
+            lease.kv_committed_len,
+            lease.kv_allocated_len,
+        ]
+        assert driver.scheduler._requests[leases["rid"][index]].lease is lease
+    waiting = snapshot["waiting"]
+    assert len(waiting) == snapshot["num_waiting"] == driver.scheduler.num_waiting > 0
+    assert {entry["kind"] for entry in waiting} == {"pages"}
+    assert "pages short on rank 0" in waiting[0]["reason"]
+
+
+def test_lists_are_bounded() -> None:
+    driver = Driver(make_sizes(num_pages=20))
+    for i in range(MAX_WAITING + 30):
+        driver.submit(generate(f"r{i}", [i % 50] * 20, 12))
+    driver.step()
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory())
+    assert len(snapshot["waiting"]) == MAX_WAITING
+    assert snapshot["num_waiting"] == MAX_WAITING + snapshot["num_waiting_left_out"] > MAX_WAITING
+
+
+def test_a_session_shows_its_fork_and_its_rollback() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.session(OpenSession(rid="o", session_id="s", streaming=True))
+    for i in range(3):
+        turn = SessionTurn(id="s", name=f"turn {i}")
+        driver.submit(generate(f"t{i}", [i, 9], 6, session=turn))
+        driver.run()
+    (held,) = sessions_of(driver).values()
+    lease = driver.scheduler.ranks[0].memory.leases[held["row"]]
+    assert held["num_pages"] == -(-lease.kv_allocated_len // 4) > 0
+    assert held["num_pages_freed_by_eviction"] == held["num_pages"]
+    assert (held["dp_rank"], held["forked_from"], held["undone"]) == (0, None, [])
+    driver.session(ForkSession(rid="f", session_id="s", new_session_id="twin"))
+    driver.session(RollbackSession(rid="b", session_id="s", num_turns=1))
+    sessions = sessions_of(driver)
+    assert [turn["name"] for turn in sessions["s"]["turns"]] == ["turn 0"]
+    assert sessions["s"]["undone"] == [{"after_turns": 1, "num_turns": 2}]
+    twin = sessions["twin"]
+    assert [turn["parent"] for turn in twin["turns"]] == [None, 0, 1]
+    assert twin["forked_from"] == {"session_id": "s", "num_turns": 3}
+    assert (twin["undone"], twin["row"], twin["num_pages"]) == ([], None, 0)
+
+
+def sessions_of(driver: Driver) -> dict[str, Any]:
+    frame = FrameBuilder().add(MemoryReader(driver.scheduler).read(ReadMemory()), 0.0)
+    return {entry["session_id"]: entry for entry in frame["sessions"]}
+
+
+def lock_once_more(memory: RankMemory) -> None:
+    memory.cache.tree.num_locks += 1
+
+
+def lose_a_lease(memory: RankMemory) -> None:
+    memory.leases.pop(2)
+
+
+@pytest.mark.parametrize("corrupt", [leak_a_page, lock_once_more, lose_a_lease])
+def test_a_defect_is_shown_with_its_pages(corrupt: Callable[[RankMemory], None]) -> None:
+    driver = Driver(make_sizes(num_pages=40))
+    for i in range(2):
+        driver.submit(generate(f"r{i}", [i] * 20, 30))
+    for _ in range(10):
+        driver.step()
+    reader = MemoryReader(driver.scheduler)
+    assert reader.read(ReadMemory())["ranks"][0]["defect"] is None
+    corrupt(driver.scheduler.ranks[0].memory)
+    (rank,) = FrameBuilder().add(reader.read(ReadMemory()), 0.0)["ranks"]
+    assert not rank["is_closed"]
+    assert rank["defect"]
+    assert bool(rank["defect_pages"]) == (corrupt is not lock_once_more)
+
+
+def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
+    driver = Driver(make_sizes(num_pages=40))
+    driver.submit(generate("done", [1] * 20, 4))
+    driver.run()
+    driver.submit(generate("r", [1] * 20 + [2] * 8, 30))
+    for _ in range(6):
+        driver.step()
+    reader, memory = MemoryReader(driver.scheduler), driver.scheduler.ranks[0].memory
+    (row,) = memory.leases
+    protected = memory.leases[row].cache_protected_len
+    table = memory.rows.pages[row, 0]
+    assert protected > 0
+    for index, page in enumerate(table[table > 0].tolist()):
+        found = reader.describe_page(DescribePage(dp_rank=0, pool=0, page=page))
+        is_shared = 4 * index < protected
+        assert found.owner == ("tree" if is_shared else f"row {row}")
+        assert found.tokens is not None
+        assert found.tokens[0] == 4 * index
+        assert (found.rid, found.node is not None) == (None if is_shared else "r", is_shared)
+        assert found.num_locks == is_shared
+        assert (found.moves[-1].action, found.is_whole) == (
+            "give to the tree" if is_shared else "take",
+            True,
+        )
+    free = reader.describe_page(DescribePage(dp_rank=0, pool=0, page=39))
+    assert (free.owner, free.tokens, free.moves) == ("free", None, [])
+    for wrong in ({"dp_rank": 1}, {"pool": 1}, {"page": 40}):
+        with pytest.raises(InvalidRequestError, match="must be in"):
+            reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))
+
+
+def test_a_prefix_is_found_in_its_namespace_alone() -> None:
+    driver = Driver(make_sizes(num_pages=40))
+    driver.submit(generate("r", [1] * 20, 4))
+    driver.run()
+    reader = MemoryReader(driver.scheduler)
+    (found,) = reader.find_prefix(FindPrefix(input_ids=[1] * 14 + [5] * 6)).ranks
+    assert found.num_tokens == 12
+    tree = reader.read(ReadMemory(has_tree=True))["tree"][0]
+    assert set(found.nodes) <= {node["id"] for node in tree["nodes"]}
+    (other,) = reader.find_prefix(FindPrefix(input_ids=[1] * 20, namespace="other")).ranks
+    assert (other.num_tokens, other.nodes) == (0, [])
