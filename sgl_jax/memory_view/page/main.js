@@ -17,6 +17,7 @@ let state = null;
 let player = null;
 let isStale = false;
 let isFrozen = false;
+let version = 0; // of what is shown
 
 const refresh = () => (isStale = true);
 
@@ -45,8 +46,8 @@ const pageCells = (pages) => [...KINDS.map((kind) => count(pages[kind.state])), 
 const tables = [
   new LiveTable("balance", "Pages by rank and pool",
     ["Rank", "Pool", ...PAGE_HEADINGS, "Free rows", "Running rows", "Session rows"],
-    ({ frame }) => frame.ranks.flatMap((rank) => rank.pools.map((pool) => [
-      rank.dp_rank, pool.name, ...pageCells(pool.pages),
+    (shown) => shown.frame.ranks.flatMap((rank) => rank.pools.map((pool, index) => [
+      rank.dp_rank, pool.name, ...pageCells(shown.pagesOf(rank.dp_rank, index)),
       rank.rows.free, rank.rows.running, rank.rows.session,
     ]))),
   new LiveTable("timeline", "Latest instants",
@@ -151,22 +152,24 @@ follow({
   }),
 });
 
-function updateAll(now) {
+function updateAll() {
   if (!isFrozen) state.show();
   const word = state.instant ? "an instant of the timeline" : isFrozen ? "frozen" : "";
   setText(byId("shown"), word && `Shown: ${word}`);
   head.update(state);
   if (!isFrozen) drawings.forEach((drawing) => drawing.update(state));
-  tables.forEach((table) => table.update(state, now));
+  version++;
 }
 
 function onAnimation(now) {
   requestAnimationFrame(onAnimation);
   if (isStale && state?.newest.frame) {
     isStale = false;
-    updateAll(now);
+    updateAll();
   }
-  if (state?.frame) for (const drawing of drawings) drawing.draw(now);
+  if (!state?.frame) return;
+  for (const drawing of drawings) drawing.draw(now);
+  for (const table of tables) table.update(state, now, version);
 }
 requestAnimationFrame(onAnimation);
 

@@ -92,5 +92,5 @@ function history({ moves, is_whole: isWhole, clock }) {
   const start = isWhole && moves.length <= MAX_MOVES ? "" : "; older moves were forgotten";
   return element("div", { className: "history" },
     element("p", {}, `Moves, latest first, at times of the pool's clock (now ${clock})${start}`),
-    items.length ? element("ol", {}, ...items) : element("p", {}, "No move is kept."));
+    items.length ? element("ol", { tabIndex: 0, ariaLabel: "Moves" }, ...items) : element("p", {}, "No move is kept."));
 }

@@ -4,7 +4,7 @@ import { fit, setSlider, watch } from "./canvas.js";
 import { count, element } from "./format.js";
 import { KINDS, VERMILION, kindOf, theme } from "./palette.js";
 
-const CELL_SIZES = [12, 9, 6, 3];
+const CELL_SIZES = [24, 18, 12, 9, 6, 3];
 const TEXELS = 3; // along an edge of a cell, before scaling
 const FLASH_MS = 500;
 const MAX_ZOOM = 16;

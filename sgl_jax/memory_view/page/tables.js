@@ -11,6 +11,7 @@ export class LiveTable {
   #body = element("tbody");
   #note = element("p", { className: "quiet" });
   #updatedAt = -Infinity;
+  #version = 0;
 
   /** `rowsOf(state, limit)` returns up to `limit` rows of cells and optionally more. */
   constructor(sectionId, caption, headings, rowsOf, { isOpen = false } = {}) {
@@ -31,9 +32,12 @@ export class LiveTable {
     byId(sectionId).querySelector("h2").after(button);
   }
 
-  update(state, now) {
-    if (now - this.#updatedAt < INTERVAL_MS || this.#isBeingRead()) return;
+  /** `version` grows with each change of what is shown. */
+  update(state, now, version) {
+    if (version === this.#version || now - this.#updatedAt < INTERVAL_MS) return;
     this.#updatedAt = now;
+    if (this.#isBeingRead()) return;
+    this.#version = version;
     const rows = this.rowsOf(state, MAX_ROWS + 1);
     const listed = rows.slice(0, MAX_ROWS);
     while (this.#body.rows.length > listed.length) this.#body.lastChild.remove();

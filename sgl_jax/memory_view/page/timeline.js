@@ -16,30 +16,30 @@ export const MARKS = {
   compilation: "C", preemption: "P", retract: "R", "session eviction": "S", "page eviction": "E",
 };
 
-/** The last sample of each pixel column: [{x, sample}], x from 0 to `width`. */
-export function samplesByPixel(samples, start, end, width) {
+/** The last sample of each pixel column: [{x, sample}], x from 0 to `width`. `placeOf(index)` is
+ * where a sample lies, ascending, in the units of `start` and `end`. */
+export function samplesByPixel(samples, placeOf, start, end, width) {
   const found = [];
-  for (const sample of samples) {
-    if (sample.time_s < start || sample.time_s > end) continue;
-    const x = Math.round((width * (sample.time_s - start)) / Math.max(1e-9, end - start));
-    if (found.at(-1)?.x === x) found[found.length - 1] = { x, sample };
-    else found.push({ x, sample });
-  }
+  samples.forEach((sample, index) => {
+    const place = placeOf(index);
+    if (place < start || place > end) return;
+    const x = Math.round((width * (place - start)) / Math.max(1e-9, end - start));
+    if (found.at(-1)?.x === x) found.pop();
+    found.push({ x, sample });
+  });
   return found;
 }
 
-/** The index of the sample nearest to a time; -1 without samples. */
-export function nearestSample(samples, time) {
+/** The index, below `length`, whose place is nearest; -1 if there is none. */
+export function nearest(length, placeOf, place) {
   let low = 0;
-  let high = samples.length;
+  let high = length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (samples[middle].time_s < time) low = middle + 1;
+    if (placeOf(middle) < place) low = middle + 1;
     else high = middle;
   }
-  const isBefore = low > 0 &&
-    (low === samples.length || time - samples[low - 1].time_s < samples[low].time_s - time);
-  return isBefore ? low - 1 : low === samples.length ? -1 : low;
+  return low > 0 && place - placeOf(low - 1) < placeOf(low) - place ? low - 1 : Math.min(low, high);
 }
 
 const wordsOfMarks = (marks) =>
@@ -71,7 +71,8 @@ export class Timeline {
       if (!this.state?.frame) return;
       const [start, end] = this.#span();
       const part = (offsetX - GUTTER) / (canvas.clientWidth - GUTTER);
-      this.#moveTo(nearestSample(this.state.samples, start + part * (end - start)));
+      const place = start + part * (end - start);
+      this.#moveTo(nearest(this.state.samples.length, this.#placeOf, place));
     });
     canvas.addEventListener("pointerleave", () => this.#moveTo(-1));
     canvas.addEventListener("click", () => this.on.open(this.index));
@@ -101,7 +102,7 @@ export class Timeline {
     const context = fit(this.#canvas, width, height);
     context.clearRect(0, 0, width, height);
     const [start, end] = this.#span();
-    const columns = samplesByPixel(samples, start, end, width - GUTTER - 1);
+    const columns = samplesByPixel(samples, this.#placeOf, start, end, width - GUTTER - 1);
     frame.ranks.forEach((rank, index) => {
       const top = index * (lane + MARK + 4);
       context.fillStyle = theme.ink;
@@ -112,16 +113,21 @@ export class Timeline {
     const top = numRanks * (lane + MARK + 4);
     this.#drawLines(context, columns, top + MARK, 60);
     drawMarks(context, columns, (mark) => mark.dp_rank === null, top);
-    drawAxis(context, start, end, width, height);
-    const x = (time) => GUTTER + ((width - GUTTER - 1) * (time - start)) / Math.max(1e-9, end - start);
-    if (hello.is_recording) cursor(context, x(frame.time_s), height - AXIS, 1, []);
-    if (this.index >= 0) cursor(context, x(samples[this.index].time_s), height - AXIS, 2, [4, 3]);
+    const x = (place) => GUTTER + ((width - GUTTER - 1) * (place - start)) / Math.max(1e-9, end - start);
+    drawAxis(context, [start, end], x, height, hello.is_recording ? count : clockTime);
+    if (hello.is_recording) cursor(context, x(frame.number), height - AXIS, 1, []);
+    if (this.index >= 0) cursor(context, x(this.#placeOf(this.index)), height - AXIS, 2, [4, 3]);
   }
 
-  /** First and last second drawn. */
+  /** Live samples lie at their second, those of a recording at their number: steps may share an
+   * instant. */
+  #placeOf = (index) =>
+    this.state.hello.is_recording ? index : this.state.samples[index].time_s;
+
+  /** First and last place drawn. */
   #span() {
     const { samples, frame, hello } = this.state;
-    if (hello.is_recording) return [samples[0]?.time_s ?? 0, samples.at(-1)?.time_s ?? 1];
+    if (hello.is_recording) return [0, samples.length - 1];
     return [Math.max(frame.time_s - SPAN_S, samples[0]?.time_s ?? 0), frame.time_s];
   }
 
@@ -223,15 +229,15 @@ function drawMarks(context, columns, isShown, top) {
   }
 }
 
-function drawAxis(context, start, end, width, height) {
-  const steps = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400];
+function drawAxis(context, [start, end], x, height, wordsOf) {
+  const width = x(end);
   const room = (width - GUTTER) / 90; // labels
-  const step = steps.find((seconds) => (end - start) / seconds <= room) ?? 86400 * 7;
+  const steps = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
+  const step = steps.find((each) => (end - start) / each <= room) ?? 14400;
   context.fillStyle = theme.ink;
-  for (let at = Math.ceil(Math.max(0, start) / step) * step; at <= end; at += step) {
-    const x = GUTTER + ((width - GUTTER - 1) * (at - start)) / Math.max(1e-9, end - start);
-    context.fillRect(x, height - AXIS, 1, 4);
-    const words = clockTime(at);
-    context.fillText(words, Math.min(x, width - context.measureText(words).width), height - 7);
+  for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
+    const words = wordsOf(at);
+    context.fillRect(x(at), height - AXIS, 1, 4);
+    context.fillText(words, Math.min(x(at), width - context.measureText(words).width), height - 7);
   }
 }

@@ -196,8 +196,13 @@ export class TreeView {
   }
 
   async #find() {
-    const frame = this.state.hello.is_recording ? this.state.frame.number : undefined;
+    const isRecording = this.state.hello.is_recording;
+    const frame = isRecording ? this.state.frame.number : undefined;
     const query = parseQuery(byId("find-text").value.trim());
+    if (isRecording && "text" in query) {
+      setText(byId("find-result"), "A recording has no tokenizer: give token ids.");
+      return;
+    }
     const namespace = byId("find-namespace").value.trim();
     try {
       const { num_tokens: given, ranks } = await ask("find", { ...query, namespace, frame });
