@@ -1,0 +1,80 @@
+/** The six kinds of pages: names, colours (Okabe and Ito's) and patterns, so that no kind is told
+ * from another by colour alone. */
+
+export const KINDS = [
+  { state: "free", name: "free", colour: null, cell: "... ... ..." },
+  { state: "leased", name: "running", colour: "#0072b2", cell: "### ### ###" },
+  { state: "cached_evictable", name: "cached", colour: "#009e73", cell: "### #.# ###" },
+  { state: "cached_protected", name: "protected", colour: "#009e73", cell: "o## #o# ##o" },
+  { state: "session_held", name: "sessions", colour: "#e69f00", cell: "### ooo ###" },
+  { state: "reserved", name: "reserved", colour: "#cc79a7", cell: "o#o #o# o#o" },
+];
+export const [FREE, RUNNING, CACHED, PROTECTED, SESSION, RESERVED] = KINDS.keys();
+
+export const VERMILION = "#d55e00";
+export const BLUE = "#0072b2";
+export const SKY = "#56b4e9";
+
+const darkScheme = matchMedia("(prefers-color-scheme: dark)");
+const listeners = [];
+
+/** Colours of the scheme in use. */
+export const theme = {};
+
+/** Calls `listener` now and at each change between light and dark. */
+export function onTheme(listener) {
+  listeners.push(listener);
+  listener();
+}
+
+/** The kind of a page, from its code in a frame; `isIdle[row]` marks rows of idle sessions. */
+export function kindOf(code, isIdle) {
+  if (code > 0) return isIdle[code] ? SESSION : RUNNING;
+  return code === 0 ? FREE : code === -1 ? RESERVED : code === -2 ? CACHED : PROTECTED;
+}
+
+function updateTheme() {
+  Object.assign(
+    theme,
+    darkScheme.matches
+      ? { ink: "#f2f2f2", quiet: "#b4b4b4", surface: "#16181b", line: "#3d4147", empty: "#2b2e33" }
+      : { ink: "#1a1a1a", quiet: "#595959", surface: "#ffffff", line: "#cfd3d8", empty: "#e7e9ec" },
+  );
+  theme.cells = KINDS.map(cellPixels);
+  theme.tiles = KINDS.map(cellTile);
+  theme.tiles.forEach((tile, kind) =>
+    document.documentElement.style.setProperty(
+      `--fill-${KINDS[kind].state}`, `url(${tile.toDataURL()})`),
+  );
+}
+
+/** Nine pixels of a cell, row by row, as little-endian RGBA. */
+function cellPixels({ colour, cell }) {
+  const colours = { ".": theme.empty, "#": colour, o: theme.surface };
+  return Uint32Array.from(cell.replaceAll(" ", ""), (mark) => rgba(colours[mark]));
+}
+
+function rgba(hex) {
+  const value = parseInt(hex.slice(1), 16);
+  return (0xff000000 | ((value & 0xff) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
+}
+
+/** A small canvas with one cell at twice its size, for patterns. */
+function cellTile(_, kind) {
+  const small = Object.assign(document.createElement("canvas"), { width: 3, height: 3 });
+  const image = new ImageData(new Uint8ClampedArray(theme.cells[kind].buffer.slice(0)), 3, 3);
+  small.getContext("2d").putImageData(image, 0, 0);
+  const tile = Object.assign(document.createElement("canvas"), { width: 6, height: 6 });
+  const context = tile.getContext("2d");
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, 0, 0, 6, 6);
+  return tile;
+}
+
+export const pattern = (context, kind) => context.createPattern(theme.tiles[kind], "repeat");
+
+darkScheme.addEventListener("change", () => {
+  updateTheme();
+  for (const listener of listeners) listener();
+});
+updateTheme();

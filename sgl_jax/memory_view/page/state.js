@@ -1,0 +1,69 @@
+/** All that the page shows: the frame, the codes of all pages, the tree and the timeline. */
+
+const TIMELINE_S = 600;
+const SAMPLE_INTERVAL_S = 1;
+
+export class State {
+  constructor(hello) {
+    this.hello = hello;
+    this.samples = [...hello.samples]; // by time
+    this.frame = null; // shown; null before the first
+    this.tree = null;
+    this.instant = null; // a sample that is shown instead of the frame in head and balance
+    this.selected = null; // {dp_rank, row, node}: outlined in all drawings
+    this.isFrozen = false;
+    this.pool = 0;
+    this.codes = []; // Int32Array by rank and pool, of the newest frame
+    this.marks = []; // since the last sample
+    this.newest = { frame: null, tree: null };
+  }
+
+  /** Takes a frame; `show` makes it visible. */
+  add(frame) {
+    for (const rank of frame.ranks) {
+      const ofRank = (this.codes[rank.dp_rank] ??= []);
+      rank.pools.forEach((pool, index) => {
+        if (ofRank[index]?.length !== pool.num_pages) ofRank[index] = new Int32Array(pool.num_pages);
+        for (const [first, number, code] of pool.runs) ofRank[index].fill(code, first, first + number);
+      });
+    }
+    this.newest.frame = frame;
+    if (!this.hello.is_recording) this.#addSample(frame);
+  }
+
+  addTree(tree) {
+    this.newest.tree = tree;
+  }
+
+  show() {
+    this.frame = this.newest.frame;
+    this.tree = this.newest.tree;
+  }
+
+  /** Head and balance show this: the frame, or an instant of the timeline. */
+  get head() {
+    return this.instant ?? this.frame;
+  }
+
+  pagesOf(dpRank, pool) {
+    return this.instant?.ranks[dpRank]?.pages[pool] ?? this.frame.ranks[dpRank].pools[pool].pages;
+  }
+
+  /** isIdle[row]: the row belongs to an idle session. */
+  idleRows(dpRank) {
+    const isIdle = [];
+    for (const lease of this.frame.ranks[dpRank].leases) isIdle[lease.row] = lease.is_idle;
+    return isIdle;
+  }
+
+  #addSample(frame) {
+    this.marks.push(...frame.marks);
+    const last = this.samples.at(-1);
+    if (last && frame.time_s - last.time_s < SAMPLE_INTERVAL_S) return;
+    const { time_s, step, num_running, num_waiting, tokens_per_s } = frame;
+    const ranks = frame.ranks.map((rank) => ({ pages: rank.pools.map((pool) => pool.pages) }));
+    const marks = this.marks.splice(0);
+    this.samples.push({ time_s, step, num_running, num_waiting, tokens_per_s, ranks, marks });
+    while (this.samples[0].time_s < time_s - TIMELINE_S) this.samples.shift();
+  }
+}
