@@ -23,8 +23,9 @@ export class Head {
       this.#totals.set(name, value);
       byId("totals").append(element("div", {}, element("dt", {}, words), value));
     }
-    for (const { state, name } of KINDS) {
-      byId("legend").append(element("li", {}, element("i", { data: { kind: state } }), name));
+    for (const { state, name, meaning } of KINDS) {
+      const words = meaning ? `${name}: ${meaning}` : name;
+      byId("legend").append(element("li", {}, element("i", { data: { kind: state } }), words));
     }
   }
 

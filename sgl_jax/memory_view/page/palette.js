@@ -1,19 +1,19 @@
 /** The six kinds of pages: names, colours (Okabe and Ito's) and patterns, so that no kind is told
  * from another by colour alone. */
 
+/** `cell` are the nine pixels of a page: "#" its colour, "o" the surface, "." an empty cell. */
 export const KINDS = [
-  { state: "free", name: "free", colour: null, cell: "... ... ..." },
-  { state: "leased", name: "running", colour: "#0072b2", cell: "### ### ###" },
-  { state: "cached_evictable", name: "cached", colour: "#009e73", cell: "### #.# ###" },
-  { state: "cached_protected", name: "protected", colour: "#009e73", cell: "o## #o# ##o" },
-  { state: "session_held", name: "sessions", colour: "#e69f00", cell: "### ooo ###" },
-  { state: "reserved", name: "reserved", colour: "#cc79a7", cell: "o#o #o# o#o" },
+  kind("free", "free", "", null, "... ... ..."),
+  kind("leased", "running", "held by a request", "#0072b2", "### ### ###"),
+  kind("cached_evictable", "cached", "reusable until evicted", "#009e73", "### #.# ###"),
+  kind("cached_protected", "protected", "cached and in use", "#009e73", "o## #o# ##o"),
+  kind("session_held", "sessions", "kept for an idle session", "#e69f00", "### ooo ###"),
+  kind("reserved", "reserved", "never given out", "#cc79a7", "o#o #o# o#o"),
 ];
 export const [FREE, RUNNING, CACHED, PROTECTED, SESSION, RESERVED] = KINDS.keys();
 
 export const VERMILION = "#d55e00";
 export const BLUE = "#0072b2";
-export const SKY = "#56b4e9";
 
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 const listeners = [];
@@ -25,6 +25,10 @@ export const theme = {};
 export function onTheme(listener) {
   listeners.push(listener);
   listener();
+}
+
+function kind(state, name, meaning, colour, cell) {
+  return { state, name, meaning, colour, cell };
 }
 
 /** The kind of a page, from its code in a frame; `isIdle[row]` marks rows of idle sessions. */

@@ -13,11 +13,11 @@ export function wordsOf(lease) {
   const { protected: shared, committed, allocated } = lease;
   const words = [
     `rank ${lease.dpRank} row ${lease.row}`,
-    lease.rid,
-    lease.session_id && `session ${lease.session_id}${lease.is_idle ? ", idle" : ""}`,
+    lease.is_idle ? "idle" : lease.rid,
     `${count(shared)} | ${count(committed)} | ${count(allocated)}`,
     !lease.is_idle && `${rate(lease.tokens_per_s)} tokens/s`,
     lease.num_retractions > 0 && plural(lease.num_retractions, "retract"),
+    lease.session_id && `session ${lease.session_id}`,
     lease.text,
   ];
   return words.filter(Boolean).join(" · ");
