@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from scripts.make_dashboard import FILE, text
+from scripts.run_stack import command_of, services
 from sgl_jax.core.command_line import parse_server_args
 from tests.metrics.test_engine_metrics import HYBRID, Scrapes
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -83,3 +84,54 @@ def test_the_service_starts_the_server_with_its_own_flags() -> None:
     service = (DEPLOY / "systemd" / "sgl-jax.service").read_text()
     (command,) = re.findall(r"ExecStart=\S+ -m sgl_jax.launch_server (.*)", service)
     assert parse_server_args(command.split(), {}).model_path == "/srv/models/model"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_configuration() -> None:
+    config = DEPLOY / "prometheus" / "prometheus.yaml"
+    check = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_the_engines_of_the_stack_are_routed_scraped_and_checked() -> None:
+    stack = services({})
+    engines = {name: service for name, service in stack.items() if name.startswith("engine")}
+    addresses = []
+    for service in engines.values():
+        command = command_of(service)
+        assert command[1:3] == ["-m", "sgl_jax.launch_server"]
+        args = parse_server_args(command[3:], {})
+        assert args.model_path == "models/demo"
+        addresses.append(f"{args.host}:{args.port}")
+        assert f"'http://{addresses[-1]}/health'" in service["healthcheck"]["test"][-1]
+    scrapes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
+    assert scrapes["scrape_configs"][0]["static_configs"][0]["targets"] == addresses
+    router = stack["router"]
+    assert [word for word in command_of(router) if word.startswith("http")] == [
+        f"http://{address}" for address in addresses
+    ]
+    assert router["depends_on"].keys() == engines.keys()
+
+
+def test_files_that_the_stack_mounts_are_there() -> None:
+    folder = "/srv/sgl_jax/"
+    stack = services({})
+    for service in stack.values():
+        if "build" in service:
+            dockerfile = DEPLOY.parent / service["build"]["dockerfile"]
+            assert f"WORKDIR {service['working_dir']}\n" in dockerfile.read_text()
+    (config,) = re.findall(r"--config.file=(\S+)", " ".join(command_of(stack["prometheus"])))
+    provisioning = stack["grafana"]["environment"]["GF_PATHS_PROVISIONING"]
+    providers = DEPLOY / "grafana" / "provisioning" / "dashboards" / "sgl_jax.yaml"
+    dashboard = yaml.safe_load(providers.read_text())["providers"][0]["options"]["path"]
+    for path in (config, provisioning.removeprefix(folder), dashboard.removeprefix(folder)):
+        assert (DEPLOY.parent / path).exists(), path
+
+
+def test_the_variables_of_the_stack_are_documented_and_used() -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    readme = (DEPLOY / "README.md").read_text()
+    used = set(re.findall(r"\$\{(\w+):-", text)) - {"PROMETHEUS_DATA"}  # of run_stack.py
+    assert used == set(re.findall(r"^\| `([A-Z]+)` \|", readme, re.MULTILINE))
+    engine = services({"MODEL": "other", "POLICY": ""})["engine-0"]
+    assert "models/other" in command_of(engine)
