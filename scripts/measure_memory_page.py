@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import runs
-from sgl_jax.server.page_files import page_routes
+from sgl_jax.server.static_pages import page_routes
 
 NUM_FRAMES = 100
 NUM_ROWS = 64
@@ -148,7 +148,7 @@ def app(num_ranks: int, num_pages: int) -> Starlette:
         return StreamingResponse(send_frames(), media_type="text/event-stream")
 
     routes = [Route("/memory/hello", hello), Route("/memory/events", events)]
-    return Starlette(routes=[*page_routes(MEMORY_PAGE, "/memory"), *routes])
+    return Starlette(routes=[*page_routes(MEMORY_PAGE, "/memory", "index.html"), *routes])
 
 
 def measure(page: Page, url: str) -> None:

@@ -92,7 +92,8 @@ def test_gauges_follow_a_running_request_and_an_abort(demo_server: LiveServer) -
     body = {"input_ids": [7] * 40, "sampling_params": sampling, "stream": True}
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as answer:
         answer.raise_for_status()
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # the stream ends with it
+        next(lines)
         running = scraped(url)
         assert running["num_running_reqs"] == 1
         assert running["kv_used_tokens"] >= 40

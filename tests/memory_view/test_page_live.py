@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from sgl_jax.server.page_files import page_routes
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -16,6 +15,7 @@ from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import FrameBuilder
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.server.answer_stream import named_event
+from sgl_jax.server.static_pages import page_routes
 from tests.mem_cache.test_ledger import leak_a_page
 from tests.memory_view.conftest import OpenPage, serving
 from tests.memory_view.test_page import COLOURS, kinds_of
@@ -60,7 +60,7 @@ class LiveServer:
 
     def app(self) -> Starlette:
         routes = [Route("/memory/hello", self._hello), Route("/memory/events", self._stream)]
-        return Starlette(routes=[*page_routes(MEMORY_PAGE, "/memory"), *routes])
+        return Starlette(routes=[*page_routes(MEMORY_PAGE, "/memory", "index.html"), *routes])
 
     async def _hello(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
