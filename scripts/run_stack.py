@@ -94,6 +94,8 @@ def main() -> None:
                 chosen[name] = every[name]
             else:
                 print(f"run_stack: {name} is left out: its program is not here", flush=True)
+        if not chosen:
+            parser.error("no service can run here")
         code = _run(chosen)
     sys.exit(code)
 

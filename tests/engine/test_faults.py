@@ -20,6 +20,7 @@ from sgl_jax.core.messages import (
     Reply,
     SessionTurn,
 )
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine import core as core_module
@@ -295,7 +296,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
 def test_a_recording_that_cannot_be_made_is_known_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(args: ServerArgs) -> Callable[..., None]:
+    def load(args: ServerArgs, progress: Progress) -> Callable[..., None]:
         pytest.fail("the model was loaded")
 
     monkeypatch.setattr("sgl_jax.engine.core.ModelExecutor", load)

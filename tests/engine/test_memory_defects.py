@@ -20,6 +20,7 @@ from sgl_jax.core.messages import (
     Reply,
     Shutdown,
 )
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
@@ -42,7 +43,7 @@ NUM_TOKENS = 12
 class OracleModelExecutor:
     """As much of `ModelExecutor` as the engine loop uses, on the content oracle."""
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, progress: Progress) -> None:
         self.sizes = SIZES
         self.info: dict[str, Any] = {"eos_token_ids": []}
         self.num_resets = 0

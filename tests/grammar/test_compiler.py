@@ -101,6 +101,16 @@ def keeps_to(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, te
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
+def test_a_string_is_as_long_as_its_schema_allows(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    assert keeps_to(compiler, tokenizer, PERSON, json.dumps({"name": "a" * 3000}))
+    short = PERSON | {"properties": {"name": {"type": "string", "maxLength": 1000}}}
+    for length, is_allowed in ((1000, True), (1001, False)):
+        text = json.dumps({"name": "a" * length})
+        assert keeps_to(compiler, tokenizer, short, text) is is_allowed
+
+
 @pytest.mark.parametrize(
     ("schema", "is_open"),
     [

@@ -14,7 +14,8 @@ export class TokenChart {
   }
 
   clear() {
-    this.top = 0;
+    this.top = 0; // ms: the time of a bar of full height
+    this.bars = [];
     this.times = []; // ms since the previous token; of the first: since the request
     this.element("chart").replaceChildren();
     for (const id of ["first-token", "rate", "output-tokens", "prompt-tokens", "cached-tokens"]) {
@@ -53,22 +54,20 @@ export class TokenChart {
     if (seconds > 0) {
       this.element("rate").textContent = (later.length / seconds).toFixed(1);
     }
+    const numDrawn = this.times.length - count;
+    for (let place = numDrawn; place < this.times.length; place++) {
+      this.bars.push(this.bar(place));
+    }
+    const chart = this.element("chart");
+    chart.setAttribute("viewBox", `0 0 ${Math.max(this.times.length, MIN_TOKENS)} ${HEIGHT}`);
+    chart.append(...this.bars.slice(numDrawn));
     // The first token waits for the queue and the prompt: its bar is cut at the top of the others.
     const top = later.reduce((most, time) => Math.max(most, time), 0) || first;
+    const isSame = top === this.top;
+    this.top = top;
     this.element("chart-top").textContent = ms(top);
-    const chart = this.element("chart");
-    const width = Math.max(this.times.length, MIN_TOKENS);
-    chart.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    for (let place = this.times.length - count; place < this.times.length; place++) {
-      chart.append(this.bar(place));
-    }
-    if (top !== this.top) {
-      this.top = top;
-      [...chart.children].forEach((bar, place) => this.scale(bar, this.times[place]));
-    } else {
-      [...chart.children].slice(-count).forEach((bar, i) => {
-        this.scale(bar, this.times[this.times.length - count + i]);
-      });
+    for (let place = isSame ? numDrawn : 0; place < this.times.length; place++) {
+      this.scale(this.bars[place], this.times[place]);
     }
   }
 
