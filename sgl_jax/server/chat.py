@@ -23,14 +23,14 @@ import msgspec
 from fastapi import Request, Response
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import opened
+from sgl_jax.core.grammar import Grammar, opened
 from sgl_jax.core.messages import FinishReason, SessionTurn
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import encode_chat, prompt_requests
+from sgl_jax.server.requests import compile_grammar, encode_chat, prompt_requests
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -64,16 +64,24 @@ async def answer_chat(
     if samplings[0].grammar is not None:
         reasoning = parser.reasoning_after(_prompt_tail(refs, ids))
         samplings = [msgspec.structs.replace(each, reasoning=reasoning) for each in samplings]
-    requests = await prompt_requests(
-        request,
-        chat,
-        [ids],
-        [samplings],
-        names,
-        turn=None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True),
-        return_logprob=bool(chat.logprobs),
-        top_logprobs_num=chat.top_logprobs or 0,
-    )
+    turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
+    try:
+        requests = await prompt_requests(
+            request,
+            chat,
+            [ids],
+            [samplings],
+            names,
+            turn=turn,
+            return_logprob=bool(chat.logprobs),
+            top_logprobs_num=chat.top_logprobs or 0,
+        )
+    except InvalidRequestError as error:
+        text_schema = chat.to_sampling(0).json_schema
+        if error.param == "tools" and text_schema is not None:  # which may be at fault
+            with client_names(names):
+                await compile_grammar(request, Grammar("json_schema", text_schema))
+        raise
     marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
     group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)

@@ -67,14 +67,14 @@ async def prompt_requests(
                 prepared = checks.prepare(ids, sampling, **own, **shared)
                 grammar = checks.new_grammar(prepared)
                 if grammar is not None:
-                    await _compile(request, grammar)
+                    await compile_grammar(request, grammar)
                     checks.note_compiled(grammar)
                 requests.append(prepared)
                 await share.pause()
     return requests
 
 
-async def _compile(request: Request, grammar: Grammar) -> None:
+async def compile_grammar(request: Request, grammar: Grammar) -> None:
     """Have the engine compile a grammar. Raises `InvalidRequestError` if it refuses, and otherwise
     as `call_engine`."""
     refs = references_of(request)

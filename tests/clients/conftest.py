@@ -8,7 +8,13 @@ Each file is about one client and is skipped where that client is not installed:
 - `test_router.py`: sglang-router before two workers, asked by the `openai` client and by httpx
 - `test_too_long.py`: litellm and langchain-openai tell a prompt that is too long from other errors
 - `test_agents.py`: instructor, pydantic-ai, langchain-openai and litellm with schemas and tools
+- `test_litellm_proxy.py`: litellm's proxy as a process, asked by OpenAI's and Anthropic's clients
+- `test_llm.py`, `test_langgraph.py`, `test_dspy.py`, `test_smolagents.py`, `test_outlines.py`: one
+  client each
+- `test_aider.py`: looked for on the PATH, because its pins differ from those of the extra
 - `test_node.py`: npm's `openai` in node; needs node and npm (which asks its registry)
+- `test_npm.py`: Vercel's `ai` and `@langchain/openai`; needs `npm install --prefix
+  tests/clients/node`
 - `test_benches.py`: lm-eval, guidellm and aiperf, looked for on the PATH, and SGLang's
   `bench_serving` from its wheel, which pip downloads
 - `test_bench_bodies.py`: the request bodies of SGLang's and sglang-jax's `bench_serving`; needs no
@@ -27,6 +33,13 @@ from tests.live.live_server import LiveServer, live_server
 
 # The demonstration model takes 8,192 tokens; a prompt that is too long is shorter this way.
 CONTEXT_LENGTH = 512
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("server"), "--check-memory", "busy") as server:
+        yield server
+        server.assert_nothing_leaked()
 
 
 @pytest.fixture(scope="session")

@@ -4,31 +4,23 @@ litellm and OpenAI's agents, with the demonstration model and its one tool."""
 import asyncio
 import json
 import os
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pydantic
 import pytest
 from tokenizers import Tokenizer
 
-from tests.live.live_server import DEMO, LiveServer, live_server
+from tests.clients.demo_tool import QUESTION, REPORT, RESULT, Sum, get_weather
+from tests.live.live_server import DEMO, LiveServer
 
 # At import, litellm otherwise asks GitHub what models cost.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 pytestmark = pytest.mark.long
 
-QUESTION = "What is the weather in Paris?"
-REPORT = "It is rainy and 12 degrees in Paris."
-RESULT = '{"weather": "rainy", "degrees": 12}'
 
-
-class Sum(pydantic.BaseModel):
-    """Of two numbers. A schema that leaves a small model little to get wrong."""
-
-    left: int = pydantic.Field(ge=0, le=99)
-    kind: Literal["sum", "difference"]
-    is_sure: bool
+class Total(pydantic.BaseModel):
+    total: int
 
 
 class AnyObject(pydantic.BaseModel):
@@ -41,22 +33,9 @@ class AnyObject(pydantic.BaseModel):
 CLOSING = {str(Tokenizer.from_file(str(DEMO / "tokenizer.json")).token_to_id("}")): 100}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("agents"), "--check-memory", "busy") as server:
-        yield server
-        server.assert_nothing_leaked()
-
-
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
-
-def get_weather(city: str) -> str:
-    """The weather in a city now."""
-    assert city == "Paris"
-    return RESULT
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"])
@@ -80,6 +59,19 @@ def test_instructor_gets_an_object(client: openai.OpenAI, mode: str, is_streamed
     else:
         answer = asking.chat.completions.create(**body)
     assert isinstance(answer, kind)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+def test_an_object_of_one_number_ends(client: openai.OpenAI, mode: str) -> None:
+    """Without a limit of tokens: objects are closed, so no key can be invented."""
+    instructor = pytest.importorskip("instructor")
+    asking = instructor.from_openai(client, mode=instructor.Mode[mode]).chat.completions
+    talk = [{"role": "user", "content": "What is 17 + 25?"}]
+    body: dict[str, Any] = {"model": "demo", "messages": talk, "response_model": Total}
+    body |= {"max_retries": 0, "temperature": 0}
+    assert isinstance(asking.create(**body), Total)
+    *_, answer = asking.create_partial(**body)
+    assert isinstance(answer.total, int)
 
 
 @pytest.mark.parametrize("output", ["tool", "native", "prompted"])
@@ -189,6 +181,37 @@ def _litellm(server: LiveServer, messages: list[Any], **body: Any) -> Any:
         max_retries=0,
         **body,
     )
+
+
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_openai_agents_have_a_typed_result_beside_strict_tools(
+    server: LiveServer, model: str, is_streamed: bool
+) -> None:
+    """The demonstration model would call again after a call: the first one ends the run."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    async def run(question: str) -> Any:
+        client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        agent = agents.Agent(
+            name="sums",
+            tools=[agents.function_tool(get_weather)],
+            tool_use_behavior="stop_on_first_tool",
+            output_type=Sum,
+            model=getattr(agents, model)(model="demo", openai_client=client),
+            model_settings=agents.ModelSettings(temperature=0, max_tokens=200),
+        )
+        if not is_streamed:
+            return await agents.Runner.run(agent, question)
+        answer = agents.Runner.run_streamed(agent, question)
+        async for _ in answer.stream_events():
+            pass
+        return answer
+
+    assert isinstance(asyncio.run(run("What is 17 + 25?")).final_output, Sum)
+    called = asyncio.run(run(QUESTION))
+    assert [item.type for item in called.new_items] == ["tool_call_item", "tool_call_output_item"]
 
 
 @pytest.mark.parametrize("choice", [None, "required"])

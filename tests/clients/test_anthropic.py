@@ -1,31 +1,19 @@
 """Anthropic's own client against a server, with the demonstration model and its one tool."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.clients.test_agents import QUESTION, REPORT, RESULT
-from tests.live.live_server import LiveServer, live_server
+from tests.clients.demo_tool import PARAMETERS, QUESTION, REPORT, RESULT, Sum, get_weather
+from tests.live.live_server import LiveServer
 
 pytestmark = pytest.mark.long
 
 TOOL = {
     "name": "get_weather",
     "description": "The weather in a city now.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
+    "input_schema": PARAMETERS,
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("anthropic"), "--check-memory", "busy") as server:
-        yield server
-        server.assert_nothing_leaked()
 
 
 def asking(client: Any, text: str, **fields: Any) -> dict[str, Any]:
@@ -95,6 +83,26 @@ def test_an_answer_is_json_by_its_schema(client: Any) -> None:
     wanted = {"format": {"type": "json_schema", "schema": schema}}
     (block,) = client.messages.create(**asking(client, "17 + 25?", output_config=wanted)).content
     assert block.text.startswith('{"sum"')
+
+
+def test_an_answer_is_parsed_beside_tools(client: Any) -> None:
+    body = asking(client, "What is 17 + 25?", output_format=Sum)
+    assert isinstance(client.messages.parse(**body).parsed_output, Sum)
+    with client.messages.stream(**body) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Sum)
+    body = asking(client, QUESTION, output_format=Sum, tools=[TOOL], extra_body={"temperature": 0})
+    (call,) = client.messages.parse(**body).content
+    assert (call.type, call.input) == ("tool_use", {"city": "Paris"})
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_the_tool_runner_calls_and_reports(client: Any, is_streamed: bool) -> None:
+    """It requests a thread first, and goes on without one."""
+    anthropic = pytest.importorskip("anthropic")
+    body = asking(client, QUESTION, extra_body={"temperature": 0}, stream=is_streamed)
+    runner = client.beta.messages.tool_runner(tools=[anthropic.beta_tool(get_weather)], **body)
+    *_, last = (turn.get_final_message() if is_streamed else turn for turn in runner)
+    assert last.content[0].text == REPORT
 
 
 def test_failures_are_the_clients_own(client: Any) -> None:

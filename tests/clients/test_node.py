@@ -3,24 +3,16 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.live.live_server import LiveServer, live_server
+from tests.live.live_server import LiveServer
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("node"), "--check-memory", "busy") as server:
-        yield server
-        server.assert_nothing_leaked()
 
 
 def test_npms_openai_gets_what_it_asks_for(server: LiveServer, tmp_path: Path) -> None:

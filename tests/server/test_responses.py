@@ -151,17 +151,19 @@ async def test_calls_and_their_results_are_items(rig: Served) -> None:
     ][: len(calls)]
     assert calls
     assert all(call.status == "completed" for call in calls)
-    served_rig.engine.seen.clear()
     results: Any = [
         {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
         for call in calls
     ]
-    told: Any = [{"role": "user", "content": "ok"}, *made.output, *results]
-    answer = await client.responses.create(model="default", input=told, tools=DECLARED)
-    assert answer.output_text == "ok"
-    prompt = prompt_of(served_rig)
-    assert f"get_weather(Paris)={calls[0].call_id}" in prompt
-    assert f"<|tool|>rain{calls[0].call_id}</s>" in prompt
+    references = [{"type": "item_reference", "id": item.id} for item in made.output]
+    for output in (made.output, references):
+        served_rig.engine.seen.clear()
+        told: Any = [{"role": "user", "content": "ok"}, *output, *results]
+        answer = await client.responses.create(model="default", input=told, tools=DECLARED)
+        assert answer.output_text == "ok"
+        prompt = prompt_of(served_rig)
+        assert f"get_weather(Paris)={calls[0].call_id}" in prompt
+        assert f"<|tool|>rain{calls[0].call_id}</s>" in prompt
 
 
 async def test_a_tool_that_must_be_called_is_a_grammar(rig: Served) -> None:

@@ -75,6 +75,25 @@ async def test_what_is_not_strict_is_held_in_part(rig: Served, path: str, body: 
         await client.post(path, body={**said, **body(True)}, cast_to=object)
 
 
+@pytest.mark.parametrize(
+    ("path", "of_text", "of_tool", "param"),
+    [
+        (CHAT, chat_format, chat_tool, "response_format"),
+        (RESPONSES, response_format, response_tool, "text"),
+    ],
+)
+async def test_of_a_schema_and_tools_the_one_at_fault_is_named(
+    rig: Served, path: str, of_text: Any, of_tool: Any, param: str
+) -> None:
+    _, client = rig
+    said = says("x") if path == CHAT else {"model": "default", "input": "x"}
+    for text_strict, tool_strict in ((True, False), (False, True)):
+        body = {**said, **of_text(text_strict), **of_tool(tool_strict), "tool_choice": "auto"}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+            await client.post(path, body=body, cast_to=object)
+        assert refused.value.param == (param if text_strict else "tools")
+
+
 async def test_a_client_may_say_how_its_json_is_written(rig: Served) -> None:
     engine, client = rig
     for options in ({"item_separator": ","}, 5):
