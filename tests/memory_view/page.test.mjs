@@ -55,14 +55,20 @@ test("runs of frames add up, and an instant replaces the numbers of the frame", 
   state.add(frame(1, [[0, 1, -1], [1, 4, 0]]));
   state.add(frame(1.5, [[2, 2, 7]]));
   state.add(frame(2.5, [[3, 1, -3]]));
+  state.show();
   assert.deepEqual([...state.codes[0][0]], [-1, 0, 7, -3, 0]);
   assert.deepEqual(state.samples.map((sample) => sample.marks.length), [1, 2]);
-  state.show();
   assert.equal(state.pagesOf(0, 0).free, 2.5);
   state.instant = state.samples[0];
   assert.equal(state.pagesOf(0, 0).free, 1);
   assert.deepEqual(state.idleRows(0), [, , true]);
-  state.add(frame(700, []));
+  state.freeze(true);
+  state.add(frame(700, [[0, 5, -2]]));
+  state.show();
+  assert.deepEqual([...state.codes[0][0]], [-1, 0, 7, -3, 0]);
+  state.freeze(false);
+  state.show();
+  assert.deepEqual([...state.codes[0][0]], [-2, -2, -2, -2, -2]);
   assert.equal(state.samples.length, 1);
 });
 

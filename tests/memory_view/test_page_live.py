@@ -140,9 +140,13 @@ def test_space_freezes_and_goes_on(server: LiveServer, url: str, open_page: Open
     page.keyboard.press(" ")
     frozen = page.locator("html").get_attribute("data-number")
     page.wait_for_selector("html[data-frozen='true']", state="attached")
+    still = page.evaluate(CELLS, 24)
     server.run("r", 6)
+    page.locator("#zoom-fit").click()
     page.wait_for_timeout(400)
     assert page.locator("html").get_attribute("data-number") == frozen
+    assert page.evaluate(CELLS, 24) == still
+    page.locator("#zoom-fit").blur()
     page.keyboard.press(" ")
     wait_for_number(page, server.frame["number"])
 

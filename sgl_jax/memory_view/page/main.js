@@ -16,7 +16,6 @@ import { TreeView } from "./tree.js";
 let state = null;
 let player = null;
 let isStale = false;
-let isFrozen = false;
 let version = 0; // of what is shown
 
 const refresh = () => (isStale = true);
@@ -103,10 +102,11 @@ function freeze(isWanted) {
     player.play(!isWanted);
     return;
   }
-  isFrozen = isWanted;
-  byId("freeze").ariaPressed = isFrozen;
-  document.documentElement.dataset.frozen = isFrozen;
-  setText(byId("freeze"), isFrozen ? "Go on (space)" : "Freeze (space)");
+  if (!state?.frame) return;
+  state.freeze(isWanted);
+  byId("freeze").ariaPressed = isWanted;
+  document.documentElement.dataset.frozen = isWanted;
+  setText(byId("freeze"), isWanted ? "Go on (space)" : "Freeze (space)");
   refresh();
 }
 
@@ -126,10 +126,8 @@ function startRecording(hello) {
 
 follow({
   hello: (hello) => {
-    const { selected = null, pool = 0 } = state ?? {};
-    const before = state;
-    state = Object.assign(new State(hello), { selected, pool });
-    if (before) Object.assign(state, { frame: before.frame, tree: before.tree });
+    if (state) state.renew(hello);
+    else state = new State(hello);
     if (hello.is_recording) startRecording(hello);
   },
   event: (name, value) => {
@@ -153,32 +151,30 @@ follow({
 });
 
 function updateAll() {
-  if (!isFrozen) state.show();
-  const word = state.instant ? "an instant of the timeline" : isFrozen ? "frozen" : "";
+  isStale = false;
+  state.show();
+  const word = state.instant ? "an instant of the timeline" : state.isFrozen ? "frozen" : "";
   setText(byId("shown"), word && `Shown: ${word}`);
   head.update(state);
-  if (!isFrozen) drawings.forEach((drawing) => drawing.update(state));
+  for (const drawing of drawings) drawing.update(state);
   version++;
 }
 
 function onAnimation(now) {
   requestAnimationFrame(onAnimation);
-  if (isStale && state?.newest.frame) {
-    isStale = false;
-    updateAll();
-  }
-  if (!state?.frame) return;
+  if (!state?.frame && !state?.newest.frame) return;
+  if (isStale) updateAll();
   for (const drawing of drawings) drawing.draw(now);
   for (const table of tables) table.update(state, now, version);
 }
 requestAnimationFrame(onAnimation);
 
-byId("freeze").addEventListener("click", () => freeze(!isFrozen));
+byId("freeze").addEventListener("click", () => freeze(!state?.isFrozen));
 addEventListener("keydown", (event) => {
   const typing = event.target.closest("button, select, summary, input:not([type=range])");
   if (event.key !== " " || typing) return;
   event.preventDefault();
-  freeze(player ? player.isPlaying : !isFrozen);
+  freeze(player ? player.isPlaying : !state?.isFrozen);
 });
 onTheme(() => {
   timeline.repaint();

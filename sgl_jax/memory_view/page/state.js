@@ -4,27 +4,32 @@ const TIMELINE_S = 600;
 const SAMPLE_INTERVAL_S = 1;
 
 export class State {
+  frame = null; // shown; null before the first
+  tree = null; // likewise
+  instant = null; // a sample that is shown instead of the frame in head and balance
+  selected = null; // {dpRank, row, node}: outlined in the drawings
+  pool = 0; // of the maps and the timeline
+  isFrozen = false;
+  codes = []; // Int32Array by rank and pool, of the frame shown
+
   constructor(hello) {
-    this.hello = hello;
-    this.samples = [...hello.samples]; // by time
-    this.frame = null; // shown; null before the first
-    this.tree = null;
-    this.instant = null; // a sample that is shown instead of the frame in head and balance
-    this.selected = null; // {dp_rank, row, node}: outlined in all drawings
-    this.isFrozen = false;
-    this.pool = 0;
-    this.codes = []; // Int32Array by rank and pool, of the newest frame
-    this.marks = []; // since the last sample
-    this.newest = { frame: null, tree: null };
+    this.renew(hello);
   }
 
-  /** Takes a frame; `show` makes it visible. */
+  /** Starts again after a lost connection; the page keeps its frame until the next one. */
+  renew(hello) {
+    this.hello = hello;
+    this.samples = [...hello.samples]; // by time
+    this.newest = { frame: null, tree: null, codes: [] };
+    this.marks = []; // since the last sample
+  }
+
   add(frame) {
     for (const rank of frame.ranks) {
-      const ofRank = (this.codes[rank.dp_rank] ??= []);
+      const codes = (this.newest.codes[rank.dp_rank] ??= []);
       rank.pools.forEach((pool, index) => {
-        if (ofRank[index]?.length !== pool.num_pages) ofRank[index] = new Int32Array(pool.num_pages);
-        for (const [first, number, code] of pool.runs) ofRank[index].fill(code, first, first + number);
+        if (codes[index]?.length !== pool.num_pages) codes[index] = new Int32Array(pool.num_pages);
+        for (const [first, number, code] of pool.runs) codes[index].fill(code, first, first + number);
       });
     }
     this.newest.frame = frame;
@@ -35,9 +40,19 @@ export class State {
     this.newest.tree = tree;
   }
 
+  /** Frozen, the page keeps copies of the codes, which frames change in place. */
+  freeze(isFrozen) {
+    this.show();
+    this.isFrozen = isFrozen;
+    if (isFrozen) this.codes = structuredClone(this.codes);
+  }
+
+  /** Makes the newest frame the one shown, unless the page is frozen. */
   show() {
+    if (this.isFrozen || !this.newest.frame) return;
     this.frame = this.newest.frame;
-    this.tree = this.newest.tree;
+    this.tree = this.newest.tree ?? this.tree;
+    this.codes = this.newest.codes;
   }
 
   /** Head and balance show this: the frame, or an instant of the timeline. */

@@ -84,6 +84,7 @@ export class Timeline {
     this.#isStale ||= state.hello.is_recording;
     Object.assign(this, { state, pool: state.pool });
     this.#newest = state.samples.at(-1);
+    if (state.instant) this.index = state.samples.indexOf(state.instant); // old ones are dropped
     this.#describe();
   }
 
