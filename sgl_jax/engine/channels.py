@@ -1,46 +1,41 @@
 """Channels that carry messages between the engine loop and the front. Must not import jax.
 
-Within one process they are queues. Between processes they are two local ZeroMQ sockets, and
-messages are msgpack:
+Within one process they are queues. Between processes they are a pair of connected Unix sockets, of
+which the engine's process inherits one:
 
-    front  PUSH --- to_engine.sock ---> PULL  engine
-    front  PULL <-- to_front.sock ----- PUSH  engine
+    front  EngineClient  <----- messages both ways, in order ----->  SocketChannel  engine
 
-The sockets are in a folder that only this user can enter. A channel must never unpickle anything,
-and never block on a send. Its queues are unbounded, because both ends limit the requests in flight.
-
-The engine binds both sockets and the front connects. ZeroMQ aborts a process that has bound a
-socket and has no file descriptor left when a peer connects; the front must survive that, and a
-connecting socket only tries again. A connecting PUSH socket also queues messages before the other
-end is there. A bound one cannot, so the engine waits for the front once.
+A message is its length, four bytes, little-endian, then msgpack. A message goes to the kernel at
+once, by the thread that sends it; only if the other end is behind, a thread of the channel writes
+the rest. So a channel never blocks on a send. Its backlog is unbounded, because both ends limit the
+requests in flight. A channel must never unpickle anything.
 """
 
 import asyncio
-import contextlib
 import queue
-import shutil
-import tempfile
+import select
+import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from sgl_jax.core.errors import EngineDeadError
 from sgl_jax.core.messages import EngineMessage, FrontMessage
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107, terminator included
-_FRONT_TIMEOUT_S = 20.0
-_TO_ENGINE = "to_engine.sock"
-_TO_FRONT = "to_front.sock"
-_READABLE = int(zmq.POLLIN)
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 20
+_SOCKET_BYTES = 4 << 20  # asked for; the kernel gives as much as it allows
+_REST_TIMEOUT_S = 0.005  # for the rest of a message, of which a part is there
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class ChannelError(RuntimeError):
-    """A message is too large to send or cannot be decoded, or the front did not connect."""
+    """A message is too large to send or cannot be decoded."""
 
 
 class Channel(Protocol):
@@ -80,130 +75,200 @@ class InProcessChannel:
         self._deliver(message)
 
 
-class _Sockets:
-    """A PUSH and a PULL socket, with the codecs of their messages. Any thread may send."""
+class _Messages:
+    """One of two connected sockets, with the codecs of the messages. Any thread may send."""
 
-    def __init__(self, pulled: Any) -> None:
-        """`pulled`: the type of the messages that arrive."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._push = self._context.socket(zmq.PUSH)
-        self._pull = self._context.socket(zmq.PULL)
-        for socket in (self._push, self._pull):
-            socket.set_hwm(0)
-        self._sending = threading.Lock()  # held while `_push` and the encoder are used
+    def __init__(self, end: socket.socket, received: Any) -> None:
+        """`received`: the type of the messages that arrive."""
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._socket = end
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(pulled)
+        self._decoder = msgspec.msgpack.Decoder(received)
+        self._arrived = bytearray()  # the part of a message that is not whole yet
+        self._has_peer = True
+        self._backlog: deque[memoryview] = deque()
+        # Guards the encoder, the backlog and the order of what is written.
+        self._changed = threading.Condition()
+        self._writer: threading.Thread | None = None
+        self._is_closed = False
 
     def send(self, message: Any) -> None:
-        # A peer that has ended reads nothing: `EngineProcess` reports the engine's end, and the
-        # engine's process ends with the front.
-        with self._sending, contextlib.suppress(zmq.Again):
-            data = self._encoder.encode(message)
-            if len(data) > MAX_MESSAGE_BYTES:
+        """Queue a message after those before it; it is dropped if the other end has gone.
+
+        Raises:
+            ChannelError: it is too large.
+            EngineDeadError: this end is closed.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise EngineDeadError("the connection to the engine is closed")
+            data = bytearray(_LENGTH_BYTES)
+            self._encoder.encode_into(message, data, _LENGTH_BYTES)
+            length = len(data) - _LENGTH_BYTES
+            if length > MAX_MESSAGE_BYTES:
                 raise ChannelError(
-                    f"a {type(message).__name__} of {len(data)} bytes exceeds the "
+                    f"a {type(message).__name__} of {length} bytes exceeds the "
                     f"{MAX_MESSAGE_BYTES} that one message may have"
                 )
-            self._push.send(data, zmq.NOBLOCK)
-
-    def _receive(self) -> list[Any]:
-        """Messages that have arrived, in order."""
-        messages: list[Any] = []
-        # Cheaper than the exception of a `recv` that finds nothing, which would end every drain.
-        while int(self._pull.get(zmq.EVENTS)) & _READABLE:
-            data = self._pull.recv(zmq.NOBLOCK)
-            try:
-                messages.append(self._decoder.decode(data))
-            except msgspec.MsgspecError as error:
-                raise ChannelError(
-                    f"undecodable message of {len(data)} bytes ({data[:40]!r}): {error}"
-                ) from error
-        return messages
-
-
-class ZmqChannel(_Sockets):
-    """A `Channel` over ZeroMQ. Only the engine loop's thread may use it, except for `send`."""
-
-    def __init__(self, folder: str) -> None:
-        """Bind the sockets in `folder`, which the front made (`ZmqEngineClient.folder`).
-
-        Raises `ChannelError` if the front does not connect within `_FRONT_TIMEOUT_S`.
-        """
-        super().__init__(FrontMessage)
-        self._pull.bind(f"ipc://{folder}/{_TO_ENGINE}")
-        self._push.bind(f"ipc://{folder}/{_TO_FRONT}")
-        if not self._push.poll(int(_FRONT_TIMEOUT_S * 1000), zmq.POLLOUT):
-            self._context.destroy(linger=0)
-            raise ChannelError(f"the front has not connected within {_FRONT_TIMEOUT_S:g} s")
-
-    def poll(self, timeout_s: float) -> list[FrontMessage]:
-        if timeout_s > 0 and not self._pull.poll(int(timeout_s * 1000) + 1):
-            return []
-        return self._receive()
+            data[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
+            if not self._backlog:
+                try:
+                    written = self._socket.send(data)
+                except BlockingIOError:
+                    written = 0
+                except OSError:  # nobody reads it: `EngineProcess` reports the end of the engine
+                    return
+                if written == len(data):
+                    return
+                data = data[written:]
+            self._backlog.append(memoryview(data))
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_on, name="channel", daemon=True)
+                self._writer.start()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Close, with one second for sent messages to leave."""
-        self._context.destroy(linger=1000)
+        with self._changed:
+            if self._is_closed:
+                return
+            self._changed.wait_for(lambda: not self._backlog, _CLOSE_TIMEOUT_S)
+            self._is_closed = True
+            self._backlog.clear()
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+        self._socket.close()
+
+    def _write_on(self) -> None:
+        """Runs on a thread of its own: write the backlog whenever there is one."""
+        may_write = select.poll()
+        may_write.register(self._socket, select.POLLOUT)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._backlog or self._is_closed)
+                if self._is_closed:
+                    return
+            may_write.poll(int(_CLOSE_TIMEOUT_S * 1000))
+            with self._changed:
+                self._write_backlog()
+                self._changed.notify_all()
+
+    def _write_backlog(self) -> None:
+        """Hand as much of the backlog to the kernel as it takes now."""
+        try:
+            while self._backlog:
+                first = self._backlog[0]
+                written = self._socket.send(first)
+                if written < len(first):
+                    self._backlog[0] = first[written:]
+                else:
+                    self._backlog.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._backlog.clear()
+
+    def _receive(self) -> list[Any]:
+        """Messages that have arrived whole, in order. Raises `ChannelError`."""
+        while self._has_peer:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._has_peer = bool(data)
+            self._arrived += data
+            if len(data) < _READ_BYTES:
+                break
+        payloads: list[bytes] = []
+        start = 0
+        with memoryview(self._arrived) as view:
+            while len(view) - start >= _LENGTH_BYTES:
+                begin = start + _LENGTH_BYTES
+                length = int.from_bytes(view[start:begin], "little")
+                if length > MAX_MESSAGE_BYTES:
+                    raise ChannelError(f"undecodable message: it would have {length} bytes")
+                if begin + length > len(view):
+                    break
+                start = begin + length
+                payloads.append(bytes(view[begin:start]))
+        del self._arrived[:start]
+        try:
+            return [self._decoder.decode(payload) for payload in payloads]
+        except msgspec.MsgspecError as error:
+            sizes = [len(payload) for payload in payloads]
+            raise ChannelError(
+                f"undecodable message, one of {sizes} bytes ({payloads[0][:40]!r}): {error}"
+            ) from error
 
 
-class ZmqEngineClient(_Sockets):
-    """The front's end, on an asyncio loop. Only the loop's thread may create and use it."""
+class SocketChannel(_Messages):
+    """A `Channel` over a socket. Only the engine loop's thread may use it, except for `send`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """`end`: the engine's end of a pair, as in `EngineClient.engine_end`."""
+        super().__init__(end, FrontMessage)
+        self._readable = select.poll()
+        self._readable.register(end, select.POLLIN)
+
+    def poll(self, timeout_s: float) -> list[FrontMessage]:
+        if timeout_s > 0:
+            if not self._has_peer:  # its process has ended, and this one will
+                time.sleep(timeout_s)
+            elif not self._readable.poll(int(timeout_s * 1000) + 1):
+                return []
+        messages = self._receive()
+        # A long message comes in several parts, and each step reads once.
+        deadline = time.monotonic() + _REST_TIMEOUT_S if self._arrived else 0.0
+        while self._arrived and self._has_peer and (left_s := deadline - time.monotonic()) > 0:
+            self._readable.poll(left_s * 1000)
+            messages += self._receive()
+        return messages
+
+
+class EngineClient(_Messages):
+    """The front's end, on an asyncio loop. Only the loop's thread may create and use it.
+
+    `engine_end` is the engine's end: its process gets it, and closes this one's copy.
+    """
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="sgl_jax-")  # mode 0700
-        if len(self.folder.encode()) + 1 + len(_TO_ENGINE) > _MAX_SOCKET_PATH_BYTES:
-            Path(self.folder).rmdir()
-            raise ChannelError(
-                f"the path of the temporary folder is too long for a socket: {self.folder}; "
-                "set TMPDIR to a shorter one"
-            )
-        super().__init__(EngineMessage)
-        # Retried until the engine is there.
-        self._push.connect(f"ipc://{self.folder}/{_TO_ENGINE}")
-        self._pull.connect(f"ipc://{self.folder}/{_TO_FRONT}")
+        end, self.engine_end = socket.socketpair()
+        super().__init__(end, EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
-
-    def send(self, message: FrontMessage) -> None:
-        """Queue a message for the engine; never blocks. Raises `EngineDeadError` once closed."""
-        if self._closed:
-            raise EngineDeadError("the connection to the engine is closed")
-        super().send(message)
 
     def listen(
         self,
         on_message: Callable[[EngineMessage], None],
         on_error: Callable[[ChannelError], None],
     ) -> None:
-        """Call `on_message` on the running loop for each message of the engine, in order.
-
-        ZeroMQ signals its file descriptor once per change, not as long as there is something to
-        read. So every wake-up drains the socket, and the first read does not wait for one.
-        """
+        """Call `on_message` on the running loop for each message of the engine, in order."""
         self._loop = asyncio.get_running_loop()
 
         def on_readable() -> None:
             try:
                 messages = self._receive()
             except ChannelError as error:
+                self._stop_listening()
                 on_error(error)
                 return
+            if not self._has_peer:
+                self._stop_listening()
             for message in messages:
                 on_message(message)
 
-        self._loop.add_reader(self._pull.fileno(), on_readable)
-        self._loop.call_soon(on_readable)
+        self._loop.add_reader(self._socket.fileno(), on_readable)
 
     def close(self) -> None:
-        """Stop listening, drop messages not sent within a second, and remove the folder."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._pull.fileno())
-        self._context.destroy(linger=1000)
-        self.remove_folder()
+        """Stop listening, and drop messages not sent within a second."""
+        self._stop_listening()
+        self.engine_end.close()
+        super().close()
 
-    def remove_folder(self) -> None:
-        """Remove the sockets' folder. If the process is about to exit, this replaces `close`."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _stop_listening(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self._loop = None

@@ -1,7 +1,8 @@
 """The engine in a process of its own: its start, its supervision, and the child's main function.
 
 The child is `python -m sgl_jax.engine` (only its `__main__.py` imports jax). It reads one line of
-JSON from its standard input, `{"args": {...}, "folder": "..."}`. When that pipe ends, the parent
+JSON from its standard input, `{"args": {...}, "socket": 5}`, the latter a file descriptor that it
+inherits. When that pipe ends, the parent
 has ended, and the child exits, so that it does not keep the device. Its output goes to the parent's
 terminal; the report of its exit has the last line.
 """
@@ -11,8 +12,8 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.messages import EngineFailed, EngineInfo, Heartbeat
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import Channel, ZmqChannel
+from sgl_jax.engine.channels import Channel, SocketChannel
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.engine.watchdog import Watchdog
 
@@ -60,7 +61,7 @@ class EngineProcess:
     def __init__(
         self,
         args: ServerArgs,
-        folder: str,
+        engine_end: socket.socket,
         on_exit: Callable[[ExitReport], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
@@ -68,7 +69,7 @@ class EngineProcess:
 
         Args:
             args: the engine's settings.
-            folder: folder of the sockets (`ZmqEngineClient.folder`).
+            engine_end: the engine's end of the channel; this process's copy is closed.
             on_exit: called once, on a thread of this object, when the process has ended for any
                 reason.
             command: program to run; tests pass a scripted engine.
@@ -79,14 +80,16 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            pass_fds=(engine_end.fileno(),),
             start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
         )
         assert self._process.stdin is not None
         # If the child has died already, the report of its exit is better than a broken pipe's.
         with contextlib.suppress(BrokenPipeError):
-            start = {"args": dataclasses.asdict(args), "folder": folder}
+            start = {"args": dataclasses.asdict(args), "socket": engine_end.fileno()}
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
             self._process.stdin.flush()
+        engine_end.close()
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
 
@@ -138,11 +141,9 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
     start = json.loads(sys.stdin.buffer.readline())
     args = ServerArgs(**start["args"])
     log_to_terminal(args.log_level, args.log_format)
-    watch = threading.Thread(
-        target=_die_with_parent, args=(start["folder"],), name="parent-watch", daemon=True
-    )
-    watch.start()
-    channel = ZmqChannel(start["folder"])
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    os.set_inheritable(start["socket"], False)
+    channel = SocketChannel(socket.socket(fileno=start["socket"]))
     core: Core | None = None
     try:
         progress = Progress()
@@ -170,9 +171,8 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
     return 0
 
 
-def _die_with_parent(folder: str) -> None:
-    """Exit when the parent has ended. A killed one has not removed the folder of the sockets."""
+def _die_with_parent() -> None:
+    """Exit when the parent has ended."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -7,7 +7,7 @@ A chat's body passes seven names until the engine has its requests:
 - `requests.py`: `encode_chat` has it tokenized, and `prompt_requests` makes a request of each
   choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
 - `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit` of `engine/frontend.py`,
-  to be sent by `ZmqEngineClient.send`.
+  to be sent by `EngineClient.send`.
 
 Their chunks return to the group. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
 and writes these as events, or as one answer at the end.

@@ -38,7 +38,7 @@ from sgl_jax.core.messages import (
     Shutdown,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import ChannelError, ZmqEngineClient
+from sgl_jax.engine.channels import ChannelError, EngineClient
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
@@ -114,7 +114,7 @@ class _Server:
         self._engine_may_end = False
         self._process: EngineProcess | None = None
         self._frontend: Frontend | None = None
-        self._client = ZmqEngineClient()
+        self._client = EngineClient()
 
     async def run(self) -> int:
         for number in _SIGNALS:
@@ -132,7 +132,7 @@ class _Server:
             unreadable = "the engine sent a message that cannot be read"
             self._client.listen(self._on_message, lambda e: self._on_death(str(e), unreadable))
             self._process = EngineProcess(
-                self._args, self._client.folder, self._on_exit, self._engine_command
+                self._args, self._client.engine_end, self._on_exit, self._engine_command
             )
             gate = Gate(self._health)
             public = with_cors(gate, self._args.cors_allow_origins)
@@ -260,7 +260,6 @@ class _Server:
             return
         if self._process is not None:
             self._process.kill()
-        self._client.remove_folder()
         os._exit(_KILLED_BY_SIGNAL + number)
 
 

@@ -1,22 +1,19 @@
 """Messages cross the process border whole, in order, and without waiting."""
 
 import asyncio
-import os
-import stat
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
-import zmq
 
 from sgl_jax.core.errors import EngineDeadError
 from sgl_jax.core.messages import (
     AbortRequest,
     EngineMessage,
     FinishReason,
+    FrontMessage,
     GenerateRequest,
     OutputBatch,
     RequestOutput,
@@ -24,7 +21,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine import channels
-from sgl_jax.engine.channels import ChannelError, ZmqChannel, ZmqEngineClient
+from sgl_jax.engine.channels import ChannelError, EngineClient, SocketChannel
 
 REQUEST = GenerateRequest(
     rid="a#1",
@@ -43,20 +40,20 @@ OUTPUT = OutputBatch(
 
 
 @pytest.fixture
-def client() -> Iterator[ZmqEngineClient]:
-    client = ZmqEngineClient()
+def client() -> Iterator[EngineClient]:
+    client = EngineClient()
     yield client
     client.close()
 
 
 @pytest.fixture
-def channel(client: ZmqEngineClient) -> Iterator[ZmqChannel]:
-    channel = ZmqChannel(client.folder)
+def channel(client: EngineClient) -> Iterator[SocketChannel]:
+    channel = SocketChannel(client.engine_end)
     yield channel
     channel.close()
 
 
-def test_requests_arrive_in_order(client: ZmqEngineClient, channel: ZmqChannel) -> None:
+def test_requests_arrive_in_order(client: EngineClient, channel: SocketChannel) -> None:
     client.send(REQUEST)
     client.send(AbortRequest(rid="a#1"))
     received = channel.poll(5.0)
@@ -65,14 +62,14 @@ def test_requests_arrive_in_order(client: ZmqEngineClient, channel: ZmqChannel) 
     assert received == [REQUEST, AbortRequest(rid="a#1")]
 
 
-def test_polling_an_empty_channel_does_not_wait(channel: ZmqChannel) -> None:
+def test_polling_an_empty_channel_does_not_wait(channel: SocketChannel) -> None:
     start = time.perf_counter()
     for _ in range(100):
         assert channel.poll(0) == []
     assert time.perf_counter() - start < 1.0
 
 
-async def gather_messages(client: ZmqEngineClient, channel: ZmqChannel) -> list[EngineMessage]:
+async def gather_messages(client: EngineClient, channel: SocketChannel) -> list[EngineMessage]:
     received: list[EngineMessage] = []
     errors: list[ChannelError] = []
     channel.send(OUTPUT)  # before anyone listens
@@ -88,15 +85,15 @@ async def gather_messages(client: ZmqEngineClient, channel: ZmqChannel) -> list[
 
 
 def test_outputs_arrive_even_if_sent_before_listening(
-    client: ZmqEngineClient, channel: ZmqChannel
+    client: EngineClient, channel: SocketChannel
 ) -> None:
     assert asyncio.run(gather_messages(client, channel)) == [OUTPUT] * 101
 
 
 @pytest.mark.timeout(20)  # on failure it would wait for ever, in C
-def test_a_send_to_an_engine_that_is_gone_does_not_wait(client: ZmqEngineClient) -> None:
+def test_a_send_to_an_engine_that_is_gone_does_not_wait(client: EngineClient) -> None:
     client.send(REQUEST)  # before there is one
-    channel = ZmqChannel(client.folder)
+    channel = SocketChannel(client.engine_end)
     assert channel.poll(5.0) == [REQUEST]
     channel.close()
     start = time.perf_counter()
@@ -105,33 +102,30 @@ def test_a_send_to_an_engine_that_is_gone_does_not_wait(client: ZmqEngineClient)
     assert time.perf_counter() - start < 1.0
 
 
-def test_the_sockets_lie_in_a_private_folder_that_goes_away(client: ZmqEngineClient) -> None:
-    assert stat.S_IMODE(os.stat(client.folder).st_mode) == 0o700
-    client.close()
-    assert not os.path.exists(client.folder)
-
-
-def test_a_closed_connection_raises(client: ZmqEngineClient) -> None:
+def test_a_closed_connection_raises(client: EngineClient) -> None:
     client.close()
     with pytest.raises(EngineDeadError):
         client.send(REQUEST)
 
 
 def test_a_message_too_large_is_refused_by_its_sender(
-    client: ZmqEngineClient, monkeypatch: pytest.MonkeyPatch
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 16)
     with pytest.raises(ChannelError, match="GenerateRequest of"):
         client.send(REQUEST)
 
 
-@pytest.mark.parametrize("data", [b"\xc1", msgspec.msgpack.encode({"type": "Unheard"})])
-def test_a_message_that_makes_no_sense_is_an_error(client: ZmqEngineClient, data: bytes) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.PUSH)
-    stranger.bind(f"ipc://{client.folder}/to_front.sock")
-    assert stranger.poll(5000, zmq.POLLOUT)
-    stranger.send(data)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\1\0\0\0\xc1",
+        b"\x0e\0\0\0" + msgspec.msgpack.encode({"type": "Unheard"}),
+        b"\xff\xff\xff\xff",
+    ],
+)
+def test_a_message_that_makes_no_sense_is_an_error(client: EngineClient, data: bytes) -> None:
+    client.engine_end.sendall(data)
 
     async def listen() -> list[ChannelError]:
         errors: list[ChannelError] = []
@@ -141,70 +135,102 @@ def test_a_message_that_makes_no_sense_is_an_error(client: ZmqEngineClient, data
             await asyncio.sleep(0.01)
         return errors
 
-    try:
-        (error,) = asyncio.run(listen())
-    finally:
-        context.destroy(linger=0)
+    (error,) = asyncio.run(listen())
     assert "undecodable" in str(error)
 
 
-def test_a_folder_too_deep_for_a_socket_is_an_error_at_once(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_messages_may_arrive_in_any_pieces(client: EngineClient, channel: SocketChannel) -> None:
+    sent = [REQUEST, AbortRequest(rid="a#1"), REQUEST]
+    data = b""
+    for message in sent:
+        client.send(message)
+        data += client.engine_end.recv(1 << 16)
+    for size in (1, 2, 3, 7, len(data)):
+        received: list[FrontMessage] = []
+        for at in range(0, len(data), size):
+            client._socket.sendall(data[at : at + size])
+            received += channel.poll(0)
+        assert received == sent
+
+
+def test_messages_longer_than_the_sockets_buffer_arrive_in_order(
+    client: EngineClient, channel: SocketChannel
 ) -> None:
-    deep = tmp_path_factory.mktemp("d" * 90)
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(ChannelError, match="TMPDIR"):
-        ZmqEngineClient()
-    assert list(deep.iterdir()) == []
+    """While nobody reads, no send waits; short messages do not overtake long ones."""
+    ids = list(range(3_000_000))
+    long = msgspec.structs.replace(REQUEST, input_ids=ids)
+    start = time.perf_counter()
+    for i in range(3):
+        client.send(long)
+        client.send(AbortRequest(rid=str(i)))
+    assert time.perf_counter() - start < 5.0
+    received: list[FrontMessage] = []
+    deadline = time.monotonic() + 30
+    while len(received) < 6 and time.monotonic() < deadline:
+        received += channel.poll(0.1)
+    assert received == [each for i in range(3) for each in (long, AbortRequest(rid=str(i)))]
 
 
-FRONT_WITHOUT_FILES = """
-import asyncio, resource, subprocess, sys
-from sgl_jax.engine.channels import ZmqEngineClient
-
-ENGINE = '''
-import sys
-from sgl_jax.core.messages import Heartbeat
-from sgl_jax.engine.channels import ZmqChannel
-sys.stdin.readline()
-print("there", flush=True)
-channel = ZmqChannel(sys.argv[1])
-channel.send(Heartbeat(turn_s=None))
-channel.close()
-'''
-
-async def hear(client):
-    heard = asyncio.Event()
-    client.listen(lambda message: heard.set(), lambda error: None)
-    command = [sys.executable, "-c", ENGINE, client.folder]
-    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    engine.stdin.write("go on\\n")
-    engine.stdin.flush()
-    assert engine.stdout.readline() == "there\\n"
-    await asyncio.sleep(1.0)  # in which sockets try to meet
-    assert not heard.is_set()
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    await asyncio.wait_for(heard.wait(), 20)
-    engine.communicate(timeout=20)
-
-client = ZmqEngineClient()
-asyncio.run(hear(client))
-client.close()
-"""
-
-
-def test_an_engine_without_a_front_gives_up(
-    client: ZmqEngineClient, monkeypatch: pytest.MonkeyPatch
+def test_many_threads_may_send_while_the_other_end_is_behind(
+    client: EngineClient, channel: SocketChannel
 ) -> None:
-    monkeypatch.setattr(channels, "_FRONT_TIMEOUT_S", 0.5)
-    client._pull.close()
-    with pytest.raises(ChannelError, match="the front has not connected"):
-        ZmqChannel(client.folder)
+    def send(thread: int) -> None:
+        for i in range(2000):
+            client.send(AbortRequest(rid=f"{thread}-{i}", message="x" * 500))
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    received: list[str] = []
+    deadline = time.monotonic() + 30
+    while len(received) < 8000 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        received += [message.rid for message in channel.poll(0.1)]  # type: ignore[union-attr]
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        own = [rid for rid in received if rid.startswith(f"{number}-")]
+        assert own == [f"{number}-{i}" for i in range(2000)]
 
 
-def test_a_front_without_files_lives_on_and_hears_the_engine_later() -> None:
-    command = [sys.executable, "-c", FRONT_WITHOUT_FILES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
+def test_what_was_sent_before_the_end_arrives(client: EngineClient, channel: SocketChannel) -> None:
+    """Also what the kernel did not take at once."""
+    for _ in range(3000):
+        channel.send(OUTPUT)
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    received: list[EngineMessage] = []
+
+    async def listen() -> None:
+        client.listen(received.append, lambda error: None)
+        deadline = time.monotonic() + 10
+        while len(received) < 3000 and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(listen())
+    closing.join()
+    assert len(received) == 3000
+
+
+def test_an_engine_whose_front_has_gone_does_not_spin(
+    client: EngineClient, channel: SocketChannel
+) -> None:
+    client._socket.close()
+    channel.send(OUTPUT)
+    start = time.process_time()
+    for _ in range(5):
+        assert channel.poll(0.1) == []
+    assert time.process_time() - start < 0.2
+
+
+def test_the_end_of_the_engine_stops_the_listening(client: EngineClient) -> None:
+    async def listen() -> float:
+        client.listen(lambda message: None, lambda error: None)
+        client.engine_end.close()
+        await asyncio.sleep(0.1)
+        start = time.process_time()
+        await asyncio.sleep(0.3)
+        return time.process_time() - start
+
+    assert asyncio.run(listen()) < 0.1
+    client.send(REQUEST)  # is dropped

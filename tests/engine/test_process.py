@@ -18,7 +18,7 @@ import pytest
 
 from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat, Shutdown
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import ZmqEngineClient
+from sgl_jax.engine.channels import EngineClient
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from tests.engine.scripted_engine import CRASH_SEED
 
@@ -34,11 +34,11 @@ def running(
     command: Sequence[str] = SCRIPTED,
     model_path: str = "none",
     warmup: str = "none",
-) -> Iterator[tuple[EngineProcess, ZmqEngineClient, Reports]]:
-    client = ZmqEngineClient()
+) -> Iterator[tuple[EngineProcess, EngineClient, Reports]]:
+    client = EngineClient()
     reports: Reports = queue.Queue()
     args = ServerArgs(model_path=model_path, random_seed=seed, max_total_tokens=1024, warmup=warmup)
-    process = EngineProcess(args, client.folder, reports.put, command)
+    process = EngineProcess(args, client.engine_end, reports.put, command)
     try:
         yield process, client, reports
     finally:
@@ -46,7 +46,7 @@ def running(
         client.close()
 
 
-async def first_message(client: ZmqEngineClient) -> EngineMessage:
+async def first_message(client: EngineClient) -> EngineMessage:
     """The first that is no heartbeat: those come by a socket of their own, in no order with it."""
     arrived: asyncio.Queue[EngineMessage] = asyncio.Queue()
     client.listen(arrived.put_nowait, lambda error: pytest.fail(str(error)))
@@ -115,9 +115,9 @@ def test_it_does_not_outlive_its_parent() -> None:
         import time
         from sgl_jax.core.server_args import ServerArgs
         from sgl_jax.engine.process import EngineProcess
-        from sgl_jax.engine.channels import ZmqEngineClient
+        from sgl_jax.engine.channels import EngineClient
         args = ServerArgs(model_path="none")
-        process = EngineProcess(args, ZmqEngineClient().folder, print, {SCRIPTED!r})
+        process = EngineProcess(args, EngineClient().engine_end, print, {SCRIPTED!r})
         print(process.pid, flush=True)
         time.sleep(60)
         """

@@ -27,7 +27,7 @@ from sgl_jax.bench.trace import fake_executor
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
 from sgl_jax.engine import health
-from sgl_jax.engine.channels import ZmqChannel
+from sgl_jax.engine.channels import SocketChannel
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -48,10 +48,10 @@ STATIONS = {
     "engine.request_checks:RequestChecks.prepare": "server.requests:prompt_requests",
     "server.answer_stream:StreamGroup": "server.chat:answer_chat",
     "engine.frontend:Frontend.submit": "server.answer_stream:StreamGroup",
-    "engine.channels:ZmqEngineClient.send": "engine.frontend:Frontend.submit",
+    "engine.channels:_Messages.send": "engine.frontend:Frontend.submit",
 }
 # The front gets the channel's `send` as an argument.
-CALLED = {"engine.channels:ZmqEngineClient.send": "_send"}
+CALLED = {"engine.channels:_Messages.send": "_send"}
 
 ROOT = Path(sgl_jax.__file__).parent
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -182,7 +182,7 @@ class ProfiledEngine:
         self.is_profiled = threading.Event()
         self.stopped = False
 
-    def run(self, channel: ZmqChannel) -> None:
+    def run(self, channel: SocketChannel) -> None:
         """Serve until `stopped`; profiled from one turn's end to another's."""
 
         def after_turn(is_resting: bool) -> None:

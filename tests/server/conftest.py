@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import ZmqChannel, ZmqEngineClient
+from sgl_jax.engine.channels import EngineClient, SocketChannel
 from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
@@ -91,8 +91,8 @@ async def serving(
         max_request_tokens=max_request_tokens,
         tokenizer_folder=str(model_folder),
     )
-    client = ZmqEngineClient()
-    channel = ZmqChannel(client.folder)
+    client = EngineClient()
+    channel = SocketChannel(client.engine_end)
     thread = threading.Thread(target=run_quietly, args=(engine, channel), daemon=True)
     settings.setdefault("max_queued_requests", MAX_QUEUED)
     args = ServerArgs(model_path=str(model_folder), **settings)
@@ -129,7 +129,7 @@ async def serving(
         client.close()
 
 
-def run_quietly(engine: ScriptedEngine, channel: ZmqChannel) -> None:
+def run_quietly(engine: ScriptedEngine, channel: SocketChannel) -> None:
     """The engine thread; a scripted crash is reported as the real process would."""
     try:
         engine.run(channel)
