@@ -110,6 +110,12 @@ def test_the_tool_runner_calls_and_reports(client: Any, is_streamed: bool) -> No
     assert last.content[0].text == REPORT
 
 
+def test_the_model_is_listed(client: Any) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert client.models.retrieve("demo").created_at == model.created_at
+
+
 def test_failures_are_the_clients_own(client: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     for fields, kind in (
