@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pydantic
 import pytest
 
-from tests.clients.demo_tool import PARAMETERS, QUESTION, REPORT, RESULT, Sum, get_weather
+from tests.clients.demo_tool import PARAMETERS, QUESTION, REPORT, RESULT, get_weather
 from tests.live.live_server import LiveServer
 
 pytestmark = pytest.mark.long
@@ -19,6 +20,10 @@ TOOL = {
 def asking(client: Any, text: str, **fields: Any) -> dict[str, Any]:
     talk = [{"role": "user", "content": text}]
     return {"model": "demo", "max_tokens": 100, "messages": talk} | fields
+
+
+class Total(pydantic.BaseModel):
+    total: int  # the client leaves bounds out of the schema that it sends
 
 
 @pytest.fixture
@@ -86,12 +91,12 @@ def test_an_answer_is_json_by_its_schema(client: Any) -> None:
 
 
 def test_an_answer_is_parsed_beside_tools(client: Any) -> None:
-    body = asking(client, "What is 17 + 25?", output_format=Sum)
-    assert isinstance(client.messages.parse(**body).parsed_output, Sum)
+    fields: dict[str, Any] = {"output_format": Total, "extra_body": {"temperature": 0}}
+    body = asking(client, "What is 17 + 25?", **fields)
+    assert isinstance(client.messages.parse(**body).parsed_output, Total)
     with client.messages.stream(**body) as stream:
-        assert isinstance(stream.get_final_message().parsed_output, Sum)
-    body = asking(client, QUESTION, output_format=Sum, tools=[TOOL], extra_body={"temperature": 0})
-    (call,) = client.messages.parse(**body).content
+        assert isinstance(stream.get_final_message().parsed_output, Total)
+    (call,) = client.messages.parse(**asking(client, QUESTION, tools=[TOOL], **fields)).content
     assert (call.type, call.input) == ("tool_use", {"city": "Paris"})
 
 
@@ -103,6 +108,12 @@ def test_the_tool_runner_calls_and_reports(client: Any, is_streamed: bool) -> No
     runner = client.beta.messages.tool_runner(tools=[anthropic.beta_tool(get_weather)], **body)
     *_, last = (turn.get_final_message() if is_streamed else turn for turn in runner)
     assert last.content[0].text == REPORT
+
+
+def test_the_model_is_listed(client: Any) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert client.models.retrieve("demo").created_at == model.created_at
 
 
 def test_failures_are_the_clients_own(client: Any) -> None:

@@ -1,6 +1,7 @@
 """Anthropic's Messages API. The scripted engine answers with what the chat template writes first:
 here the text of the first message, up to the end of it."""
 
+import datetime
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -252,6 +253,19 @@ async def test_what_is_not_there_is_refused_in_anthropics_envelope(
         body = answer.json()
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
         assert told in body["error"]["message"]
+
+
+async def test_the_model_is_described_as_anthropics_clients_read_it(rig: Rig) -> None:
+    models = (await rig.http.get("/v1/models")).json()
+    (model,) = models["data"]
+    assert (models["first_id"], models["last_id"], models["has_more"]) == (
+        *[model["id"]] * 2,
+        False,
+    )
+    assert (model["type"], model["display_name"]) == ("model", model["id"])
+    made = datetime.datetime.fromisoformat(model["created_at"])
+    assert made.timestamp() == model["created"]
+    assert (await rig.http.get(f"/v1/models/{model['id']}")).json() == model
 
 
 async def test_a_thread_is_refused_so_that_clients_go_on_without(rig: Rig) -> None:

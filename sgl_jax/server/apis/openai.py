@@ -4,6 +4,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,16 +20,29 @@ from sgl_jax.server.references import References, references_of
 
 
 class ModelCard(Struct, frozen=True):
+    """A model in OpenAI's form, with Anthropic's fields `display_name`, `created_at` and `type`.
+
+    `created` in seconds since 1970.
+    """
+
     id: str
     created: int
     root: str
     max_model_len: int
+    display_name: str
+    created_at: datetime
     object: str = "model"
+    type: str = "model"
     owned_by: str = "sgl_jax"
 
 
 class ModelList(Struct, frozen=True):
+    """All models in one page, as both APIs have it."""
+
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 
@@ -61,7 +75,8 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 @router.get("/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """The one model that is served."""
-    return json_response(ModelList([_card(references_of(request))]))
+    card = _card(references_of(request))
+    return json_response(ModelList([card], card.id, card.id))
 
 
 @router.get("/models/{model:path}", responses=answers(ModelCard))
@@ -78,6 +93,8 @@ def _card(refs: References) -> ModelCard:
         refs.created,
         refs.args.model_path,
         refs.frontend.facts.max_context_len,
+        display_name=refs.model_name,
+        created_at=datetime.fromtimestamp(refs.created, UTC),
     )
 
 
