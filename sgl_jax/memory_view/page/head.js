@@ -36,7 +36,8 @@ export class Head {
       if (number !== undefined) setNumber(this.#totals.get(name), number, words(number));
     }
     document.documentElement.dataset.number = state.frame.number;
-    const shape = JSON.stringify(state.frame.ranks.map((rank) => rank.pools.map((pool) => pool.name)));
+    const namesOf = ({ pools }) => pools.map((pool) => pool.name);
+    const shape = JSON.stringify(state.frame.ranks.map(namesOf));
     if (shape !== this.#shape) this.#build(state, shape);
     for (const line of this.#lines) updateLine(line, state);
     this.#announce(state);

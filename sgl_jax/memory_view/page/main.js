@@ -81,8 +81,8 @@ const tables = [
         node.snapshots.length,
       ])).slice(0, limit)),
   new LiveTable("sessions", "Sessions",
-    ["Session", "Rank", "Row", "Turns", "Tokens", "Pages", "Freed by eviction", "Idle", "Forked from",
-      "Turns undone"],
+    ["Session", "Rank", "Row", "Turns", "Tokens", "Pages", "Freed by eviction", "Idle",
+      "Forked from", "Turns undone"],
     ({ frame }, limit) => frame.sessions.slice(0, limit).map((session) => [
       session.session_id, session.dp_rank, session.row,
       count(session.turns.length + session.num_left_out), count(session.num_tokens),

@@ -18,7 +18,7 @@ export class PageDetails {
     this.#clear();
   }
 
-  /** Describes `place` {dpRank, pool, poolName, page, words, frame}; null: nothing is pointed at. */
+  /** Describes `place` {dpRank, pool, poolName, page, words, frame}; null: the pointer left. */
   point(place) {
     if (this.pinned) return;
     clearTimeout(this.#timer);
@@ -88,9 +88,10 @@ function facts(found) {
 
 function history({ moves, is_whole: isWhole, clock }) {
   const latest = moves.slice(-MAX_MOVES).reverse();
-  const items = latest.map((move) => element("li", {}, `${move.clock}: ${move.action}, ${move.owner}`));
+  const wordsOf = ({ clock: time, action, owner }) => `${time}: ${action}, ${owner}`;
+  const items = latest.map((move) => element("li", {}, wordsOf(move)));
   const start = isWhole && moves.length <= MAX_MOVES ? "" : "; older moves were forgotten";
   return element("div", { className: "history" },
     element("p", {}, `Moves, latest first, at times of the pool's clock (now ${clock})${start}`),
-    items.length ? element("ol", { tabIndex: 0, ariaLabel: "Moves" }, ...items) : element("p", {}, "No move is kept."));
+    element("ol", { tabIndex: 0, ariaLabel: "Moves" }, ...items));
 }

@@ -38,6 +38,8 @@ export class PageMap {
   #canvas = element("canvas", { tabIndex: 0, role: "slider", ariaValueMin: 0 });
   #seen;
   cursor = -1;
+  outlined = 0; // a row: its pages have an outline
+  defects = []; // pages
 
   /** `on.point(page or null)` and `on.pin(page)` follow pointer and keys. */
   constructor(dpRank, on) {
@@ -51,7 +53,7 @@ export class PageMap {
   }
 
   /** Paints the pages whose code or kind differs from the painted one. */
-  update(codes, isIdle, { outlined = 0, defects = [] } = {}) {
+  update(codes, isIdle, { outlined, defects }) {
     const isNew = this.#fitGrid(codes.length);
     const changed = [];
     const { shown, kinds } = this;
@@ -71,13 +73,12 @@ export class PageMap {
     if (changed.length && !isNew && !stillness.matches) {
       this.#flashes.push({ since: performance.now(), pages: changed });
     }
+    const hadMarks = this.#hasMarks;
     this.outlined = outlined;
     this.defects = defects;
     this.#describe();
-    this.#isStale ||= changed.length > 0 || this.#marked !== `${outlined} ${defects}`;
-    this.#marked = `${outlined} ${defects}`;
+    this.#isStale ||= changed.length > 0 || hadMarks || this.#hasMarks;
   }
-  #marked = "";
 
   /** Paints every cell again, in other colours. */
   repaint() {
@@ -94,7 +95,8 @@ export class PageMap {
     return `page ${count(page)}, ${this.ownerOf(page)}`;
   }
 
-  zoomBy(factor, x = this.#width / 2, y = this.#height / 2) {
+  /** Zooms around a point of the canvas, the cursor if none is given. */
+  zoomBy(factor, [x, y] = this.#cursorPoint()) {
     const view = this.#view;
     const zoom = Math.min(MAX_ZOOM, Math.max(1, view.zoom * factor));
     view.x += x / view.zoom - x / zoom;
@@ -121,6 +123,10 @@ export class PageMap {
     this.#outline(context, this.#pagesOfRow(this.outlined), theme.ink, 1.5);
     this.#outline(context, this.defects, VERMILION, 2.5);
     if (this.cursor >= 0) this.#outline(context, [this.cursor], theme.ink, 2);
+  }
+
+  get #hasMarks() {
+    return this.outlined > 0 || this.defects.length > 0;
   }
 
   get #width() {
@@ -254,7 +260,7 @@ export class PageMap {
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
-      this.zoomBy(2 ** (-event.deltaY / 200), event.offsetX, event.offsetY);
+      this.zoomBy(2 ** (-event.deltaY / 200), [event.offsetX, event.offsetY]);
     }, { passive: false });
     canvas.addEventListener("keydown", (event) => this.#onKey(event));
   }
@@ -271,8 +277,8 @@ export class PageMap {
       const [dx, dy] = Math.abs(step) === 1 ? [40 * step, 0] : [0, 40 * Math.sign(step)];
       this.#pan(dx, dy);
     } else if (step !== undefined) this.#moveCursor(this.cursor < 0 ? 0 : this.cursor + step);
-    else if (event.key === "+" || event.key === "=") this.zoomBy(2, ...this.#cursorPoint());
-    else if (event.key === "-") this.zoomBy(0.5, ...this.#cursorPoint());
+    else if (event.key === "+" || event.key === "=") this.zoomBy(2);
+    else if (event.key === "-") this.zoomBy(0.5);
     else if (event.key === "0") this.zoomBy(0);
     else if (event.key === "Enter" && this.cursor >= 0) this.on.pin(this.cursor);
     else return;
@@ -280,7 +286,7 @@ export class PageMap {
   }
 
   #cursorPoint() {
-    if (this.cursor < 0) return [];
+    if (this.cursor < 0) return [this.#width / 2, this.#height / 2];
     const { cell, columns } = this.grid;
     const { zoom, x, y } = this.#view;
     const [column, row] = [this.cursor % columns, Math.floor(this.cursor / columns)];

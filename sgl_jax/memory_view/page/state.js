@@ -29,7 +29,9 @@ export class State {
       const codes = (this.newest.codes[rank.dp_rank] ??= []);
       rank.pools.forEach((pool, index) => {
         if (codes[index]?.length !== pool.num_pages) codes[index] = new Int32Array(pool.num_pages);
-        for (const [first, number, code] of pool.runs) codes[index].fill(code, first, first + number);
+        for (const [first, length, code] of pool.runs) {
+          codes[index].fill(code, first, first + length);
+        }
       });
     }
     this.newest.frame = frame;

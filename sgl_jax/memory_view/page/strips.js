@@ -13,10 +13,10 @@ export function wordsOf(lease) {
   const { protected: shared, committed, allocated } = lease;
   const words = [
     `rank ${lease.dpRank} row ${lease.row}`,
-    lease.is_idle ? "idle" : lease.rid,
     `${count(shared)} | ${count(committed)} | ${count(allocated)}`,
-    !lease.is_idle && `${rate(lease.tokens_per_s)} tokens/s`,
+    lease.is_idle ? "idle" : `${rate(lease.tokens_per_s)} tokens/s`,
     lease.num_retractions > 0 && plural(lease.num_retractions, "retract"),
+    lease.rid,
     lease.session_id && `session ${lease.session_id}`,
     lease.text,
   ];

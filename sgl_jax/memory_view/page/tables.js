@@ -16,9 +16,10 @@ export class LiveTable {
   /** `rowsOf(state, limit)` returns up to `limit` rows of cells and optionally more. */
   constructor(sectionId, caption, headings, rowsOf, { isOpen = false } = {}) {
     this.rowsOf = rowsOf;
-    const head = element("tr", {}, ...headings.map((words) => element("th", { scope: "col" }, words)));
+    const cells = headings.map((words) => element("th", { scope: "col" }, words));
+    const head = element("thead", {}, element("tr", {}, ...cells));
     this.root = element("div", { className: "table", role: "region", ariaLabel: caption },
-      element("table", {}, element("caption", {}, caption), element("thead", {}, head), this.#body),
+      element("table", {}, element("caption", {}, caption), head, this.#body),
       this.#note);
     byId(sectionId).append(this.root);
     if (isOpen) {
@@ -41,7 +42,9 @@ export class LiveTable {
     const rows = this.rowsOf(state, MAX_ROWS + 1);
     const listed = rows.slice(0, MAX_ROWS);
     while (this.#body.rows.length > listed.length) this.#body.lastChild.remove();
-    listed.forEach((cells, index) => writeRow(this.#body.rows[index] ?? this.#addRow(cells), cells));
+    listed.forEach((cells, index) => {
+      writeRow(this.#body.rows[index] ?? this.#addRow(cells.length), cells);
+    });
     setText(this.#note, rows.length > MAX_ROWS ? `Only the first ${MAX_ROWS} are listed.` : "");
   }
 
@@ -58,10 +61,10 @@ export class LiveTable {
       (!isCollapsed && this.root.contains(anchorNode));
   }
 
-  #addRow(cells) {
-    const row = element("tr", {}, element("th", { scope: "row" }),
-      ...cells.slice(1).map(() => element("td")));
-    this.#body.append(row);
+  #addRow(length) {
+    const row = this.#body.insertRow();
+    row.append(element("th", { scope: "row" }));
+    while (row.cells.length < length) row.insertCell();
     return row;
   }
 }

@@ -114,7 +114,8 @@ export class Timeline {
     const top = numRanks * (lane + MARK + 4);
     this.#drawLines(context, columns, top + MARK, 60);
     drawMarks(context, columns, (mark) => mark.dp_rank === null, top);
-    const x = (place) => GUTTER + ((width - GUTTER - 1) * (place - start)) / Math.max(1e-9, end - start);
+    const scale = (width - GUTTER - 1) / Math.max(1e-9, end - start);
+    const x = (place) => GUTTER + scale * (place - start);
     drawAxis(context, [start, end], x, height, hello.is_recording ? count : clockTime);
     if (hello.is_recording) cursor(context, x(frame.number), height - AXIS, 1, []);
     if (this.index >= 0) cursor(context, x(this.#placeOf(this.index)), height - AXIS, 2, [4, 3]);
@@ -153,7 +154,10 @@ export class Timeline {
   }
 
   #drawLines(context, columns, top, height) {
-    const lines = [["num_waiting", VERMILION, [4, 3], "waiting"], ["tokens_per_s", BLUE, [], "tokens/s"]];
+    const lines = [
+      ["num_waiting", VERMILION, [4, 3], "waiting"],
+      ["tokens_per_s", BLUE, [], "tokens/s"],
+    ];
     lines.forEach(([name, colour, dash, words], place) => {
       const highest = Math.max(1, ...columns.map(({ sample }) => sample[name]));
       context.beginPath();

@@ -127,7 +127,8 @@ export class TreeView {
     if (this.#found.has(node.id)) this.#strokeNode(context, rect, width, height, VERMILION, 3);
     if (w < 40 || h < 14) return;
     const locks = node.num_locks ? `, ${plural(node.num_locks, "lock")}` : "";
-    const label = clip(context, node.text || `${plural(node.num_pages[0], "page")}${locks}`, w - 12);
+    const words = node.text || `${plural(node.num_pages[0], "page")}${locks}`;
+    const label = clip(context, words, w - 12);
     context.fillStyle = theme.surface;
     context.fillRect(x + 3, y + 2, context.measureText(label).width + 6, 14);
     context.fillStyle = theme.ink;
