@@ -29,7 +29,7 @@ from sgl_jax.core.messages import EngineMessage, FrontMessage
 MAX_MESSAGE_BYTES = 256 * 2**20
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 20
-_SOCKET_BYTES = 4 << 20  # asked for; the kernel gives as much as it allows
+_SOCKET_BYTES = 4 << 20  # the kernel may allow less
 _REST_TIMEOUT_S = 0.005  # for the rest of a message, of which a part is there
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -88,7 +88,7 @@ class _Messages:
         self._arrived = bytearray()  # the part of a message that is not whole yet
         self._has_peer = True
         self._backlog: deque[memoryview] = deque()
-        # Guards the encoder, the backlog and the order of what is written.
+        # Guards the encoder and the backlog, and keeps messages in order.
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._is_closed = False
