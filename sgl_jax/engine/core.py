@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from sgl_jax.core.calls import CALL_OF, Done, Flushed
 from sgl_jax.core.errors import InvalidRequestError
@@ -35,9 +34,10 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import Int32Array, StepHandle, StepPlan, mask_words
+from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
+from sgl_jax.engine.grammar_masks import step_masks
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.request_stamps import RequestStamps
@@ -50,7 +50,6 @@ from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.event_log import EventWriter
 from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
-    Expect,
     FailAll,
     Flush,
     PlanStep,
@@ -70,7 +69,6 @@ _IDLE_POLL_S = 0.2
 # would gain nothing.
 _STARVED_POLL_S = 0.001
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
-_GIVEN_UP = "the output could not be held to its grammar any longer: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
     "requests in flight were lost and may be sent again"
@@ -235,7 +233,7 @@ class EngineCore:
         while len(self._in_flight) > 1:
             if not self._read_oldest():
                 return False
-        masks = self._masks(plan)
+        masks = step_masks(plan, self.scheduler, self._grammars)
         try:
             self.executor.draw(handle, masks)
         except Exception as error:
@@ -261,31 +259,6 @@ class EngineCore:
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
-
-    def _masks(self, plan: StepPlan) -> list[Int32Array]:
-        """Masks of a masked step's rows, after all earlier results were read."""
-        sizes = self.executor.sizes
-        shape = (1 + sizes.max_draft_tokens, mask_words(sizes.vocab_size))
-        given_up: list[AbortRequest] = []
-        masks = [np.full((len(rank.rows), *shape), -1, np.int32) for rank in plan.ranks]
-        for dp_rank, index, request, output in self.scheduler.rows_with_grammar(plan):
-            grammar = request.message.sampling.grammar
-            if request.matcher is None and grammar is not None:
-                request.matcher = self._grammars.follow(grammar)
-            matcher, drafts = request.matcher, plan.ranks[dp_rank].known_drafts(index)
-            matcher.read(output)
-            expected = matcher.expected() if sizes.max_draft_tokens else ()
-            if len(expected) > 1:  # the step draws the first
-                first = request.prompt_len + len(output)
-                forced = np.array(expected, np.int32)
-                self.scheduler.handle(Expect(request.rid, first, forced))
-            matcher.masks(drafts, masks[dp_rank][index, : 1 + len(drafts)])
-            if matcher.error:
-                why = _GIVEN_UP + matcher.error
-                given_up.append(AbortRequest(rid=request.rid, message=why))
-        for message in given_up:
-            self.scheduler.handle(message)
-        return masks
 
     def _recover(self, error: Exception) -> None:
         """A step failed: end all requests with an error, and reset the device."""
