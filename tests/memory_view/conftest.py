@@ -18,7 +18,7 @@ OpenPage = Callable[..., Any]  # returns a page of Playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # until it ends, this thread has an event loop that runs
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
     if CHROMIUM is None:
