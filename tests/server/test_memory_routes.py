@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import ReadMemory
+from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.server import memory_watch
 from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DP_SIZE, PAGE_SIZE
@@ -170,6 +172,48 @@ async def test_the_streams_end_with_the_server(rig: Rig, driver: Driver) -> None
         async with asyncio.timeout(5):
             async for _ in events:
                 pass
+
+
+async def test_a_long_rest_does_not_hold_up_the_end_of_the_server(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_watch, "_MIN_INTERVAL_S", 60.0)
+    async with aclosing(watch_of(rig).events()) as events:
+        await take(events, "tree")
+        rig.refs.draining = True
+        async with asyncio.timeout(5):
+            assert await anext(events, None) is None
+
+
+async def test_a_server_that_ends_refuses_viewers(rig: Rig, driver: Driver) -> None:
+    watch = rig.app.state.memory_watch  # type: ignore[attr-defined]
+    async with aclosing(watch.events()) as slow:
+        await take(slow, "frame")
+        rig.refs.draining = True
+        await asyncio.sleep(0.7)  # the reading has ended, and this viewer has not taken that
+        answer = await rig.http.get("/memory/events")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+        async with aclosing(watch.events()) as late, asyncio.timeout(5):
+            assert await anext(late, None) is None
+
+
+async def test_a_frame_that_cannot_be_made_ends_the_streams_and_others_may_follow(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("a defect")
+
+    watch = rig.app.state.memory_watch  # type: ignore[attr-defined]
+    async with aclosing(watch.events()) as events, asyncio.timeout(10):
+        await take(events, "tree")
+        with monkeypatch.context() as broken:
+            broken.setattr(FrameBuilder, "add", fail)
+            assert [event async for event in events if b"event: frame" not in event] == []
+            answer = await rig.http.get("/memory/events")
+            assert answer.status_code == 503
+        async with aclosing(watch.events()) as others:
+            assert (await take(others, "frame"))["is_key"]
 
 
 async def test_a_page_and_a_prefix_are_found(rig: Rig, driver: Driver) -> None:
