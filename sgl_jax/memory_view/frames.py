@@ -5,7 +5,8 @@ before it, both as runs [first page, count, code]. All counts are the engine's; 
 and marks, which need two snapshots.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.metrics.engine_metrics import page_states, pool_names
 
 Snapshot = Mapping[str, Any]
+Mark = Mapping[str, Any]
 Run = list[int]
 
 _RATE_INTERVAL_S = 1.0
@@ -39,7 +41,8 @@ class FrameBuilder:
         self._rates = _Rates()
         self._codes: list[list[Int32Array]] = []  # of each pool of each rank
         self._frame: dict[str, Any] = {}
-        self._counts: dict[tuple[int | None, str], int] = {}
+        self._counts: Counter[tuple[int | None, str]] | None = None
+        self._unsampled: list[Mark] = []
         self.number = -1
 
     def add(self, snapshot: Snapshot, time_s: float) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class FrameBuilder:
             "num_sessions_left_out": snapshot["num_sessions_left_out"],
             "marks": self._new_marks(snapshot),
         }
+        self._unsampled += self._frame["marks"]
         return self._with_runs(before)
 
     def key_frame(self) -> dict[str, Any]:
@@ -70,11 +74,12 @@ class FrameBuilder:
         return self._with_runs([])
 
     def sample(self) -> dict[str, Any]:
-        """The last frame's point on the timeline."""
+        """The last frame's point on the timeline, with the marks since the sample before."""
         frame = self._frame
-        names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s", "marks")
+        names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s")
         ranks = [{"pages": [pool["pages"] for pool in rank["pools"]]} for rank in frame["ranks"]]
-        return {**{name: frame[name] for name in names}, "ranks": ranks}
+        marks, self._unsampled = added_up(self._unsampled), []
+        return {**{name: frame[name] for name in names}, "ranks": ranks, "marks": marks}
 
     def tree(self, snapshot: Snapshot) -> dict[str, Any]:
         """The prefix trees of a snapshot that has them."""
@@ -141,21 +146,30 @@ class FrameBuilder:
         if tokens is not None and self._decode is not None:
             entry["text"] = self._decode(np.frombuffer(tokens, np.int32).tolist())
 
-    def _new_marks(self, snapshot: Snapshot) -> list[dict[str, Any]]:
+    def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
         """The marks of all counters that grew since the snapshot before."""
-        counts: dict[tuple[int | None, str], int] = {
-            (rank["dp_rank"], kind): rank["counters"][name]
-            for rank in snapshot["ranks"]
-            for name, kind in _MARKS.items()
-        }
-        compiles = sum(snapshot["counters"].get(name, 0) for name in _COMPILES)
-        counts[None, "compilation"] = compiles
+        counts: Counter[tuple[int | None, str]] = Counter()
+        for rank in snapshot["ranks"]:
+            for name, kind in _MARKS.items():
+                counts[rank["dp_rank"], kind] = rank["counters"][name]
+        counts[None, "compilation"] = sum(snapshot["counters"].get(name, 0) for name in _COMPILES)
         before, self._counts = self._counts, counts
-        return [
-            {"dp_rank": dp_rank, "kind": kind, "count": count - before[dp_rank, kind]}
-            for (dp_rank, kind), count in counts.items()
-            if before and count > before[dp_rank, kind]
-        ]
+        return [] if before is None else _listed(counts - before)
+
+
+def added_up(marks: Iterable[Mark]) -> list[Mark]:
+    """One mark for each kind and rank, with the sum of their counts."""
+    counts: Counter[tuple[int | None, str]] = Counter()
+    for mark in marks:
+        counts[mark["dp_rank"], mark["kind"]] += mark["count"]
+    return _listed(counts)
+
+
+def _listed(counts: Mapping[tuple[int | None, str], int]) -> list[Mark]:
+    return [
+        {"dp_rank": dp_rank, "kind": kind, "count": count}
+        for (dp_rank, kind), count in counts.items()
+    ]
 
 
 class _Rates:
@@ -176,17 +190,19 @@ class _Rates:
         if seconds is not None and seconds < _RATE_INTERVAL_S:
             return
         generated = snapshot["counters"]["generated_tokens"]
-        outputs = {
-            rid: count
-            for rank in snapshot["ranks"]
-            for rid, count in zip(rank["leases"]["rid"], rank["leases"]["num_output"], strict=True)
-            if rid is not None
-        }
+        outputs: dict[str, int] = {}
+        gained: dict[str, int] = {}
+        for rank in snapshot["ranks"]:
+            leases = rank["leases"]
+            columns = leases["rid"], leases["num_output"], leases["num_retractions"]
+            for rid, count, num_retractions in zip(*columns, strict=True):
+                if rid is not None:
+                    # One that comes back after a retract brings its earlier output.
+                    unseen = count if num_retractions else 0
+                    outputs[rid], gained[rid] = count, count - self._outputs.get(rid, unseen)
         if seconds is not None:
             self.of_engine = (generated - self._generated) / seconds
-            self._of_requests = {
-                rid: (count - self._outputs.get(rid, 0)) / seconds for rid, count in outputs.items()
-            }
+            self._of_requests = {rid: count / seconds for rid, count in gained.items()}
         self._at_s, self._generated, self._outputs = time_s, generated, outputs
 
 

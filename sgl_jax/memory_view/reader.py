@@ -7,7 +7,7 @@ has tokens only with `has_tokens`, and hashes in place of namespaces.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -40,10 +40,16 @@ _MAX_DEFECT_PAGES = 256
 
 
 class MemoryReader:
-    """Reads the memory of `scheduler` between two of its events."""
+    """Reads the memory of `scheduler` between two of its events.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    `other_counters` returns counters that are not the scheduler's.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, other_counters: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         self._scheduler = scheduler
+        self._other_counters = other_counters
 
     def read(self, message: ReadMemory) -> dict[str, Any]:
         """A snapshot of all ranks; `build_s` is the time that it took, in seconds."""
@@ -52,7 +58,7 @@ class MemoryReader:
         sessions, num_sessions_left_out = self._sessions()
         waiting, num_waiting_left_out = self._waiting()
         snapshot = {
-            "counters": scheduler.counters(),
+            "counters": {**scheduler.counters(), **self._other_counters()},
             "num_sessions": scheduler.num_sessions,
             "num_waiting": scheduler.num_waiting,
             "ranks": [self._rank(rank, has_tokens) for rank in scheduler.ranks],

@@ -14,12 +14,15 @@ import pytest
 
 from sgl_jax.core.messages import (
     AbortRequest,
+    DescribePage,
     FlushCache,
     FrontMessage,
     GenerateRequest,
+    ReadMemory,
     Reply,
     Shutdown,
 )
+from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
@@ -29,6 +32,7 @@ from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.events import Rebuild
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.oracle_executor import OracleExecutor
@@ -42,7 +46,7 @@ NUM_TOKENS = 12
 class OracleModelExecutor:
     """As much of `ModelExecutor` as the engine loop uses, on the content oracle."""
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, progress: Progress) -> None:
         self.sizes = SIZES
         self.info: dict[str, Any] = {"eos_token_ids": []}
         self.num_resets = 0
@@ -55,7 +59,7 @@ class OracleModelExecutor:
         return False
 
     def compile_counts(self) -> dict[str, int]:
-        return {}
+        return {"compiles_after_ready": 3}
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.num_resets, self.oracle.launch(plan)
@@ -372,3 +376,29 @@ def test_the_tree_is_an_owner_like_any_other() -> None:
     memory.allocator.free(pages, TREE)
     with pytest.raises(OwnershipError, match=r"tree freed page 1"):
         memory.allocator.free(pages, TREE)
+
+
+def test_a_memory_that_cannot_be_read_is_refused_and_the_engine_serves_on(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("busy", "crash")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [*requests("a"), ReadMemory(rid="whole", has_tree=True)]
+        with monkeypatch.context() as broken:
+            broken.delattr(MemoryReader, "_sessions")  # as records may be that are wrong
+            yield [ReadMemory(rid="broken"), DescribePage(rid="page", dp_rank=0, pool=0, page=1)]
+        for _ in range(60):
+            yield []
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    replies = {reply.rid: reply for reply in channel.sent if isinstance(reply, Reply)}
+    assert replies["whole"].ok
+    assert replies["whole"].data["counters"]["compiles_after_ready"] == 3
+    assert isinstance(replies["whole"].data["ranks"][0]["codes"][0], bytes)
+    assert not replies["broken"].ok
+    assert replies["broken"].data["status_code"] == 500
+    assert replies["page"].ok
+    assert len(channel.ends()) == NUM_REQUESTS
+    assert {finish.type for finish in channel.ends().values()} == {"length"}
