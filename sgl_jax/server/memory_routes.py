@@ -46,7 +46,7 @@ async def hello(request: Request) -> Response:
             "dp_size": refs.frontend.facts.dp_size,
             "page_size": refs.engine_info["page_size"],
             "num_frames": 0,
-            "samples": list(watch_of(request).samples),
+            "samples": watch_of(request).samples(),
         }
     )
 

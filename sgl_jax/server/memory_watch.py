@@ -25,7 +25,7 @@ from sgl_jax.server.references import References
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 32
-SAMPLES_KEPT = 600  # ten minutes
+_SAMPLES_KEPT_S = 600.0
 _MIN_INTERVAL_S = 0.1
 _MIN_TREE_INTERVAL_S = 1.0
 # Rest after a reading, as a multiple of its time: 1/150 and 1/300 of the engine's time.
@@ -39,7 +39,10 @@ _KEEP_ALIVE = b": no frame: the engine is busy\n\n"
 
 
 class MemoryWatch:
-    """The viewers of one server, and the samples of the last ten minutes while there were any."""
+    """The viewers of one server, and the samples of the last ten minutes while there were any.
+
+    Times are seconds since its making, which no change of the clock moves.
+    """
 
     def __init__(self, refs: References) -> None:
         self._refs = refs
@@ -48,8 +51,17 @@ class MemoryWatch:
         self._viewers: set[_Viewer] = set()
         self._reading: asyncio.Task[None] | None = None
         self._tree: bytes | None = None  # the last event with the trees
-        self._sampled_at = 0.0
-        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+        self._started_at = time.monotonic()
+        self._samples: deque[dict[str, Any]] = deque()
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples of the last ten minutes, oldest first."""
+        while self._samples and self._samples[0]["time_s"] < self._now_s() - _SAMPLES_KEPT_S:
+            self._samples.popleft()
+        return list(self._samples)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._started_at
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one viewer: a key frame first.
@@ -113,17 +125,17 @@ class MemoryWatch:
             await asyncio.sleep(min(left, _LOOK_INTERVAL_S))
 
     def _publish(self, snapshot: dict[str, Any]) -> None:
-        now = time.time()
-        frame = named_event("frame", self._frames.add(snapshot, now - self._refs.created))
+        now_s = self._now_s()
+        frame = named_event("frame", self._frames.add(snapshot, now_s))
         key_frame = cache(lambda: named_event("frame", self._frames.key_frame()))
         for viewer in self._viewers:
             viewer.put_frame(frame, key_frame)
         if "tree" in snapshot:
             self._tree = named_event("tree", self._frames.tree(snapshot))
             self._send(self._tree)
-        if now - self._sampled_at >= _SAMPLE_INTERVAL_S:
-            self._sampled_at = now
-            self.samples.append(self._frames.sample())
+        samples = self.samples()
+        if not samples or now_s - samples[-1]["time_s"] >= _SAMPLE_INTERVAL_S:
+            self._samples.append(self._frames.sample())
 
     def _send(self, event: bytes | None) -> None:
         for viewer in self._viewers:

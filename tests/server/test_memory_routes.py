@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from sgl_jax.core.messages import ReadMemory
 from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.server import memory_watch
 from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch
 from sgl_jax.text.tokenizer import Tokenizer
@@ -119,7 +122,7 @@ async def test_frames_follow_the_engine_and_the_first_is_whole(rig: Rig, driver:
             assert rank["rows"]["free"] == view["free_rows"]
         tree = await take(events, "tree")
         assert sum(len(rank["nodes"]) for rank in tree["ranks"]) == 1
-    assert len(watch.samples) >= 1
+    assert len(watch.samples()) >= 1
 
 
 async def test_the_engine_is_read_only_while_somebody_watches(rig: Rig, driver: Driver) -> None:
@@ -172,6 +175,22 @@ async def test_the_streams_end_with_the_server(rig: Rig, driver: Driver) -> None
         async with asyncio.timeout(5):
             async for _ in events:
                 pass
+
+
+async def test_samples_are_a_second_apart_of_the_last_ten_minutes_whatever_the_clock_shows(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, now_s = watch_of(rig), time.monotonic()
+    monkeypatch.setattr(memory_watch.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(memory_watch.time, "time", lambda: 0.0)
+    reader = MemoryReader(driver.scheduler)
+    for number in range(1001):
+        watch._publish(reader.read(ReadMemory()))
+        now_s += 0.7 if number < 1000 else 300.0
+    times = [sample["time_s"] for sample in watch.samples()]
+    assert {round(after - before, 6) for before, after in pairwise(times)} == {1.4}
+    assert times[-1] == pytest.approx(700.0)
+    assert times[0] == pytest.approx(400.4)
 
 
 async def test_a_long_rest_does_not_hold_up_the_end_of_the_server(
