@@ -5,8 +5,10 @@ before it, both as runs [first page, count, code]. All counts are the engine's; 
 and marks, which need two snapshots.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ Mark = Mapping[str, Any]
 Run = list[int]
 
 _RATE_INTERVAL_S = 1.0
+_TEXTS_KEPT = 16_384
 # Counters of a rank, and the kind of mark that a change of each makes on the timeline.
 _MARKS = {
     "requests_retracted": "retract",
@@ -37,7 +40,12 @@ class FrameBuilder:
     """
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
-        self._decode = decode
+        self._text: Callable[[bytes], str] | None = None
+        if decode is not None:
+            # A request and a node keep their first tokens, so most texts were decoded before.
+            self._text = lru_cache(_TEXTS_KEPT)(
+                lambda tokens: decode(np.frombuffer(tokens, np.int32).tolist())
+            )
         self._rates = _Rates()
         self._codes: list[list[Int32Array]] = []  # of each pool of each rank
         self._frame: dict[str, Any] = {}
@@ -131,20 +139,14 @@ class FrameBuilder:
         return {**self._frame, "is_key": not before, "ranks": ranks}
 
     def _node(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        gone: list[list[int]] = []
-        for page in node["tombstones"]:
-            if gone and page == sum(gone[-1]):
-                gone[-1][1] += 1
-            else:
-                gone.append([page, 1])
-        entry = {**node, "tombstones": gone}
+        entry = dict(node)
         self._add_text(entry)
         return entry
 
     def _add_text(self, entry: dict[str, Any]) -> None:
         tokens = entry.pop("tokens", None)
-        if tokens is not None and self._decode is not None:
-            entry["text"] = self._decode(np.frombuffer(tokens, np.int32).tolist())
+        if tokens is not None and self._text is not None:
+            entry["text"] = self._text(tokens)
 
     def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
         """The marks of all counters that grew since the snapshot before."""
@@ -216,7 +218,14 @@ def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
     starts_run[1:] = (np.diff(pages) != 1) | (values[1:] != values[:-1])
     firsts = np.flatnonzero(starts_run)
     counts = np.diff(np.append(firsts, len(pages)))
-    found: list[Run] = np.stack([pages[firsts], counts, values[firsts]], axis=1).tolist()
+    columns = np.stack([pages[firsts], counts, values[firsts]], axis=1)
+    is_collected = gc.isenabled()
+    gc.disable()  # or many new lists cost most of the time in vain
+    try:
+        found: list[Run] = columns.tolist()
+    finally:
+        if is_collected:
+            gc.enable()
     return found
 
 
@@ -233,16 +242,12 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _session(session: Mapping[str, Any]) -> dict[str, Any]:
-    """A session with named fields, and no parent for the first turns listed."""
+    """A session with named fields."""
     forked_from, rollbacks = session["forked_from"], session["rollbacks"]
     fields = {name: value for name, value in session.items() if name != "rollbacks"}
     if forked_from is not None:
         fields["forked_from"] = {"session_id": forked_from[0], "num_turns": forked_from[1]}
     return {
         **fields,
-        "turns": [
-            {**turn, "parent": turn["parent"] if turn["parent"] >= 0 else None}
-            for turn in session["turns"]
-        ],
         "undone": [{"after_turns": kept, "num_turns": undone} for kept, undone in rollbacks],
     }
