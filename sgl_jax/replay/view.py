@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
-from sgl_jax.core.request_limits import check_between
+from sgl_jax.core.request_limits import INT32, check_between
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import FrameBuilder, added_up
 from sgl_jax.memory_view.reader import MemoryReader
@@ -32,6 +32,7 @@ from sgl_jax.scheduler.record.events import Planned, Record, Tick
 from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
+_MAX_DIGITS = 9
 _MAX_CONTENT_BYTES = 512 << 20  # of all frames, compressed
 
 
@@ -177,7 +178,7 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     async def frame(request: Request) -> Response:
         number = request.query_params.get("number", "")
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > _MAX_DIGITS:
             raise InvalidRequestError(f"number must be a frame's, got {number!r}", "number")
         return Response(frames.content(int(number)), media_type="application/json")
 
@@ -188,6 +189,8 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     async def find(request: Request) -> Response:
         body = _decoded(await request.body(), _FindBody)
+        for token in body.input_ids:
+            check_between("input_ids", token, 0, INT32 - 1)
         message = FindPrefix(input_ids=body.input_ids, namespace=body.namespace)
         return await _read(body.frame, lambda reader: reader.find_prefix(message))
 

@@ -101,7 +101,10 @@ def test_a_question_is_about_the_memory_in_that_frame(client: TestClient) -> Non
         ("POST", "/memory/page", {"dp_rank": 0, "pool": 0, "page": 3}),
         ("POST", "/memory/page", {"dp_rank": 0, "pool": 0, "page": 3, "frame": 100_000}),
         ("POST", "/memory/page", {"dp_rank": 7, "pool": 0, "page": 3, "frame": 0}),
+        ("GET", f"/memory/frame?number={'9' * 5000}", None),
         ("POST", "/memory/find", {"text": "a", "frame": 0}),
+        ("POST", "/memory/find", {"input_ids": [1, 2**31], "frame": 0}),
+        ("POST", "/memory/find", {"input_ids": [-1], "frame": 0}),
     ],
 )
 def test_a_wrong_question_is_refused(
