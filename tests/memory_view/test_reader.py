@@ -19,10 +19,19 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionTurn,
 )
+from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.memory_view import reader as reader_module
 from sgl_jax.memory_view.frames import FrameBuilder
-from sgl_jax.memory_view.reader import LOCKED, MAX_TEXT_TOKENS, MAX_TURNS, MAX_WAITING, MemoryReader
+from sgl_jax.memory_view.reader import (
+    LOCKED,
+    MAX_SESSIONS,
+    MAX_TEXT_TOKENS,
+    MAX_TURNS,
+    MAX_WAITING,
+    MemoryReader,
+)
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from tests.mem_cache.test_ledger import leak_a_page
@@ -219,6 +228,35 @@ def test_the_last_turns_of_long_sessions_are_listed_with_their_parents() -> None
         assert parents[-2:] == last
 
 
+def test_sessions_with_pages_are_listed_before_the_newest_others() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.tick(1.0)
+    for session_id in ("idle", "busy", *(f"s{i}" for i in range(MAX_SESSIONS + 5))):
+        driver.session(OpenSession(rid="o", session_id=session_id, streaming=True))
+    driver.submit(generate("first", [1] * 9, 4, session=SessionTurn(id="idle")))
+    driver.run()
+    driver.tick(2.0)
+    driver.submit(generate("turn", [2] * 20, 30, session=SessionTurn(id="busy")))
+    for _ in range(6):
+        driver.step()
+    driver.tick(7.0)
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory())
+    names = [session["session_id"] for session in snapshot["sessions"]]
+    assert names == ["idle", "busy", *(f"s{i}" for i in range(MAX_SESSIONS + 4, 6, -1))]
+    assert snapshot["num_sessions"] == MAX_SESSIONS + 7
+    assert snapshot["num_sessions_left_out"] == 7
+    idle, busy, other = snapshot["sessions"][:3]
+    leases = snapshot["ranks"][0]["leases"]
+    assert dict(zip(leases["row"], leases["session_id"], strict=True)) == {
+        idle["row"]: "idle",
+        busy["row"]: "busy",
+    }
+    assert (idle["is_running"], busy["is_running"], other["is_running"]) == (False, True, False)
+    assert (idle["idle_s"], busy["idle_s"], other["idle_s"]) == (5.0, 0.0, 5.0)
+    assert min(idle["num_pages"], busy["num_pages"]) > 0
+    assert (other["row"], other["dp_rank"], other["num_pages"]) == (None, None, 0)
+
+
 def test_a_session_shows_its_fork_and_its_rollback() -> None:
     driver = Driver(make_sizes(num_pages=60))
     driver.session(OpenSession(rid="o", session_id="s", streaming=True))
@@ -302,6 +340,19 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
             reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))
 
 
+def test_a_history_is_not_whole_once_older_moves_are_forgotten() -> None:
+    driver = Driver(make_sizes(num_pages=40))
+    reader, allocator = MemoryReader(driver.scheduler), driver.scheduler.ranks[0].memory.allocator
+    for i in range(4000):
+        found = reader.describe_page(DescribePage(dp_rank=0, pool=0, page=1))
+        if not found.is_whole:
+            break
+        driver.submit(generate(f"r{i}", [i % 50] * 20, 2))
+        driver.run()
+    moves = allocator.transitions()
+    assert (found.is_whole, moves[0].clock > 1, found.clock) == (False, True, moves[-1].clock)
+
+
 def test_a_prefix_is_found_in_its_namespace_alone() -> None:
     driver = Driver(make_sizes(num_pages=40))
     driver.submit(generate("r", [1] * 20, 4))
@@ -327,3 +378,32 @@ def test_the_tokens_of_a_text_are_bounded() -> None:
         snapshot["tree"][0]["nodes"][0]["tokens"],
     ):
         assert np.frombuffer(tokens, np.int32).tolist() == prompt[:MAX_TEXT_TOKENS]
+
+
+def test_nodes_of_all_ranks_together_are_bounded_and_the_rest_is_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader_module, "MAX_NODES", 6)
+    driver = Driver(make_sizes(dp_size=2, num_pages=60))
+    for i in range(12):
+        driver.submit(generate(f"r{i}", [i] * 8, 4))
+    driver.run()
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory(has_tree=True))
+    assert "tokens" not in snapshot["tree"][0]["nodes"][0]
+    assert "tokens" not in snapshot["ranks"][0]["leases"]
+    for rank, tree in zip(snapshot["ranks"], snapshot["tree"], strict=True):
+        assert len(tree["nodes"]) == 3
+        listed = sum(node["num_pages"][0] for node in tree["nodes"])
+        assert listed + tree["num_pages_left_out"] == rank["pools"][0]["cached_pages"] > listed
+
+
+def test_snapshots_show_neither_tokens_nor_namespaces_of_prompts() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.submit(generate("r", [1] * 20, 30, namespace="a secret"))
+    for _ in range(12):
+        driver.step()
+    reader = MemoryReader(driver.scheduler)
+    shown = repr(reader.read(ReadMemory(has_tree=True)))
+    assert namespace_hash("a secret") in shown
+    assert "a secret" not in shown
+    assert "tokens'" not in shown.replace("_tokens'", "")
