@@ -343,7 +343,7 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
 def test_a_history_is_not_whole_once_older_moves_are_forgotten() -> None:
     driver = Driver(make_sizes(num_pages=40))
     reader, allocator = MemoryReader(driver.scheduler), driver.scheduler.ranks[0].memory.allocator
-    for i in range(4000):
+    for i in range(800):
         found = reader.describe_page(DescribePage(dp_rank=0, pool=0, page=1))
         if not found.is_whole:
             break

@@ -15,7 +15,7 @@ from sgl_jax.core.messages import ReadMemory
 from sgl_jax.memory_view.frames import FrameBuilder
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.server import memory_watch
-from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch
+from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch, _Viewer
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DP_SIZE, PAGE_SIZE
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -142,6 +142,30 @@ async def test_the_engine_is_read_only_while_somebody_watches(rig: Rig, driver: 
     assert num_read() <= before + 1
 
 
+async def test_the_engine_rests_as_its_readings_took_and_sends_no_tokens_unasked(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readings() -> list[bool]:
+        """Those so far; True for one with trees."""
+        found = [message for message in rig.engine.seen if isinstance(message, ReadMemory)]
+        assert not any(message.has_tokens for message in found)
+        return [message.has_tree for message in found]
+
+    monkeypatch.setattr(memory_watch, "_MIN_TREE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(memory_watch, "_TREE_REST", 1e9)
+    async with aclosing(watch_of(rig).events()) as events:
+        for _ in range(4):
+            await take(events, "frame")
+        assert readings()[:4] == [True, False, False, False]
+    rig.engine.seen.clear()
+    monkeypatch.setattr(memory_watch, "_REST", 1e9)
+    async with aclosing(watch_of(rig).events()) as events:
+        for _ in range(2):
+            await take(events, "frame")
+        await asyncio.sleep(0.5)
+        assert len(readings()) == 2
+
+
 async def test_a_viewer_that_lags_skips_frames_and_goes_on_with_a_whole_one(
     rig: Rig, driver: Driver
 ) -> None:
@@ -152,9 +176,34 @@ async def test_a_viewer_that_lags_skips_frames_and_goes_on_with_a_whole_one(
         while number < 2 * _EVENTS_WAITING:
             number = (await take(reading, "frame"))["number"]
         frame = await take(lagging, "frame")
-        while not frame["is_key"]:
+        for _ in range(_EVENTS_WAITING):
+            if frame["is_key"]:
+                break
             frame = await take(lagging, "frame")
+        assert frame["is_key"]
         assert frame["number"] > 2
+
+
+async def test_events_of_any_kind_may_push_out_frames() -> None:
+    viewer = _Viewer(None)
+    for _ in range(2):
+        viewer.put_frame(b"difference", lambda: b"key")
+    for _ in range(_EVENTS_WAITING - 1):
+        viewer.put(b": busy")
+    viewer.put_frame(b"difference", lambda: b"key")
+    assert [await viewer.take() for _ in range(2)] == [b": busy", b"key"]
+
+
+async def test_a_later_viewer_gets_the_last_trees_after_its_first_frame(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_watch, "_MIN_TREE_INTERVAL_S", 60.0)
+    watch = watch_of(rig)
+    async with aclosing(watch.events()) as first, aclosing(watch.events()) as later:
+        await take(first, "tree")
+        events = [parsed(await asyncio.wait_for(anext(later), 10)) for _ in range(2)]
+        assert [name for name, _ in events] == ["frame", "tree"]
+        assert events[0][1]["is_key"]
 
 
 async def test_viewers_are_bounded(rig: Rig, driver: Driver) -> None:
