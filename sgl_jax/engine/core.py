@@ -117,7 +117,7 @@ class EngineCore:
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self)
-        self._memory_reader = MemoryReader(self.scheduler)
+        self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
         self._is_shutting_down = False
         self._is_audited = True
         self._is_compiling = self.executor.start_background()

@@ -111,7 +111,8 @@ class RequestTracer:
                     size = {"sgl_jax.num_tokens": mark.num_tokens}
                     within = set_span_in_context(phase)
                     chunk = start("prefill_chunk", within, mark.begin_s, attributes=size)
-                    chunk.end(clock_ns(mark.end_s))
+                    # The next phase may begin sooner: its stamp is the front's.
+                    chunk.end(clock_ns(min(mark.end_s, end)))
                 phase.end(clock_ns(end))
         whole.end(now_ns)
 

@@ -5,7 +5,10 @@ before it, both as runs [first page, count, code]. All counts are the engine's; 
 and marks, which need two snapshots.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,11 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.metrics.engine_metrics import page_states, pool_names
 
 Snapshot = Mapping[str, Any]
+Mark = Mapping[str, Any]
 Run = list[int]
 
 _RATE_INTERVAL_S = 1.0
+_TEXTS_KEPT = 16_384
 # Counters of a rank, and the kind of mark that a change of each makes on the timeline.
 _MARKS = {
     "requests_retracted": "retract",
@@ -35,11 +40,17 @@ class FrameBuilder:
     """
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
-        self._decode = decode
+        self._text: Callable[[bytes], str] | None = None
+        if decode is not None:
+            # A request and a node keep their first tokens, so most texts were decoded before.
+            self._text = lru_cache(_TEXTS_KEPT)(
+                lambda tokens: decode(np.frombuffer(tokens, np.int32).tolist())
+            )
         self._rates = _Rates()
         self._codes: list[list[Int32Array]] = []  # of each pool of each rank
         self._frame: dict[str, Any] = {}
-        self._counts: dict[tuple[int | None, str], int] = {}
+        self._counts: Counter[tuple[int | None, str]] | None = None
+        self._unsampled: list[Mark] = []
         self.number = -1
 
     def add(self, snapshot: Snapshot, time_s: float) -> dict[str, Any]:
@@ -63,6 +74,7 @@ class FrameBuilder:
             "num_sessions_left_out": snapshot["num_sessions_left_out"],
             "marks": self._new_marks(snapshot),
         }
+        self._unsampled += self._frame["marks"]
         return self._with_runs(before)
 
     def key_frame(self) -> dict[str, Any]:
@@ -70,11 +82,12 @@ class FrameBuilder:
         return self._with_runs([])
 
     def sample(self) -> dict[str, Any]:
-        """The last frame's point on the timeline."""
+        """The last frame's point on the timeline, with the marks since the sample before."""
         frame = self._frame
-        names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s", "marks")
+        names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s")
         ranks = [{"pages": [pool["pages"] for pool in rank["pools"]]} for rank in frame["ranks"]]
-        return {**{name: frame[name] for name in names}, "ranks": ranks}
+        marks, self._unsampled = added_up(self._unsampled), []
+        return {**{name: frame[name] for name in names}, "ranks": ranks, "marks": marks}
 
     def tree(self, snapshot: Snapshot) -> dict[str, Any]:
         """The prefix trees of a snapshot that has them."""
@@ -126,36 +139,39 @@ class FrameBuilder:
         return {**self._frame, "is_key": not before, "ranks": ranks}
 
     def _node(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        gone: list[list[int]] = []
-        for page in node["tombstones"]:
-            if gone and page == sum(gone[-1]):
-                gone[-1][1] += 1
-            else:
-                gone.append([page, 1])
-        entry = {**node, "tombstones": gone}
+        entry = dict(node)
         self._add_text(entry)
         return entry
 
     def _add_text(self, entry: dict[str, Any]) -> None:
         tokens = entry.pop("tokens", None)
-        if tokens is not None and self._decode is not None:
-            entry["text"] = self._decode(np.frombuffer(tokens, np.int32).tolist())
+        if tokens is not None and self._text is not None:
+            entry["text"] = self._text(tokens)
 
-    def _new_marks(self, snapshot: Snapshot) -> list[dict[str, Any]]:
+    def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
         """The marks of all counters that grew since the snapshot before."""
-        counts: dict[tuple[int | None, str], int] = {
-            (rank["dp_rank"], kind): rank["counters"][name]
-            for rank in snapshot["ranks"]
-            for name, kind in _MARKS.items()
-        }
-        compiles = sum(snapshot["counters"].get(name, 0) for name in _COMPILES)
-        counts[None, "compilation"] = compiles
+        counts: Counter[tuple[int | None, str]] = Counter()
+        for rank in snapshot["ranks"]:
+            for name, kind in _MARKS.items():
+                counts[rank["dp_rank"], kind] = rank["counters"][name]
+        counts[None, "compilation"] = sum(snapshot["counters"].get(name, 0) for name in _COMPILES)
         before, self._counts = self._counts, counts
-        return [
-            {"dp_rank": dp_rank, "kind": kind, "count": count - before[dp_rank, kind]}
-            for (dp_rank, kind), count in counts.items()
-            if before and count > before[dp_rank, kind]
-        ]
+        return [] if before is None else _listed(counts - before)
+
+
+def added_up(marks: Iterable[Mark]) -> list[Mark]:
+    """One mark for each kind and rank, with the sum of their counts."""
+    counts: Counter[tuple[int | None, str]] = Counter()
+    for mark in marks:
+        counts[mark["dp_rank"], mark["kind"]] += mark["count"]
+    return _listed(counts)
+
+
+def _listed(counts: Mapping[tuple[int | None, str], int]) -> list[Mark]:
+    return [
+        {"dp_rank": dp_rank, "kind": kind, "count": count}
+        for (dp_rank, kind), count in counts.items()
+    ]
 
 
 class _Rates:
@@ -176,17 +192,19 @@ class _Rates:
         if seconds is not None and seconds < _RATE_INTERVAL_S:
             return
         generated = snapshot["counters"]["generated_tokens"]
-        outputs = {
-            rid: count
-            for rank in snapshot["ranks"]
-            for rid, count in zip(rank["leases"]["rid"], rank["leases"]["num_output"], strict=True)
-            if rid is not None
-        }
+        outputs: dict[str, int] = {}
+        gained: dict[str, int] = {}
+        for rank in snapshot["ranks"]:
+            leases = rank["leases"]
+            columns = leases["rid"], leases["num_output"], leases["num_retractions"]
+            for rid, count, num_retractions in zip(*columns, strict=True):
+                if rid is not None:
+                    # One that comes back after a retract brings its earlier output.
+                    unseen = count if num_retractions else 0
+                    outputs[rid], gained[rid] = count, count - self._outputs.get(rid, unseen)
         if seconds is not None:
             self.of_engine = (generated - self._generated) / seconds
-            self._of_requests = {
-                rid: (count - self._outputs.get(rid, 0)) / seconds for rid, count in outputs.items()
-            }
+            self._of_requests = {rid: count / seconds for rid, count in gained.items()}
         self._at_s, self._generated, self._outputs = time_s, generated, outputs
 
 
@@ -200,7 +218,14 @@ def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
     starts_run[1:] = (np.diff(pages) != 1) | (values[1:] != values[:-1])
     firsts = np.flatnonzero(starts_run)
     counts = np.diff(np.append(firsts, len(pages)))
-    found: list[Run] = np.stack([pages[firsts], counts, values[firsts]], axis=1).tolist()
+    columns = np.stack([pages[firsts], counts, values[firsts]], axis=1)
+    is_collected = gc.isenabled()
+    gc.disable()  # or many new lists cost most of the time in vain
+    try:
+        found: list[Run] = columns.tolist()
+    finally:
+        if is_collected:
+            gc.enable()
     return found
 
 
@@ -217,16 +242,12 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _session(session: Mapping[str, Any]) -> dict[str, Any]:
-    """A session with named fields, and no parent for the first turns listed."""
+    """A session with named fields."""
     forked_from, rollbacks = session["forked_from"], session["rollbacks"]
     fields = {name: value for name, value in session.items() if name != "rollbacks"}
     if forked_from is not None:
         fields["forked_from"] = {"session_id": forked_from[0], "num_turns": forked_from[1]}
     return {
         **fields,
-        "turns": [
-            {**turn, "parent": turn["parent"] if turn["parent"] >= 0 else None}
-            for turn in session["turns"]
-        ],
         "undone": [{"after_turns": kept, "num_turns": undone} for kept, undone in rollbacks],
     }

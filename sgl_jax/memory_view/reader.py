@@ -7,7 +7,7 @@ has tokens only with `has_tokens`, and hashes in place of namespaces.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from sgl_jax.core.calls import FoundOnRank, PageDescription, PageMove, PrefixFound
 from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
 from sgl_jax.core.request_limits import check_between
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.ledger import find_imbalance
 from sgl_jax.mem_cache.ledger_walk import find_defects
@@ -36,14 +36,21 @@ MAX_NODES = 4096
 MAX_WAITING = 64
 MAX_SESSIONS = 256
 MAX_TURNS = 64
+MAX_TEXT_TOKENS = 64  # the first ones of a request, or of a node
 _MAX_DEFECT_PAGES = 256
 
 
 class MemoryReader:
-    """Reads the memory of `scheduler` between two of its events."""
+    """Reads the memory of `scheduler` between two of its events.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    `other_counters` returns counters that are not the scheduler's.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, other_counters: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         self._scheduler = scheduler
+        self._other_counters = other_counters
 
     def read(self, message: ReadMemory) -> dict[str, Any]:
         """A snapshot of all ranks; `build_s` is the time that it took, in seconds."""
@@ -52,7 +59,7 @@ class MemoryReader:
         sessions, num_sessions_left_out = self._sessions()
         waiting, num_waiting_left_out = self._waiting()
         snapshot = {
-            "counters": scheduler.counters(),
+            "counters": {**scheduler.counters(), **self._other_counters()},
             "num_sessions": scheduler.num_sessions,
             "num_waiting": scheduler.num_waiting,
             "ranks": [self._rank(rank, has_tokens) for rank in scheduler.ranks],
@@ -213,7 +220,7 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
     }
     if has_tokens:
         columns["tokens"] = [
-            b"" if request is None else running.known_tokens(row).tobytes()
+            b"" if request is None else running.known_tokens(row)[:MAX_TEXT_TOKENS].tobytes()
             for row, request in zip(rows.tolist(), requests, strict=True)
         ]
     return columns
@@ -226,8 +233,7 @@ def _sessions_by_row(memory: RankMemory) -> dict[int, str]:
 
 
 def _session(session: Session, memory: RankMemory | None, row: int | None) -> dict[str, Any]:
-    turns = session.outline()
-    left_out = max(len(turns) - MAX_TURNS, 0)
+    turns = session.outline(MAX_TURNS)
     pages_held = pages_freed = 0
     if memory is not None and row is not None:
         lease = memory.leases[row]
@@ -239,10 +245,14 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
         "session_id": session.session_id,
         "is_streaming": is_streaming,
         "turns": [
-            {"name": turn.name, "num_tokens": turn.num_tokens, "parent": turn.parent - left_out}
-            for turn in turns[left_out:]
+            {
+                "name": turn.name,
+                "num_tokens": turn.num_tokens,
+                "parent": turn.parent if turn.parent >= 0 else None,
+            }
+            for turn in turns
         ],
-        "num_left_out": left_out,
+        "num_left_out": session.num_turns - len(turns),
         "forked_from": session.forked_from if isinstance(session, StreamingSession) else None,
         "rollbacks": list(session.rollbacks) if isinstance(session, StreamingSession) else [],
         "num_tokens": session.num_tokens,
@@ -279,7 +289,7 @@ def _breadth_first(root: TreeNode) -> Iterator[TreeNode]:
 
 def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any]:
     num_pages = [0] * len(memory.allocators)
-    gone: set[int] = set()
+    is_gone: BoolArray | None = None
     snapshots: list[int] = []
     start = node.end - len(node.key)
     for component in memory.cache.tree.components:
@@ -289,11 +299,12 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
         if component.index == 0:  # full attention: every page is there
             num_pages[component.pool] += len(values)
             continue
-        num_pages[component.pool] += int(np.count_nonzero(values))
+        count = int(np.count_nonzero(values))
+        num_pages[component.pool] += count
         if component.pool == memory.state_pool:
             snapshots = (start + memory.page_size * (values.nonzero()[0] + 1)).tolist()
-        else:
-            gone.update((values == 0).nonzero()[0].tolist())
+        elif count < len(values):
+            is_gone = values == 0 if is_gone is None else is_gone | (values == 0)
     parent = node.parent
     entry: dict[str, Any] = {
         "id": node.node_id,
@@ -304,25 +315,39 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
         "last_access": node.last_access,
         "namespace": namespace_hash(node.namespace),
         "num_pages": num_pages,
-        "tombstones": sorted(gone),
+        "tombstones": [] if is_gone is None else _runs(is_gone),
         "snapshots": snapshots,
     }
     if has_tokens:
-        entry["tokens"] = node.key.tobytes()
+        entry["tokens"] = node.key[:MAX_TEXT_TOKENS].tobytes()
     return entry
+
+
+def _runs(is_set: BoolArray) -> list[list[int]]:
+    """The first place and the length of each run of set places."""
+    borders = (np.flatnonzero(is_set[1:] != is_set[:-1]) + 1).tolist()
+    if is_set[0]:
+        borders.insert(0, 0)
+    if is_set[-1]:
+        borders.append(len(is_set))
+    firsts, ends = borders[::2], borders[1::2]
+    return [[first, end - first] for first, end in zip(firsts, ends, strict=True)]
 
 
 def _node_of(
     memory: RankMemory, pool: int, page: int
 ) -> tuple[TreeNode | None, tuple[int, int] | None]:
     """The node that holds a page of the tree, and the page's tokens."""
-    components = [each for each in memory.cache.tree.components if each.pool == pool]
-    for node in memory.cache.nodes():
-        for component in components:
-            places = (node.values[component.index] == page).nonzero()[0]
-            if len(places):
-                first = node.end - len(node.key) + int(places[0]) * memory.page_size
-                return node, (first, first + memory.page_size)
+    nodes = memory.cache.nodes()
+    for component in memory.cache.tree.components:
+        if component.pool != pool:
+            continue
+        places = np.flatnonzero(component.pages_of(nodes) == page)
+        if len(places):
+            ends = np.cumsum([len(node.values[component.index]) for node in nodes])
+            index = int(np.searchsorted(ends, places[0], side="right"))
+            last = nodes[index].end - (int(ends[index]) - 1 - int(places[0])) * memory.page_size
+            return nodes[index], (last - memory.page_size, last)
     return None, None
 
 

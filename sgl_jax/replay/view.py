@@ -22,9 +22,9 @@ from starlette.routing import Route
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
-from sgl_jax.core.request_limits import check_between
+from sgl_jax.core.request_limits import INT32, check_between
 from sgl_jax.memory_view import MEMORY_PAGE
-from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.memory_view.frames import FrameBuilder, added_up
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.scheduler.record.event_log import EventReader
@@ -32,6 +32,8 @@ from sgl_jax.scheduler.record.events import Planned, Record, Tick
 from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
+_MAX_DIGITS = 9
+_MAX_CONTENT_BYTES = 512 << 20  # of all frames, compressed
 
 
 class _Kept(NamedTuple):
@@ -73,7 +75,11 @@ class RecordedFrames:
 
     def content(self, number: int) -> bytes:
         """Frame and tree, as JSON. Raises `InvalidRequestError` if there is no such frame."""
-        return zlib.decompress(self._kept(number).content)
+        kept = self._kept(number)
+        content = msgspec.json.decode(zlib.decompress(kept.content))
+        # They change while frames are left out.
+        content["frame"] |= {"number": number, "marks": kept.sample["marks"]}
+        return msgspec.json.encode(content)
 
     def reader_at(self, number: int) -> MemoryReader:
         """A reader of the memory as it was in that frame: replays the recording up to there."""
@@ -121,9 +127,19 @@ class RecordedFrames:
         content = {"frame": frames.key_frame(), "tree": frames.tree(snapshot)}
         packed = zlib.compress(msgspec.json.encode(content), 1)
         self._frames.append(_Kept(num_events, packed, frames.sample()))
-        if len(self._frames) > MAX_FRAMES:
-            self._frames = self._frames[1::2]
-            self._every *= 2
+        num_bytes = sum(len(kept.content) for kept in self._frames)
+        if len(self._frames) % 2 == 0 and (
+            len(self._frames) > MAX_FRAMES or num_bytes > _MAX_CONTENT_BYTES
+        ):
+            self._leave_out_every_other()
+
+    def _leave_out_every_other(self) -> None:
+        """Each frame that stays gets the marks of the one before it."""
+        for gone, kept in zip(self._frames[::2], self._frames[1::2], strict=True):
+            marks = [*gone.sample["marks"], *kept.sample["marks"]]
+            kept.sample["marks"] = added_up(marks)
+        self._frames = self._frames[1::2]
+        self._every *= 2
 
 
 def _is_step(event: Record) -> bool:
@@ -162,7 +178,7 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     async def frame(request: Request) -> Response:
         number = request.query_params.get("number", "")
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > _MAX_DIGITS:
             raise InvalidRequestError(f"number must be a frame's, got {number!r}", "number")
         return Response(frames.content(int(number)), media_type="application/json")
 
@@ -173,6 +189,8 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     async def find(request: Request) -> Response:
         body = _decoded(await request.body(), _FindBody)
+        for token in body.input_ids:
+            check_between("input_ids", token, 0, INT32 - 1)
         message = FindPrefix(input_ids=body.input_ids, namespace=body.namespace)
         return await _read(body.frame, lambda reader: reader.find_prefix(message))
 

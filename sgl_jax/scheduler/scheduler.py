@@ -220,13 +220,15 @@ class Scheduler:
     @property
     def num_waiting_retracted(self) -> int:
         """Waiting requests that ran before."""
-        return sum(request.num_retractions > 0 for request in self.waiting())
+        at_gate = sum(request.num_retractions > 0 for request in self._gate)
+        return self._waiting.num_retracted + at_gate
 
     def num_waiting_for(self, dp_rank: int) -> int:
         """Waiting requests that can run on no other rank than this."""
         if self.sizes.dp_size == 1:
             return self.num_waiting
-        return sum(request.message.dp_rank == dp_rank for request in self.waiting())
+        at_gate = sum(request.message.dp_rank == dp_rank for request in self._gate)
+        return self._waiting.num_pinned[dp_rank] + at_gate
 
     def count_waiting(self) -> dict[WaitKind, int]:
         """Number of waiting requests by reason (`WaitReason`), as of the last planned step."""

@@ -46,7 +46,7 @@ async def hello(request: Request) -> Response:
             "dp_size": refs.frontend.facts.dp_size,
             "page_size": refs.engine_info["page_size"],
             "num_frames": 0,
-            "samples": list(watch_of(request).samples),
+            "samples": watch_of(request).samples(),
         }
     )
 
@@ -54,8 +54,9 @@ async def hello(request: Request) -> Response:
 @router.get("/memory/events", responses=answers(str, streams=True))
 async def events(request: Request) -> Response:
     """The memory of every rank, as server-sent events `frame` and `tree`."""
-    references_of(request).frontend.check_alive()
-    return _Events(watch_of(request), references_of(request).reader_timeout_s)
+    refs = references_of(request)
+    refs.check_open()
+    return _Events(watch_of(request), refs.reader_timeout_s)
 
 
 class FindBody(StrictModel):
@@ -100,7 +101,9 @@ class _Events(Response):
         watching = self._watch.events()
         try:
             async with PatientSend(send, self._reader_timeout_s) as patient_send:
-                first = await anext(watching)  # a refusal is a plain error
+                first = await anext(watching, None)
+                if first is None:  # a refusal is a plain error
+                    raise ApiError(503, "the memory view has ended")
                 await patient_send(START)
                 await patient_send({**BODY, "body": first, "more_body": True})
                 async for event in watching:

@@ -7,6 +7,7 @@ of slowing down the steps. A viewer that does not keep up skips frames.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -21,8 +22,10 @@ from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 
+logger = logging.getLogger(__name__)
+
 MAX_VIEWERS = 32
-SAMPLES_KEPT = 600  # ten minutes
+_SAMPLES_KEPT_S = 600.0
 _MIN_INTERVAL_S = 0.1
 _MIN_TREE_INTERVAL_S = 1.0
 # Rest after a reading, as a multiple of its time: 1/150 and 1/300 of the engine's time.
@@ -30,12 +33,16 @@ _REST = 150
 _TREE_REST = 300
 _SAMPLE_INTERVAL_S = 1.0
 _RETRY_S = 1.0
+_LOOK_INTERVAL_S = 0.5  # at most, before the streams of a server that shuts down end
 _EVENTS_WAITING = 8  # for a viewer, at most; a frame is up to some hundred KiB
 _KEEP_ALIVE = b": no frame: the engine is busy\n\n"
 
 
 class MemoryWatch:
-    """The viewers of one server, and the samples of the last ten minutes while there were any."""
+    """The viewers of one server, and the samples of the last ten minutes while there were any.
+
+    Times are seconds since its making, which no change of the clock moves.
+    """
 
     def __init__(self, refs: References) -> None:
         self._refs = refs
@@ -44,11 +51,22 @@ class MemoryWatch:
         self._viewers: set[_Viewer] = set()
         self._reading: asyncio.Task[None] | None = None
         self._tree: bytes | None = None  # the last event with the trees
-        self._sampled_at = 0.0
-        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+        self._started_at = time.monotonic()
+        self._samples: deque[dict[str, Any]] = deque()
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples of the last ten minutes, oldest first."""
+        while self._samples and self._samples[0]["time_s"] < self._now_s() - _SAMPLES_KEPT_S:
+            self._samples.popleft()
+        return list(self._samples)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._started_at
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events for one viewer: a key frame first. They end with the engine.
+        """Server-sent events for one viewer: a key frame first.
+
+        They end with the engine or the server, or if no frame can be made.
 
         Raises `ApiError` 503 for too many viewers.
         """
@@ -56,7 +74,7 @@ class MemoryWatch:
             raise ApiError(503, f"{MAX_VIEWERS} viewers watch the memory, which is the limit")
         viewer = _Viewer(self._tree)
         self._viewers.add(viewer)
-        if self._reading is None:
+        if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_on())
         try:
             while (event := await viewer.take()) is not None:
@@ -69,6 +87,13 @@ class MemoryWatch:
 
     async def _read_on(self) -> None:
         """Read until the engine or the server ends, or nobody watches: then it is cancelled."""
+        try:
+            await self._read_until_end()
+        except Exception:
+            logger.exception("the memory view ends: no frame can be made")
+        self._send(None)
+
+    async def _read_until_end(self) -> None:
         tree_due = 0.0
         frame_s = 0.0  # time of the last reading without trees
         while not self._refs.draining:
@@ -77,12 +102,12 @@ class MemoryWatch:
             try:
                 reply = await call_engine(self._refs, message)
             except (EngineDeadError, ShuttingDownError):
-                break
+                return
             except (ApiError, EngineStuckError, QueueFullError):
                 reply = None
             if reply is None or not reply.ok:
                 self._send(_KEEP_ALIVE)
-                await asyncio.sleep(_RETRY_S)
+                await self._rest(_RETRY_S)
                 continue
             snapshot = reply.data
             self._publish(snapshot)
@@ -91,21 +116,26 @@ class MemoryWatch:
                 tree_due = time.monotonic() + rest_s
             else:
                 frame_s = snapshot["build_s"]
-            await asyncio.sleep(max(_MIN_INTERVAL_S, _REST * frame_s))
-        self._send(None)
+            await self._rest(max(_MIN_INTERVAL_S, _REST * frame_s))
+
+    async def _rest(self, seconds: float) -> None:
+        """Sleep, but not longer than the server serves."""
+        until = time.monotonic() + seconds
+        while not self._refs.draining and (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _LOOK_INTERVAL_S))
 
     def _publish(self, snapshot: dict[str, Any]) -> None:
-        now = time.time()
-        frame = named_event("frame", self._frames.add(snapshot, now - self._refs.created))
+        now_s = self._now_s()
+        frame = named_event("frame", self._frames.add(snapshot, now_s))
         key_frame = cache(lambda: named_event("frame", self._frames.key_frame()))
         for viewer in self._viewers:
             viewer.put_frame(frame, key_frame)
         if "tree" in snapshot:
             self._tree = named_event("tree", self._frames.tree(snapshot))
             self._send(self._tree)
-        if now - self._sampled_at >= _SAMPLE_INTERVAL_S:
-            self._sampled_at = now
-            self.samples.append(self._frames.sample())
+        samples = self.samples()
+        if not samples or now_s - samples[-1]["time_s"] >= _SAMPLE_INTERVAL_S:
+            self._samples.append(self._frames.sample())
 
     def _send(self, event: bytes | None) -> None:
         for viewer in self._viewers:

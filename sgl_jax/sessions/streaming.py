@@ -61,9 +61,10 @@ class StreamingSession:
         self._is_whole = False  # the running turn brought the whole conversation
         self._pending: Int32Array = NO_TOKENS  # whole prompt of the running turn
 
-    def outline(self) -> list[TurnOutline]:
-        """The turns, oldest first; each continues the one before."""
-        return [TurnOutline(each.name, each.num_tokens, i - 1) for i, each in enumerate(self.turns)]
+    def outline(self, most: int) -> list[TurnOutline]:
+        """The last turns, at most so many, oldest first; each continues the one before."""
+        last = self.turns[-most:]
+        return [TurnOutline(each.name, each.num_tokens, i - 1) for i, each in enumerate(last)]
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ chain of turns takes as much memory as its last turn has tokens.
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -88,10 +89,12 @@ class RegularSession:
         self._nodes: dict[str, _Node] = {}
         self._in_flight: dict[str, _Node] = {}  # by request id
         self.num_kept = 0  # tokens that it keeps on the host, over all nodes
+        self._longest: int | None = 0  # `num_tokens`; None: to be counted again
 
-    def outline(self) -> list[TurnOutline]:
-        """The finished turns, oldest first."""
-        finished = [node for node in self._nodes.values() if node.output is not None]
+    def outline(self, most: int) -> list[TurnOutline]:
+        """The last finished turns, at most so many, oldest first."""
+        from_last = (n for n in reversed(self._nodes.values()) if n.output is not None)
+        finished = list(islice(from_last, most))[::-1]
         index_of = {id(node): index for index, node in enumerate(finished)}
         return [
             TurnOutline(node.name, node.num_tokens, index_of.get(id(node.parent), -1))
@@ -101,8 +104,10 @@ class RegularSession:
     @property
     def num_tokens(self) -> int:
         """Tokens of the longest finished branch."""
-        finished = (node for node in self._nodes.values() if node.output is not None)
-        return max((node.num_tokens for node in finished), default=0)
+        if self._longest is None:
+            finished = (node for node in self._nodes.values() if node.output is not None)
+            self._longest = max((node.num_tokens for node in finished), default=0)
+        return self._longest
 
     @property
     def num_turns(self) -> int:
@@ -164,6 +169,8 @@ class RegularSession:
             node.output = tokens[node.prompt_len :].copy()
             self.num_running -= 1
             self.num_kept += node.num_output_tokens
+            if self._longest is not None:
+                self._longest = max(self._longest, node.num_tokens)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
         """Turns in flight whose prompt has tokens that `message` removes from an ended turn."""
@@ -196,6 +203,7 @@ class RegularSession:
                 child.added = np.concatenate([node.tokens(child.kept_len)[standing:], child.added])
                 child.kept_len = standing
         node.output = node.output[: message.num_output_tokens].copy()
+        self._longest = None
         self.num_kept -= before
         self.num_kept += sum(each.num_kept for each in (node, *node.children.values()))
 
@@ -248,6 +256,7 @@ class RegularSession:
 
     def _drop(self, parent: _Node | None) -> None:
         """Remove the descendants of a turn, or all turns; none of them runs."""
+        self._longest = None
         dropped = dict(self._below(parent))
         for name, node in dropped.items():
             del self._nodes[name]
@@ -257,6 +266,7 @@ class RegularSession:
 
     def _remove(self, node: _Node) -> None:
         """Remove a turn that no other continues."""
+        self._longest = None
         del self._nodes[node.name]
         self.num_running -= node.output is None
         self.num_kept -= node.num_kept

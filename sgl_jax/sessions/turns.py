@@ -12,7 +12,8 @@ NO_TOKENS.flags.writeable = False
 
 
 class TurnOutline(NamedTuple):
-    """A finished turn, for people: `parent` is the index of the turn that it continues, or -1."""
+    """A finished turn, for people: `parent` is the index of the turn that it continues, of those
+    listed, or -1."""
 
     name: str
     num_tokens: int  # history, prompt and output

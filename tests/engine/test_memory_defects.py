@@ -14,9 +14,11 @@ import pytest
 
 from sgl_jax.core.messages import (
     AbortRequest,
+    DescribePage,
     FlushCache,
     FrontMessage,
     GenerateRequest,
+    ReadMemory,
     Reply,
     Shutdown,
 )
@@ -30,6 +32,7 @@ from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.events import Rebuild
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.oracle_executor import OracleExecutor
@@ -56,7 +59,7 @@ class OracleModelExecutor:
         return False
 
     def compile_counts(self) -> dict[str, int]:
-        return {}
+        return {"compiles_after_ready": 3}
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.num_resets, self.oracle.launch(plan)
@@ -373,3 +376,29 @@ def test_the_tree_is_an_owner_like_any_other() -> None:
     memory.allocator.free(pages, TREE)
     with pytest.raises(OwnershipError, match=r"tree freed page 1"):
         memory.allocator.free(pages, TREE)
+
+
+def test_a_memory_that_cannot_be_read_is_refused_and_the_engine_serves_on(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("busy", "crash")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [*requests("a"), ReadMemory(rid="whole", has_tree=True)]
+        with monkeypatch.context() as broken:
+            broken.delattr(MemoryReader, "_sessions")  # as records may be that are wrong
+            yield [ReadMemory(rid="broken"), DescribePage(rid="page", dp_rank=0, pool=0, page=1)]
+        for _ in range(60):
+            yield []
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    replies = {reply.rid: reply for reply in channel.sent if isinstance(reply, Reply)}
+    assert replies["whole"].ok
+    assert replies["whole"].data["counters"]["compiles_after_ready"] == 3
+    assert isinstance(replies["whole"].data["ranks"][0]["codes"][0], bytes)
+    assert not replies["broken"].ok
+    assert replies["broken"].data["status_code"] == 500
+    assert replies["page"].ok
+    assert len(channel.ends()) == NUM_REQUESTS
+    assert {finish.type for finish in channel.ends().values()} == {"length"}

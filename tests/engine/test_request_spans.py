@@ -1,6 +1,7 @@
 """Spans of requests: their times, their parents, and what they say of an end."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,23 @@ def test_phases_take_exactly_the_time_of_the_request_and_chunks_lie_within(rig: 
     assert [told[f"sgl_jax.{name}"] for name in names] == ["mine", "http-1", 1, 1]
     assert whole.kind is trace.SpanKind.SERVER
     assert whole.status.status_code is trace.StatusCode.UNSET
+
+
+def test_chunks_lie_within_a_phase_though_the_first_token_arrives_late(rig: Rig) -> None:
+    stream = rig.start()
+    rig.output(stream, [65], started_at=stream.created_at)
+    assert stream.first_token_at is not None
+    # The engine retracted it and began anew, while the first token was on its way to the front.
+    again = Mark(stream.first_token_at - 1e-6, time.perf_counter() + 1e-3, 20)
+    time.sleep(2e-3)
+    rig.output(stream, [66], LENGTH, marks=[again])
+    stream.take()
+    spans = rig.spans()
+    _, phases = family(spans)
+    (chunk,) = (span for span in spans if span.name == "prefill_chunk")
+    (phase,) = (phase for phase in phases if is_child(chunk, phase))
+    assert (phase.start_time or 0) <= (chunk.start_time or 0)
+    assert (chunk.end_time or 0) <= (phase.end_time or 0)
 
 
 def abandoned(rig: Rig, stream: RequestStream) -> None:

@@ -1,5 +1,6 @@
 """Differences add up to the key frame; counters become rates and marks."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -90,3 +91,37 @@ def test_text_is_shown_only_if_it_can_be_decoded() -> None:
         assert "tokens" not in lease
         assert not any("tokens" in node for node in nodes)
         assert expected is None or nodes[0]["text"] == expected
+
+
+def test_a_sample_has_the_marks_of_all_frames_since_the_sample_before() -> None:
+    driver = Driver(make_sizes(num_pages=16))
+    counts = {"compiles_after_ready": 1, "compiles_in_background": 2}
+    reader, frames = MemoryReader(driver.scheduler, lambda: counts), FrameBuilder()
+    for i in range(4):
+        driver.submit(generate(f"r{i}", [i] * 8, 40))
+    sampled: Counter[tuple[int | None, str]] = Counter()
+    for number in range(80):
+        driver.step()
+        counts["compiles_after_ready"] += number % 7 == 0
+        frames.add(reader.read(ReadMemory()), number / 10)
+        if number % 9 == 0 or number == 79:
+            marks = frames.sample()["marks"]
+            assert len({(mark["dp_rank"], mark["kind"]) for mark in marks}) == len(marks)
+            sampled.update({(mark["dp_rank"], mark["kind"]): mark["count"] for mark in marks})
+    assert sampled[0, "retract"] == driver.scheduler.ranks[0].num_retracted >= 2
+    assert sampled[None, "compilation"] == 11
+
+
+def test_output_from_before_a_retract_is_no_rate() -> None:
+    driver = Driver(make_sizes(num_pages=16))
+    reader, frames = MemoryReader(driver.scheduler), FrameBuilder()
+    for i in range(3):
+        driver.submit(generate(f"r{i}", [i] * 8, 40))
+    num_resumed = 0
+    for number in range(150):
+        driver.step()
+        frame = frames.add(reader.read(ReadMemory()), float(number))
+        leases = frame["ranks"][0]["leases"]
+        num_resumed += sum(lease["num_retractions"] for lease in leases)
+        assert all(0.0 <= lease["tokens_per_s"] <= 2.0 for lease in leases)
+    assert num_resumed > 5

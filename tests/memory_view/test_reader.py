@@ -19,10 +19,19 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionTurn,
 )
+from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.memory_view import reader as reader_module
 from sgl_jax.memory_view.frames import FrameBuilder
-from sgl_jax.memory_view.reader import LOCKED, MAX_WAITING, MemoryReader
+from sgl_jax.memory_view.reader import (
+    LOCKED,
+    MAX_SESSIONS,
+    MAX_TEXT_TOKENS,
+    MAX_TURNS,
+    MAX_WAITING,
+    MemoryReader,
+)
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from tests.mem_cache.test_ledger import leak_a_page
@@ -107,7 +116,7 @@ def test_the_pages_add_up_to_the_engines_own_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRIVERS)
 def test_the_tree_lists_every_page_that_it_owns(name: str) -> None:
-    most = 0
+    most = num_gone = 0
     for snapshot in snapshots(DRIVERS[name]()):
         for rank, tree in zip(snapshot["ranks"], snapshot["tree"], strict=True):
             assert tree["num_pages_left_out"] == 0
@@ -118,9 +127,46 @@ def test_the_tree_lists_every_page_that_it_owns(name: str) -> None:
             for node in tree["nodes"]:
                 assert node["start"] == seen[node["parent"]], "parents come first"
                 assert len(node["tokens"]) == 4 * (node["end"] - node["start"])
+                if name == "windows":
+                    gone = [
+                        page
+                        for first, count in node["tombstones"]
+                        for page in range(first, first + count)
+                    ]
+                    assert gone == sorted(set(gone))
+                    assert node["num_pages"][1] == node["num_pages"][0] - len(gone)
+                    num_gone += len(gone)
                 seen[node["id"]] = node["end"]
             most = max(most, len(tree["nodes"]))
     assert most > 3
+    assert (num_gone > 0) == (name == "windows")
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_each_page_of_the_tree_is_described_by_its_node(name: str) -> None:
+    driver = DRIVERS[name]()
+    driver.submit(generate("last", [4] * 20, 4))
+    driver.run()
+    reader = MemoryReader(driver.scheduler)
+    num_found = 0
+    for rank in driver.scheduler.ranks:
+        nodes = {node.node_id: node for node in rank.memory.cache.nodes()}
+        for pool, allocator in enumerate(rank.memory.allocators):
+            for page in np.flatnonzero(allocator.owners() == TREE).tolist():
+                place = {"dp_rank": rank.dp_rank, "pool": pool, "page": page}
+                found = reader.describe_page(DescribePage(**place))
+                assert found.tokens is not None
+                assert found.node is not None
+                node, first = nodes[found.node], found.tokens[0]
+                index = (first - (node.end - len(node.key))) // 4
+                pages = [
+                    node.values[each.index][index]
+                    for each in rank.memory.cache.tree.components
+                    if each.pool == pool
+                ]
+                assert page in pages
+                num_found += 1
+    assert num_found > 3
 
 
 def test_leases_and_waiting_requests_are_those_of_the_scheduler() -> None:
@@ -157,6 +203,58 @@ def test_lists_are_bounded() -> None:
     snapshot = MemoryReader(driver.scheduler).read(ReadMemory())
     assert len(snapshot["waiting"]) == MAX_WAITING
     assert snapshot["num_waiting"] == MAX_WAITING + snapshot["num_waiting_left_out"] > MAX_WAITING
+
+
+def test_the_last_turns_of_long_sessions_are_listed_with_their_parents() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    num_turns = MAX_TURNS + 6
+    for session_id in ("stream", "tree"):
+        is_streaming = session_id == "stream"
+        driver.session(OpenSession(rid="o", session_id=session_id, streaming=is_streaming))
+        for i in range(num_turns):
+            # The last two of the tree continue turns of which one is listed.
+            before = {num_turns - 2: 0, num_turns - 1: num_turns - 3}.get(i, i - 1)
+            parent = None if is_streaming or i == 0 else f"{session_id}{before}"
+            turn = SessionTurn(id=session_id, rid=parent)
+            driver.submit(generate(f"{session_id}{i}", [i % 50], 1, session=turn))
+            driver.run()
+    sessions = sessions_of(driver)
+    for session_id, last in (("stream", [61, 62]), ("tree", [None, 61])):
+        turns = sessions[session_id]["turns"]
+        parents = [turn["parent"] for turn in turns]
+        assert sessions[session_id]["num_left_out"] == 6
+        assert [turn["name"] for turn in turns] == [f"{session_id}{i}" for i in range(6, num_turns)]
+        assert parents[:3] == [None, 0, 1]
+        assert parents[-2:] == last
+
+
+def test_sessions_with_pages_are_listed_before_the_newest_others() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.tick(1.0)
+    for session_id in ("idle", "busy", *(f"s{i}" for i in range(MAX_SESSIONS + 5))):
+        driver.session(OpenSession(rid="o", session_id=session_id, streaming=True))
+    driver.submit(generate("first", [1] * 9, 4, session=SessionTurn(id="idle")))
+    driver.run()
+    driver.tick(2.0)
+    driver.submit(generate("turn", [2] * 20, 30, session=SessionTurn(id="busy")))
+    for _ in range(6):
+        driver.step()
+    driver.tick(7.0)
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory())
+    names = [session["session_id"] for session in snapshot["sessions"]]
+    assert names == ["idle", "busy", *(f"s{i}" for i in range(MAX_SESSIONS + 4, 6, -1))]
+    assert snapshot["num_sessions"] == MAX_SESSIONS + 7
+    assert snapshot["num_sessions_left_out"] == 7
+    idle, busy, other = snapshot["sessions"][:3]
+    leases = snapshot["ranks"][0]["leases"]
+    assert dict(zip(leases["row"], leases["session_id"], strict=True)) == {
+        idle["row"]: "idle",
+        busy["row"]: "busy",
+    }
+    assert (idle["is_running"], busy["is_running"], other["is_running"]) == (False, True, False)
+    assert (idle["idle_s"], busy["idle_s"], other["idle_s"]) == (5.0, 0.0, 5.0)
+    assert min(idle["num_pages"], busy["num_pages"]) > 0
+    assert (other["row"], other["dp_rank"], other["num_pages"]) == (None, None, 0)
 
 
 def test_a_session_shows_its_fork_and_its_rollback() -> None:
@@ -242,6 +340,16 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
             reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))
 
 
+def test_a_history_is_not_whole_once_older_moves_are_forgotten() -> None:
+    driver = Driver(make_sizes(num_pages=40))
+    reader, allocator = MemoryReader(driver.scheduler), driver.scheduler.ranks[0].memory.allocator
+    for _ in range(5000):
+        allocator.free(allocator.alloc(1, owner=3), 3)
+    found = reader.describe_page(DescribePage(dp_rank=0, pool=0, page=1))
+    moves = allocator.transitions()
+    assert (found.is_whole, moves[0].clock > 1, found.clock) == (False, True, moves[-1].clock)
+
+
 def test_a_prefix_is_found_in_its_namespace_alone() -> None:
     driver = Driver(make_sizes(num_pages=40))
     driver.submit(generate("r", [1] * 20, 4))
@@ -253,3 +361,46 @@ def test_a_prefix_is_found_in_its_namespace_alone() -> None:
     assert set(found.nodes) <= {node["id"] for node in tree["nodes"]}
     (other,) = reader.find_prefix(FindPrefix(input_ids=[1] * 20, namespace="other")).ranks
     assert (other.num_tokens, other.nodes) == (0, [])
+
+
+def test_the_tokens_of_a_text_are_bounded() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    prompt = [i % 47 for i in range(90)]
+    driver.submit(generate("r", prompt, 30))
+    for _ in range(20):
+        driver.step()
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory(has_tree=True, has_tokens=True))
+    for tokens in (
+        snapshot["ranks"][0]["leases"]["tokens"][0],
+        snapshot["tree"][0]["nodes"][0]["tokens"],
+    ):
+        assert np.frombuffer(tokens, np.int32).tolist() == prompt[:MAX_TEXT_TOKENS]
+
+
+def test_nodes_of_all_ranks_together_are_bounded_and_the_rest_is_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader_module, "MAX_NODES", 6)
+    driver = Driver(make_sizes(dp_size=2, num_pages=60))
+    for i in range(12):
+        driver.submit(generate(f"r{i}", [i] * 8, 4))
+    driver.run()
+    snapshot = MemoryReader(driver.scheduler).read(ReadMemory(has_tree=True))
+    assert "tokens" not in snapshot["tree"][0]["nodes"][0]
+    assert "tokens" not in snapshot["ranks"][0]["leases"]
+    for rank, tree in zip(snapshot["ranks"], snapshot["tree"], strict=True):
+        assert len(tree["nodes"]) == 3
+        listed = sum(node["num_pages"][0] for node in tree["nodes"])
+        assert listed + tree["num_pages_left_out"] == rank["pools"][0]["cached_pages"] > listed
+
+
+def test_snapshots_show_neither_tokens_nor_namespaces_of_prompts() -> None:
+    driver = Driver(make_sizes(num_pages=60))
+    driver.submit(generate("r", [1] * 20, 30, namespace="a secret"))
+    for _ in range(12):
+        driver.step()
+    reader = MemoryReader(driver.scheduler)
+    shown = repr(reader.read(ReadMemory(has_tree=True)))
+    assert namespace_hash("a secret") in shown
+    assert "a secret" not in shown
+    assert "tokens'" not in shown.replace("_tokens'", "")

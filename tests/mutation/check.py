@@ -1,7 +1,8 @@
 """Breaks the memory stack on purpose, one way at a time, and shows that the tests notice.
 
-Each mutation is made in a copy of the repository, whose tests of memory, scheduler and sessions are
-then run until one fails. One that no test notices is a hole in the tests, and the exit code is 1.
+Each mutation is made in a copy of the repository, whose tests of memory, scheduler, sessions and
+memory view are then run until one fails. One that no test notices is a hole in the tests, and the
+exit code is 1.
 
     scripts/mutation_check                    # all of them
     scripts/mutation_check --only "forget"    # those whose name contains this
@@ -25,7 +26,11 @@ from typing import NamedTuple
 from tests.mutation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/mem_cache", "tests/scheduler", "tests/sessions")
+TESTS = (
+    *("tests/mem_cache", "tests/scheduler", "tests/sessions"),
+    *("tests/memory_view/test_reader.py", "tests/memory_view/test_frames.py"),
+    *("tests/replay/test_view.py", "tests/server/test_memory_routes.py"),
+)
 COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
 # What pytest exits with when tests ran and some failed: anything else proves nothing.

@@ -67,6 +67,10 @@ _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
 _STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
 _GROWTH = "sgl_jax/mem_cache/pages/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
+_READER = "sgl_jax/memory_view/reader.py"
+_FRAMES = "sgl_jax/memory_view/frames.py"
+_WATCH = "sgl_jax/server/memory_watch.py"
+_VIEW = "sgl_jax/replay/view.py"
 
 _BUILT_ON = (
     "if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:"
@@ -2448,5 +2452,73 @@ MUTATIONS = (
         _LIVE_REQUESTS,
         "            self._tenants.queue(request.tenant, 1)\n",
         "            pass\n",
+    ),
+    # -- the memory view
+    Mutation(
+        "view: show pages that leases have locked as evictable",
+        _READER,
+        "    codes[(codes == TREE) & (memory.locked[pool].num_locks() > 0)] = LOCKED\n",
+        "",
+    ),
+    Mutation(
+        "view: list no session whose turn runs among those with pages",
+        _READER,
+        "idle | {row: session_id for session_id, row in memory.sessions.lent()}",
+        "idle",
+    ),
+    Mutation("view: show namespaces", _READER, "namespace_hash(node.namespace)", "node.namespace"),
+    Mutation(
+        "view: show the tokens of prompts without being asked",
+        _READER,
+        "    if has_tokens:\n        columns",
+        "    if True:\n        columns",
+    ),
+    Mutation(
+        "view: show the tokens of cached prefixes without being asked",
+        _READER,
+        "    if has_tokens:\n        entry",
+        "    if True:\n        entry",
+    ),
+    Mutation(
+        "view: a history seems whole after moves were forgotten",
+        _READER,
+        "is_whole=not moves or moves[0].clock == 1",
+        "is_whole=True",
+    ),
+    Mutation(
+        "view: count output from before a retract in a rate",
+        _FRAMES,
+        "unseen = count if num_retractions else 0",
+        "unseen = 0",
+    ),
+    Mutation(
+        "view: a sample has the marks of its frame alone",
+        _FRAMES,
+        'self._unsampled += self._frame["marks"]',
+        'self._unsampled = self._frame["marks"]',
+    ),
+    Mutation(
+        "view: a viewer waits for a reading that has ended",
+        _WATCH,
+        "self._reading is None or self._reading.done()",
+        "self._reading is None",
+    ),
+    Mutation(
+        "view: read on though nobody watches",
+        _WATCH,
+        "            self._viewers.discard(viewer)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "view: a difference follows frames that a viewer has missed",
+        _WATCH,
+        "key_frame() if self._needs_key or is_full else frame",
+        "key_frame() if self._needs_key else frame",
+    ),
+    Mutation(
+        "view: a recording forgets the marks of frames left out",
+        _VIEW,
+        'marks = [*gone.sample["marks"], *kept.sample["marks"]]',
+        'marks = kept.sample["marks"]',
     ),
 )

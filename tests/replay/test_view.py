@@ -6,11 +6,14 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from sgl_jax.memory_view.frames import added_up
 from sgl_jax.replay import view
 from sgl_jax.replay.player import Player
 from sgl_jax.replay.view import RecordedFrames, view_app
@@ -98,7 +101,10 @@ def test_a_question_is_about_the_memory_in_that_frame(client: TestClient) -> Non
         ("POST", "/memory/page", {"dp_rank": 0, "pool": 0, "page": 3}),
         ("POST", "/memory/page", {"dp_rank": 0, "pool": 0, "page": 3, "frame": 100_000}),
         ("POST", "/memory/page", {"dp_rank": 7, "pool": 0, "page": 3, "frame": 0}),
+        ("GET", f"/memory/frame?number={'9' * 5000}", None),
         ("POST", "/memory/find", {"text": "a", "frame": 0}),
+        ("POST", "/memory/find", {"input_ids": [1, 2**31], "frame": 0}),
+        ("POST", "/memory/find", {"input_ids": [-1], "frame": 0}),
     ],
 )
 def test_a_wrong_question_is_refused(
@@ -116,10 +122,42 @@ def test_a_long_recording_keeps_every_second_step(
     monkeypatch.setattr(view, "MAX_FRAMES", 30)
     thinned = RecordedFrames(path)
     assert len(whole) > 2 * len(thinned)
-    assert len(thinned) <= 31
+    assert len(thinned) <= 32
+    contents = [msgspec.json.decode(thinned.content(number)) for number in range(len(thinned))]
+    assert [content["frame"]["number"] for content in contents] == list(range(len(thinned)))
+    for content, sample in zip(contents, thinned.samples, strict=True):
+        assert content["frame"]["marks"] == sample["marks"]
+    marks = [
+        added_up(mark for sample in each.samples for mark in sample["marks"])
+        for each in (whole, thinned)
+    ]
+    assert by_kind(marks[0]) == by_kind(marks[1])
     steps = [sample["step"] for sample in thinned.samples]
     gaps = {after - before for before, after in pairwise(steps)}
     assert steps[0] == max(gaps) == 4
+
+
+def by_kind(marks: list[Any]) -> dict[Any, int]:
+    return {(mark["dp_rank"], mark["kind"]): mark["count"] for mark in marks}
+
+
+def test_frames_are_left_out_where_they_take_too_much_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = sum(len(frame.content) for frame in RecordedFrames(path)._frames)
+    monkeypatch.setattr(view, "_MAX_CONTENT_BYTES", num_bytes // 3)
+    assert sum(len(frame.content) for frame in RecordedFrames(path)._frames) <= num_bytes // 3
+
+
+def test_a_recording_that_is_cut_off_ends_with_its_last_whole_event(
+    tmp_path: Path, path: Path, recording: bytes
+) -> None:
+    cut = tmp_path / "cut.events"
+    cut.write_bytes(recording[: len(recording) // 2])
+    whole, frames = RecordedFrames(path), RecordedFrames(cut)
+    assert not frames.difference
+    assert 10 < len(frames) < len(whole)
+    assert frames.samples[:-1] == whole.samples[: len(frames) - 1]
 
 
 def test_a_recording_that_is_not_repeated_ends_where_it_differs(

@@ -8,6 +8,8 @@ import pytest
 
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import Admission
+from sgl_jax.scheduler.record.events import Rebuild
+from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
 from tests.scheduler.waiting.test_waiting_queue import Queue
@@ -66,3 +68,34 @@ def num_calls_to_try(num_followers: int) -> int:
 
 def test_five_hundred_that_follow_a_prefix_cost_no_more_calls_than_ten() -> None:
     assert num_calls_to_try(500) == num_calls_to_try(10)
+
+
+def test_counts_of_waiting_requests_need_no_visit_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(make_sizes(dp_size=2, num_pages=24, num_rows=5))
+    scheduler = driver.scheduler
+    most_retracted = most_pinned = 0
+
+    def check() -> None:
+        waiting = list(scheduler.waiting())
+        retracted = sum(request.num_retractions > 0 for request in waiting)
+        pinned = [sum(r.message.dp_rank == rank for r in waiting) for rank in range(2)]
+        with monkeypatch.context() as counting:
+            counting.setattr(WaitingQueue, "__iter__", None)
+            assert scheduler.num_waiting_retracted == retracted
+            assert [scheduler.num_waiting_for(rank) for rank in range(2)] == pinned
+        nonlocal most_retracted, most_pinned
+        most_retracted, most_pinned = max(most_retracted, retracted), max(most_pinned, *pinned)
+
+    for i in range(30):
+        driver.submit(generate(f"r{i}", [i] * 8, 40, dp_rank=(None, 0, 1)[i % 3]))
+    for number in range(60):
+        driver.step()
+        if number % 10 == 5:
+            driver.abort(f"r{29 - number // 10}")
+        check()
+    scheduler.handle(Rebuild("afresh"))
+    check()
+    assert scheduler.num_waiting == 0
+    assert (most_retracted > 1, most_pinned > 5) == (True, True)

@@ -2,15 +2,20 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.messages import ReadMemory
-from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch
+from sgl_jax.memory_view.frames import FrameBuilder
+from sgl_jax.memory_view.reader import MemoryReader
+from sgl_jax.server import memory_watch
+from sgl_jax.server.memory_watch import _EVENTS_WAITING, MAX_VIEWERS, MemoryWatch, _Viewer
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DP_SIZE, PAGE_SIZE
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -117,7 +122,7 @@ async def test_frames_follow_the_engine_and_the_first_is_whole(rig: Rig, driver:
             assert rank["rows"]["free"] == view["free_rows"]
         tree = await take(events, "tree")
         assert sum(len(rank["nodes"]) for rank in tree["ranks"]) == 1
-    assert len(watch.samples) >= 1
+    assert len(watch.samples()) >= 1
 
 
 async def test_the_engine_is_read_only_while_somebody_watches(rig: Rig, driver: Driver) -> None:
@@ -137,6 +142,30 @@ async def test_the_engine_is_read_only_while_somebody_watches(rig: Rig, driver: 
     assert num_read() <= before + 1
 
 
+async def test_the_engine_rests_as_its_readings_took_and_sends_no_tokens_unasked(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readings() -> list[bool]:
+        """Those so far; True for one with trees."""
+        found = [message for message in rig.engine.seen if isinstance(message, ReadMemory)]
+        assert not any(message.has_tokens for message in found)
+        return [message.has_tree for message in found]
+
+    monkeypatch.setattr(memory_watch, "_MIN_TREE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(memory_watch, "_TREE_REST", 1e9)
+    async with aclosing(watch_of(rig).events()) as events:
+        for _ in range(4):
+            await take(events, "frame")
+        assert readings()[:4] == [True, False, False, False]
+    rig.engine.seen.clear()
+    monkeypatch.setattr(memory_watch, "_REST", 1e9)
+    async with aclosing(watch_of(rig).events()) as events:
+        for _ in range(2):
+            await take(events, "frame")
+        await asyncio.sleep(0.5)
+        assert len(readings()) == 2
+
+
 async def test_a_viewer_that_lags_skips_frames_and_goes_on_with_a_whole_one(
     rig: Rig, driver: Driver
 ) -> None:
@@ -147,9 +176,34 @@ async def test_a_viewer_that_lags_skips_frames_and_goes_on_with_a_whole_one(
         while number < 2 * _EVENTS_WAITING:
             number = (await take(reading, "frame"))["number"]
         frame = await take(lagging, "frame")
-        while not frame["is_key"]:
+        for _ in range(_EVENTS_WAITING):
+            if frame["is_key"]:
+                break
             frame = await take(lagging, "frame")
+        assert frame["is_key"]
         assert frame["number"] > 2
+
+
+async def test_events_of_any_kind_may_push_out_frames() -> None:
+    viewer = _Viewer(None)
+    for _ in range(2):
+        viewer.put_frame(b"difference", lambda: b"key")
+    for _ in range(_EVENTS_WAITING - 1):
+        viewer.put(b": busy")
+    viewer.put_frame(b"difference", lambda: b"key")
+    assert [await viewer.take() for _ in range(2)] == [b": busy", b"key"]
+
+
+async def test_a_later_viewer_gets_the_last_trees_after_its_first_frame(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_watch, "_MIN_TREE_INTERVAL_S", 60.0)
+    watch = watch_of(rig)
+    async with aclosing(watch.events()) as first, aclosing(watch.events()) as later:
+        await take(first, "tree")
+        events = [parsed(await asyncio.wait_for(anext(later), 10)) for _ in range(2)]
+        assert [name for name, _ in events] == ["frame", "tree"]
+        assert events[0][1]["is_key"]
 
 
 async def test_viewers_are_bounded(rig: Rig, driver: Driver) -> None:
@@ -170,6 +224,64 @@ async def test_the_streams_end_with_the_server(rig: Rig, driver: Driver) -> None
         async with asyncio.timeout(5):
             async for _ in events:
                 pass
+
+
+async def test_samples_are_a_second_apart_of_the_last_ten_minutes_whatever_the_clock_shows(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, now_s = watch_of(rig), time.monotonic()
+    monkeypatch.setattr(memory_watch.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(memory_watch.time, "time", lambda: 0.0)
+    reader = MemoryReader(driver.scheduler)
+    for number in range(1001):
+        watch._publish(reader.read(ReadMemory()))
+        now_s += 0.7 if number < 1000 else 300.0
+    times = [sample["time_s"] for sample in watch.samples()]
+    assert {round(after - before, 6) for before, after in pairwise(times)} == {1.4}
+    assert times[-1] == pytest.approx(700.0)
+    assert times[0] == pytest.approx(400.4)
+
+
+async def test_a_long_rest_does_not_hold_up_the_end_of_the_server(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_watch, "_MIN_INTERVAL_S", 60.0)
+    async with aclosing(watch_of(rig).events()) as events:
+        await take(events, "tree")
+        rig.refs.draining = True
+        async with asyncio.timeout(5):
+            assert await anext(events, None) is None
+
+
+async def test_a_server_that_ends_refuses_viewers(rig: Rig, driver: Driver) -> None:
+    watch = rig.app.state.memory_watch  # type: ignore[attr-defined]
+    async with aclosing(watch.events()) as slow:
+        await take(slow, "frame")
+        rig.refs.draining = True
+        await asyncio.sleep(0.7)  # the reading has ended, and this viewer has not taken that
+        answer = await rig.http.get("/memory/events")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+        async with aclosing(watch.events()) as late, asyncio.timeout(5):
+            assert await anext(late, None) is None
+
+
+async def test_a_frame_that_cannot_be_made_ends_the_streams_and_others_may_follow(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("a defect")
+
+    watch = rig.app.state.memory_watch  # type: ignore[attr-defined]
+    async with aclosing(watch.events()) as events, asyncio.timeout(10):
+        await take(events, "tree")
+        with monkeypatch.context() as broken:
+            broken.setattr(FrameBuilder, "add", fail)
+            assert [event async for event in events if b"event: frame" not in event] == []
+            answer = await rig.http.get("/memory/events")
+            assert answer.status_code == 503
+        async with aclosing(watch.events()) as others:
+            assert (await take(others, "frame"))["is_key"]
 
 
 async def test_a_page_and_a_prefix_are_found(rig: Rig, driver: Driver) -> None:

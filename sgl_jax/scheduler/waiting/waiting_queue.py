@@ -10,6 +10,7 @@ prefix (`lpm`) or nothing (`fcfs`); then the least served tenant, and with `lpm`
 prefix most other waiting requests continue; then arrival.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class WaitingQueue:
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
         self._columns = WaitingColumns(len(memories), capacity)
         self._priorities = PriorityCounts()
+        self.num_pinned: Counter[int | None] = Counter()  # by the rank that a request names
 
     def set_policy(self, policy: str) -> None:
         """Set the order: fcfs or lpm."""
@@ -97,6 +99,12 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
+
+    @property
+    def num_retracted(self) -> int:
+        """Requests that ran before."""
+        columns, end = self._columns, self._columns.end
+        return int(np.count_nonzero(columns.is_waiting[:end] & columns.is_retracted[:end]))
 
     # -- requests come and go -----------------------------------------------------------------
 
@@ -125,6 +133,7 @@ class WaitingQueue:
         columns.arrival[line] = request.arrival
         columns.priority[line] = request.priority
         self._priorities.add(request.priority)
+        self.num_pinned[pinned] += 1
         columns.tenant[line] = request.tenant
         self._tenants.queue(request.tenant, 1)
         columns.is_retracted[line] = request.num_retractions > 0
@@ -138,6 +147,7 @@ class WaitingQueue:
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.cursors.unfollow(cursor)
         self._priorities.remove(int(self._columns.priority[line]))
+        self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
         self._columns.free_line(line)
 
@@ -175,6 +185,7 @@ class WaitingQueue:
         self._cursors.clear()
         self._columns.clear()
         self._priorities = PriorityCounts()
+        self.num_pinned.clear()
 
     def waits_due(self, rid: str) -> bool:
         """Return whether a request of that id waits and is due."""
