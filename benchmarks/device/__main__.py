@@ -13,14 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks import DEMO_MODEL
+from sgl_jax.core.engine_messages import EngineMessage, OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import (
-    EngineMessage,
-    FrontMessage,
-    GenerateRequest,
-    OutputBatch,
-    Shutdown,
-)
+from sgl_jax.core.messages import FrontMessage, GenerateRequest, Shutdown
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs

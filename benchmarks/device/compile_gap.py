@@ -23,7 +23,8 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks import DEMO_MODEL
-from sgl_jax.core.messages import EngineMessage, GenerateRequest, OutputBatch, Shutdown
+from sgl_jax.core.engine_messages import EngineMessage, OutputBatch
+from sgl_jax.core.messages import GenerateRequest, Shutdown
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel

@@ -8,8 +8,9 @@ import numpy as np
 
 from benchmarks.host.timing import Timing, timed, timed_once
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
+from sgl_jax.core.engine_messages import OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import GenerateRequest, OutputBatch
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sgl_jax.core.engine_messages import EngineMessage
 from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import EngineMessage, FrontMessage
+from sgl_jax.core.messages import FrontMessage
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 _LENGTH_BYTES = 4

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import msgspec
 
 from sgl_jax.core.calls import GenerationState, SettingsChanged, Traced, WeightsUpdated
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
     PauseGeneration,
-    Reply,
     SetInternalState,
     StartProfile,
     StopProfile,

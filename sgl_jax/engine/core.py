@@ -15,19 +15,17 @@ from typing import Any
 import msgspec
 
 from sgl_jax.core.calls import CALL_OF, Done, Flushed
+from sgl_jax.core.engine_messages import EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     CompileGrammar,
     ControlMessage,
-    EngineInfo,
     FlushCache,
     FrontMessage,
     GenerateRequest,
     GetState,
     MemoryMessage,
-    OutputBatch,
-    Reply,
     SessionMessage,
     Shutdown,
     StopRequest,

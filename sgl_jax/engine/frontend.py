@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply
 from sgl_jax.core.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -25,11 +26,8 @@ from sgl_jax.core.errors import (
 from sgl_jax.core.messages import (
     AbortRequest,
     CallMessage,
-    EngineMessage,
     FrontMessage,
     GenerateRequest,
-    OutputBatch,
-    Reply,
     StopRequest,
     Tenant,
 )

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.errors import EngineStuckError
-from sgl_jax.core.messages import Heartbeat
 from sgl_jax.core.progress import PhaseReport
 
 

@@ -15,20 +15,18 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
+from sgl_jax.core.engine_messages import EngineMessage, Heartbeat, Reply
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CallMessage,
     CloseSession,
     CompileGrammar,
-    EngineMessage,
     FlushCache,
     ForkSession,
     GenerateRequest,
     GetState,
-    Heartbeat,
     ListSessions,
     OpenSession,
-    Reply,
     RollbackSession,
     Shutdown,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sgl_jax.core.messages import FinishReason, TokenLogprobs
+from sgl_jax.core.engine_messages import FinishReason, TokenLogprobs
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 
 

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from sgl_jax.core.engine_messages import EngineFailed, EngineInfo, Heartbeat
 from sgl_jax.core.log_lines import log_to_terminal
-from sgl_jax.core.messages import EngineFailed, EngineInfo, Heartbeat
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, SocketChannel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sgl_jax.core.messages import Mark, OutputBatch
+from sgl_jax.core.engine_messages import Mark, OutputBatch
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request

@@ -11,13 +11,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from sgl_jax.core.messages import (
-    FinishReason,
-    GenerateRequest,
-    Mark,
-    RequestOutput,
-    TokenLogprobs,
-)
+from sgl_jax.core.engine_messages import FinishReason, Mark, RequestOutput, TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.stop_strings import StopStringChecker
 from sgl_jax.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sgl_jax.core.messages import Heartbeat
+from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sgl_jax.core.messages import FinishReason, RequestOutput, TokenLogprobs
+from sgl_jax.core.engine_messages import FinishReason, RequestOutput, TokenLogprobs
 from sgl_jax.core.step_plan import (
     Float32Array,
     Int32Array,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from sgl_jax.core.messages import OutputBatch, RequestOutput
+from sgl_jax.core.engine_messages import OutputBatch, RequestOutput
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.scheduler.ranks import Ranks
 

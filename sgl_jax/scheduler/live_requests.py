@@ -4,15 +4,10 @@ A request that cannot be served gets its last output at once and never enters. O
 in the queue, or behind the gate for programs, and every end removes it by `forget`.
 """
 
+from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import (
-    AbortRequest,
-    FinishReason,
-    GenerateRequest,
-    RequestOutput,
-    StopRequest,
-)
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory

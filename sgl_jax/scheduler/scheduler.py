@@ -14,10 +14,10 @@ from itertools import chain, islice
 from typing import Any, assert_never
 
 from sgl_jax.core.compiled import compile_loops
+from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
-    FinishReason,
     GenerateRequest,
     PauseMode,
     StopRequest,

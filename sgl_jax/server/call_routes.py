@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
 from sgl_jax.core.calls import CALLS, Call
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     CallMessage,
@@ -21,7 +22,6 @@ from sgl_jax.core.messages import (
     Name,
     Namespace,
     NewSessionId,
-    Reply,
     SessionId,
     SessionMessage,
 )

@@ -22,9 +22,10 @@ from typing import Any, Literal
 import msgspec
 from fastapi import Request, Response
 
+from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, opened
-from sgl_jax.core.messages import FinishReason, SessionTurn
+from sgl_jax.core.messages import SessionTurn
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool

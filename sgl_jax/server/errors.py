@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import (
     EngineDeadError,
     EngineStuckError,
@@ -25,7 +26,6 @@ from sgl_jax.core.errors import (
     ShuttingDownError,
     TenantQueueFullError,
 )
-from sgl_jax.core.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1

@@ -28,15 +28,14 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.messages import (
-    ContinueGeneration,
+from sgl_jax.core.engine_messages import (
     EngineFailed,
     EngineInfo,
     EngineMessage,
     Heartbeat,
-    Shutdown,
 )
+from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
+from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
 from sgl_jax.engine.frontend import Frontend

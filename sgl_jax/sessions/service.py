@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from sgl_jax.core.calls import CALL_OF, Done, Forked, RolledBack, SessionEntry, SessionList
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -18,7 +19,6 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     ListSessions,
     OpenSession,
-    Reply,
     RollbackSession,
     SessionMessage,
     StopRequest,

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from sgl_jax.core.messages import (
+from sgl_jax.core.engine_messages import (
     EngineMessage,
     FinishReason,
-    FrontMessage,
     Heartbeat,
     OutputBatch,
-    Shutdown,
 )
+from sgl_jax.core.messages import FrontMessage, Shutdown
 
 
 class ScriptedChannel:

@@ -16,6 +16,15 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.calls import CALL_OF
+from sgl_jax.core.engine_messages import (
+    EngineInfo,
+    EngineMessage,
+    FinishReason,
+    OutputBatch,
+    Reply,
+    RequestOutput,
+    TokenLogprobs,
+)
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -23,10 +32,7 @@ from sgl_jax.core.messages import (
     CompileGrammar,
     ContinueGeneration,
     DescribePage,
-    EngineInfo,
-    EngineMessage,
     FindPrefix,
-    FinishReason,
     FlushCache,
     ForkSession,
     FrontMessage,
@@ -35,11 +41,8 @@ from sgl_jax.core.messages import (
     ListSessions,
     MemoryMessage,
     OpenSession,
-    OutputBatch,
     PauseGeneration,
     ReadMemory,
-    Reply,
-    RequestOutput,
     RollbackSession,
     SessionMessage,
     SetInternalState,
@@ -47,7 +50,6 @@ from sgl_jax.core.messages import (
     StartProfile,
     StopProfile,
     StopRequest,
-    TokenLogprobs,
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.progress import Progress

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sgl_jax.core.errors import EngineDeadError
-from sgl_jax.core.messages import (
-    AbortRequest,
+from sgl_jax.core.engine_messages import (
     EngineMessage,
     FinishReason,
-    FrontMessage,
-    GenerateRequest,
     OutputBatch,
     RequestOutput,
     TokenLogprobs,
 )
+from sgl_jax.core.errors import EngineDeadError
+from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine import channels
 from sgl_jax.engine.channels import ChannelError, EngineClient, SocketChannel

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import (
     FrontMessage,
     GenerateRequest,
     ListSessions,
     OpenSession,
-    Reply,
     SessionTurn,
 )
 from sgl_jax.core.progress import Progress

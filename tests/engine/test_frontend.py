@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, RequestOutput
 from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from sgl_jax.core.messages import (
-    AbortRequest,
-    FinishReason,
-    GetState,
-    OutputBatch,
-    Reply,
-    RequestOutput,
-    SessionTurn,
-    StopRequest,
-)
+from sgl_jax.core.messages import AbortRequest, GetState, SessionTurn, StopRequest
 from sgl_jax.core.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import (
     AbortRequest,
     DescribePage,
@@ -19,7 +20,6 @@ from sgl_jax.core.messages import (
     FrontMessage,
     GenerateRequest,
     ReadMemory,
-    Reply,
     Shutdown,
 )
 from sgl_jax.core.progress import Progress

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from sgl_jax.core.engine_messages import EngineInfo, Reply
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
-    EngineInfo,
     FlushCache,
     FrontMessage,
     PauseGeneration,
     PauseMode,
-    Reply,
     SetInternalState,
 )
 from sgl_jax.replay.__main__ import main as replay

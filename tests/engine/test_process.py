@@ -16,7 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat, Shutdown
+from sgl_jax.core.engine_messages import (
+    EngineFailed,
+    EngineInfo,
+    EngineMessage,
+    Heartbeat,
+)
+from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import EngineClient
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport

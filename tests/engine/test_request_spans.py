@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sgl_jax import Engine
+from sgl_jax.core.engine_messages import FinishReason, Mark, OutputBatch, RequestOutput
 from sgl_jax.core.log_lines import request_id
-from sgl_jax.core.messages import FinishReason, Mark, OutputBatch, RequestOutput, SessionTurn
+from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend

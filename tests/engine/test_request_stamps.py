@@ -1,6 +1,6 @@
 """Stamps are sent once, and those of lost steps are forgotten."""
 
-from sgl_jax.core.messages import OutputBatch
+from sgl_jax.core.engine_messages import OutputBatch
 from sgl_jax.engine.request_stamps import RequestStamps
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import FinishReason
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
 

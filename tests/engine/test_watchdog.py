@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.errors import EngineStuckError
-from sgl_jax.core.messages import Heartbeat
 from sgl_jax.core.progress import Progress
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.watchdog import Watchdog

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from sgl_jax.core.engine_messages import EngineInfo, Reply
 from sgl_jax.core.messages import (
-    EngineInfo,
     FrontMessage,
     GenerateRequest,
     OpenSession,
     PauseGeneration,
-    Reply,
     SessionTurn,
     UpdateWeightsFromDisk,
 )

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
-    FinishReason,
     ForkSession,
     GenerateRequest,
     OpenSession,
-    OutputBatch,
     PauseMode,
-    Reply,
     SessionMessage,
-    TokenLogprobs,
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs

@@ -13,7 +13,12 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from sgl_jax.core.messages import EngineFailed, EngineInfo, EngineMessage, Heartbeat
+from sgl_jax.core.engine_messages import (
+    EngineFailed,
+    EngineInfo,
+    EngineMessage,
+    Heartbeat,
+)
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import EngineClient, SocketChannel
 from sgl_jax.engine.frontend import Frontend

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import (
-    Heartbeat,
-    PauseGeneration,
-    StartProfile,
-    UpdateWeightsFromDisk,
-)
+from sgl_jax.core.engine_messages import Heartbeat
+from sgl_jax.core.messages import PauseGeneration, StartProfile, UpdateWeightsFromDisk
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING

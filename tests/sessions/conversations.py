@@ -6,13 +6,13 @@ longer, and that any other end leaves as it was.
 
 from dataclasses import dataclass, field
 
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import (
     AbortRequest,
     CloseSession,
     ForkSession,
     ListSessions,
     OpenSession,
-    Reply,
     RollbackSession,
     SessionTurn,
     StopRequest,

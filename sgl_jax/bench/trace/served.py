@@ -16,8 +16,9 @@ import numpy as np
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds
+from sgl_jax.core.engine_messages import OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import GenerateRequest, OutputBatch
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan

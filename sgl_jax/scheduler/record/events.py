@@ -12,17 +12,14 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_messages import OutputBatch, Reply, RequestOutput, TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,
-    OutputBatch,
     PauseMode,
-    Reply,
-    RequestOutput,
     SessionMessage,
     StopRequest,
-    TokenLogprobs,
 )
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.server_args import SchedulerArgs

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import Reply
 from sgl_jax.core.server_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import (
     Decision,

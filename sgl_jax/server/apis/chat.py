@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
-from sgl_jax.core.messages import TokenLogprobs
+from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.apis.native import MetaInfo, describe, native_logprobs
 from sgl_jax.server.apis.openai import (

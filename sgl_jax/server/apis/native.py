@@ -8,8 +8,9 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
+from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.engine.request_stream import Chunk, RequestStream
