@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     load = Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
     rng = np.random.default_rng(0)
-    flags = ("--model-path", str(options.model_path), "--decode-log-interval", "0")
+    flags = ("--model-path", str(options.model_path), "--log-level", "warning")
     with server(flags) as port:
 
         def serve() -> float:

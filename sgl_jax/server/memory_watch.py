@@ -28,9 +28,10 @@ MAX_VIEWERS = 32
 _SAMPLES_KEPT_S = 600.0
 _MIN_INTERVAL_S = 0.1
 _MIN_TREE_INTERVAL_S = 1.0
-# Rest after a reading, as a multiple of its time: 1/150 and 1/300 of the engine's time.
-_REST = 150
-_TREE_REST = 300
+# Rest after a reading, as a multiple of the processor time that it took in engine and server: 1/200
+# and 1/400 of a core.
+_REST = 200
+_TREE_REST = 400
 _SAMPLE_INTERVAL_S = 1.0
 _RETRY_S = 1.0
 _LOOK_INTERVAL_S = 0.5  # at most, before the streams of a server that shuts down end
@@ -95,7 +96,7 @@ class MemoryWatch:
 
     async def _read_until_end(self) -> None:
         tree_due = 0.0
-        frame_s = 0.0  # time of the last reading without trees
+        frame_s = 0.0  # processor time of the last reading without trees
         while not self._refs.draining:
             has_tree = time.monotonic() >= tree_due
             message = ReadMemory(has_tree=has_tree, has_tokens=self._shows_text)
@@ -109,13 +110,13 @@ class MemoryWatch:
                 self._send(_KEEP_ALIVE)
                 await self._rest(_RETRY_S)
                 continue
-            snapshot = reply.data
+            snapshot, started = reply.data, time.thread_time()
             self._publish(snapshot)
+            cost_s = snapshot["build_s"] + time.thread_time() - started
             if has_tree:
-                rest_s = max(_MIN_TREE_INTERVAL_S, _TREE_REST * snapshot["build_s"])
-                tree_due = time.monotonic() + rest_s
+                tree_due = time.monotonic() + max(_MIN_TREE_INTERVAL_S, _TREE_REST * cost_s)
             else:
-                frame_s = snapshot["build_s"]
+                frame_s = cost_s
             await self._rest(max(_MIN_INTERVAL_S, _REST * frame_s))
 
     async def _rest(self, seconds: float) -> None:
