@@ -28,8 +28,9 @@ _PROMPT_IDS = 400  # every model has more
 def watched(port: int) -> Iterator[None]:
     """A viewer and a scraper of the server at `port`, for as long as this is open."""
     url = f"http://127.0.0.1:{port}"
-    scrape = f"while curl -sfo /dev/null {url}/metrics; do sleep 1; done"
-    commands = (["curl", "-sNo", "/dev/null", f"{url}/memory/events"], ["sh", "-c", scrape])
+    # One connection and one process for all scrapes, as Prometheus has.
+    scrapes = ["curl", "-sf", "--rate", "1/s", "-o", "/dev/null", f"{url}/metrics?[1-100000]"]
+    commands = (["curl", "-sNo", "/dev/null", f"{url}/memory/events"], scrapes)
     processes = [subprocess.Popen(command) for command in commands]
     time.sleep(_SETTLE_S)
     try:
