@@ -118,7 +118,7 @@ class _Messages:
                     written = self._socket.send(data)
                 except BlockingIOError:
                     written = 0
-                except OSError:  # nobody reads it: `EngineProcess` reports the end of the engine
+                except OSError:  # closed there: `EngineProcess` reports the end of the engine
                     return
                 if written == len(data):
                     return

@@ -169,7 +169,9 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def answer(message: Any, data: Any) -> Reply:
-    return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data))
+    """The reply to a call that succeeded; a dictionary holds builtins alone, and is not copied."""
+    builtins = data if isinstance(data, dict) else msgspec.to_builtins(data)
+    return Reply(rid=message.rid, ok=True, data=builtins)
 
 
 def refusal(message: Any, why: str, **data: Any) -> Reply:

@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from sgl_jax.core.calls import CALL_OF, Done, Flushed
 from sgl_jax.core.engine_messages import EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import InvalidRequestError
@@ -364,15 +362,14 @@ class EngineCore:
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
-        """Reply with a reading of the memory; arrays stay bytes."""
+        """Reply with a reading of the memory."""
         try:
-            data = msgspec.to_builtins(read(message), builtin_types=(bytes,))
+            return answer(message, read(message))
         except InvalidRequestError as error:
             return refusal(message, str(error), param=error.param)
         except Exception as error:  # inconsistent records may raise anything
             logger.exception("the memory cannot be read")
             return refusal(message, f"the memory cannot be read: {error}", status_code=500)
-        return Reply(rid=message.rid, ok=True, data=data)
 
     def read_state(self, message: GetState) -> Reply:
         return answer(message, self.state())

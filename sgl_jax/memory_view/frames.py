@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
-from sgl_jax.metrics.engine_metrics import page_states, pool_names
+from sgl_jax.metrics.engine_metrics import page_states, pool_names, row_states
 
 Snapshot = Mapping[str, Any]
 Mark = Mapping[str, Any]
@@ -30,6 +31,20 @@ _MARKS = {
     "evicted_pages": "page eviction",
 }
 _COMPILES = ("compiles_after_ready", "compiles_in_background")
+
+
+class ViewFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The page's first facts: of a running engine, with the samples of the last ten minutes, or of
+    a recording of `num_frames` frames, with a sample for each."""
+
+    model: str
+    version: str
+    dp_size: int
+    page_size: int  # tokens
+    samples: list[dict[str, Any]]
+    shows_text: bool = False
+    is_recording: bool = False
+    num_frames: int = 0
 
 
 class FrameBuilder:
@@ -104,7 +119,6 @@ class FrameBuilder:
         for lease in leases:
             lease["tokens_per_s"] = self._rates.of_request(lease["rid"])
             self._add_text(lease)
-        total, free, idle = rank["total_rows"], rank["free_rows"], rank["session_rows"]
         return {
             "dp_rank": rank["dp_rank"],
             "is_closed": rank["defect"] is None,
@@ -116,12 +130,7 @@ class FrameBuilder:
                 {"name": name, "num_pages": pool["total_pages"], "pages": page_states(pool)}
                 for name, pool in zip(pool_names(rank), rank["pools"], strict=True)
             ],
-            "rows": {
-                "free": free,
-                "running": total - free - idle,
-                "session": idle,
-                "total": total,
-            },
+            "rows": row_states(rank),
             "leases": leases,
             "counters": rank["counters"],
         }

@@ -126,6 +126,12 @@ def page_states(pool: State) -> dict[str, int]:
     }
 
 
+def row_states(rank: State) -> dict[str, int]:
+    """The rows of a rank by state: all before the last add up to it."""
+    total, free, session = rank["total_rows"], rank["free_rows"], rank["session_rows"]
+    return {"free": free, "running": total - free - session, "session": session, "total": total}
+
+
 def _of_kind(kind: str) -> Callable[[State], float]:
     return lambda rank: _usage(pool for pool in rank["pools"] if _kind(pool) == kind)
 
@@ -224,12 +230,7 @@ FIGURES = (
         lambda state: [
             (rank["dp_rank"], name, count)
             for rank in state["ranks"]
-            for name, count in (
-                ("free", rank["free_rows"]),
-                ("running", rank["total_rows"] - rank["free_rows"] - rank["session_rows"]),
-                ("session", rank["session_rows"]),
-                ("total", rank["total_rows"]),
-            )
+            for name, count in row_states(rank).items()
         ],
         ("dp_rank", "state"),
     ),

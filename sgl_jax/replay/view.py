@@ -24,11 +24,12 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
 from sgl_jax.core.request_limits import INT32, check_between
 from sgl_jax.memory_view import MEMORY_PAGE
-from sgl_jax.memory_view.frames import FrameBuilder, added_up
+from sgl_jax.memory_view.frames import FrameBuilder, ViewFacts, added_up
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from sgl_jax.scheduler.record.events import Planned, Record, Tick
+from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
@@ -56,6 +57,7 @@ class RecordedFrames:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._frames: list[_Kept] = []
+        self._num_bytes = 0  # of their contents
         self._every = 1
         self.difference = ""
         with path.open("rb") as file:
@@ -127,9 +129,9 @@ class RecordedFrames:
         content = {"frame": frames.key_frame(), "tree": frames.tree(snapshot)}
         packed = zlib.compress(msgspec.json.encode(content), 1)
         self._frames.append(_Kept(num_events, packed, frames.sample()))
-        num_bytes = sum(len(kept.content) for kept in self._frames)
+        self._num_bytes += len(packed)
         if len(self._frames) % 2 == 0 and (
-            len(self._frames) > MAX_FRAMES or num_bytes > _MAX_CONTENT_BYTES
+            len(self._frames) > MAX_FRAMES or self._num_bytes > _MAX_CONTENT_BYTES
         ):
             self._leave_out_every_other()
 
@@ -139,6 +141,7 @@ class RecordedFrames:
             marks = [*gone.sample["marks"], *kept.sample["marks"]]
             kept.sample["marks"] = added_up(marks)
         self._frames = self._frames[1::2]
+        self._num_bytes = sum(len(kept.content) for kept in self._frames)
         self._every *= 2
 
 
@@ -163,17 +166,16 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
     """The routes of the memory view over a recording called `name`."""
 
     async def hello(request: Request) -> Response:
-        return JSONResponse(
-            {
-                "model": name,
-                "version": metadata.version("sgl-jax"),
-                "is_recording": True,
-                "shows_text": False,
-                "dp_size": frames.dp_size,
-                "page_size": frames.page_size,
-                "num_frames": len(frames),
-                "samples": frames.samples,
-            }
+        return json_response(
+            ViewFacts(
+                model=name,
+                version=metadata.version("sgl-jax"),
+                dp_size=frames.dp_size,
+                page_size=frames.page_size,
+                samples=frames.samples,
+                is_recording=True,
+                num_frames=len(frames),
+            )
         )
 
     async def frame(request: Request) -> Response:
@@ -196,7 +198,7 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
 
     async def _read(number: int, read: Callable[[MemoryReader], Any]) -> Response:
         found = await run_in_threadpool(lambda: read(frames.reader_at(number)))
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        return json_response(found)
 
     async def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": {"message": str(error)}}, status_code=400)

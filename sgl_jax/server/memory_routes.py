@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.calls import PrefixFound
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FindPrefix, Namespace
+from sgl_jax.memory_view.frames import ViewFacts
 from sgl_jax.server.answer_stream import BODY, START, json_response
 from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError
@@ -33,21 +34,19 @@ def watch_of(request: Request) -> MemoryWatch:
     return watch
 
 
-@router.get("/memory/hello", responses=answers())
+@router.get("/memory/hello", responses=answers(ViewFacts))
 async def hello(request: Request) -> Response:
     """Facts for the memory view, and its samples of the last ten minutes."""
     refs = references_of(request)
     return json_response(
-        {
-            "model": refs.model_name,
-            "version": request.app.version,
-            "is_recording": False,
-            "shows_text": refs.args.memory_view_text,
-            "dp_size": refs.frontend.facts.dp_size,
-            "page_size": refs.engine_info["page_size"],
-            "num_frames": 0,
-            "samples": watch_of(request).samples(),
-        }
+        ViewFacts(
+            model=refs.model_name,
+            version=request.app.version,
+            dp_size=refs.frontend.facts.dp_size,
+            page_size=refs.engine_info["page_size"],
+            samples=watch_of(request).samples(),
+            shows_text=refs.args.memory_view_text,
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads the engine's memory while somebody watches, and fans out the frames to the viewers.
+"""Reads the engine's memory while it has viewers, and fans out the frames to the viewers.
 
 One task reads for all viewers, at most ten times a second. After a reading the engine gets a rest
 in proportion to the time that the reading took, so that a large memory is read less often instead
@@ -87,7 +87,7 @@ class MemoryWatch:
                 self._reading = None
 
     async def _read_on(self) -> None:
-        """Read until the engine or the server ends, or nobody watches: then it is cancelled."""
+        """Read until the engine or the server ends, or the last viewer goes, which cancels it."""
         try:
             await self._read_until_end()
         except Exception:
@@ -155,18 +155,22 @@ class _Viewer:
         return await self._events.get()
 
     def put(self, event: bytes | None) -> None:
-        """Add an event. If too many wait, they are dropped, and the next frame is a key frame."""
-        if self._events.qsize() >= _EVENTS_WAITING:
-            with contextlib.suppress(asyncio.QueueEmpty):
-                while True:
-                    self._events.get_nowait()
-            self._needs_key = True
+        self._make_room()
         self._events.put_nowait(event)
 
     def put_frame(self, frame: bytes, key_frame: Callable[[], bytes]) -> None:
-        is_full = self._events.qsize() >= _EVENTS_WAITING
-        self.put(key_frame() if self._needs_key or is_full else frame)
+        self._make_room()
+        self._events.put_nowait(key_frame() if self._needs_key else frame)
         self._needs_key = False
         if self._tree is not None:
             self.put(self._tree)
             self._tree = None
+
+    def _make_room(self) -> None:
+        """Drop the events that wait, if they are too many; the next frame is then a key frame."""
+        if self._events.qsize() < _EVENTS_WAITING:
+            return
+        with contextlib.suppress(asyncio.QueueEmpty):
+            while True:
+                self._events.get_nowait()
+        self._needs_key = True

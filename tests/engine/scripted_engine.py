@@ -207,14 +207,15 @@ class ScriptedEngine:
 
     def read_memory(self, message: MemoryMessage) -> Reply:
         """Of the real scheduler that the test has put into `scheduler`."""
-        from sgl_jax.memory_view.reader import MemoryReader  # most scripts start without it
+        # Here, since most scripts start without them.
+        from sgl_jax.engine.controls import answer, refusal
+        from sgl_jax.memory_view.reader import MemoryReader
 
         try:
             read = getattr(MemoryReader(self.scheduler), CALL_OF[type(message)].handler)
-            data = msgspec.to_builtins(read(message), builtin_types=(bytes,))
+            return answer(message, read(message))
         except InvalidRequestError as error:
-            return Reply(rid=message.rid, ok=False, message=str(error), data={"param": error.param})
-        return Reply(rid=message.rid, ok=True, data=data)
+            return refusal(message, str(error), param=error.param)
 
     def compile_grammar(self, message: CompileGrammar) -> Reply:
         grammars = GrammarCompiler(self.tokenizer_folder, self.vocab_size, (EOS,))

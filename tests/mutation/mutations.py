@@ -2512,8 +2512,8 @@ MUTATIONS = (
     Mutation(
         "view: a difference follows frames that a viewer has missed",
         _WATCH,
-        "key_frame() if self._needs_key or is_full else frame",
-        "key_frame() if self._needs_key else frame",
+        "                self._events.get_nowait()\n        self._needs_key = True\n",
+        "                self._events.get_nowait()\n",
     ),
     Mutation(
         "view: a recording forgets the marks of frames left out",
