@@ -6,19 +6,15 @@ watched, watched, quiet, and the ratio is that of each such round. Viewer and sc
 of their own, which share the machine's cores with client, server and device.
 """
 
-import argparse
 import asyncio
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks import DEMO_MODEL
-from benchmarks.serving.over_bare import Load, server
+from benchmarks.serving.rounds import parse_options, print_rounds, server
 
 _SETTLE_S = 0.5
 _PROMPT_IDS = 400  # every model has more
@@ -47,36 +43,22 @@ def watched(port: int) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print tokens per second both ways, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model-path", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--num-streams", type=int, default=8)
-    parser.add_argument("--num-requests", type=int, default=8, help="of a stream in a block (8)")
-    parser.add_argument("--prompt-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=8, help="of four blocks each (8)")
-    options = parser.parse_args(argv)
-    load = Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
+    load, model_path, num_rounds = parse_options(__doc__, argv)
     rng = np.random.default_rng(0)
-    flags = ("--model-path", str(options.model_path), "--log-level", "warning")
+    flags = ("--model-path", str(model_path), "--log-level", "warning")
     with server(flags) as port:
 
         def serve() -> float:
-            shape = (load.num_streams, load.num_requests, load.prompt_len)
-            prompts = rng.integers(0, _PROMPT_IDS, shape, dtype=np.int32)
-            return asyncio.run(load.serve(port, prompts))
+            return asyncio.run(load.serve(port, load.random_prompts(rng, _PROMPT_IDS)))
 
-        serve()  # warms caches
-        print(f"{'quiet tok/s':>12}{'watched tok/s':>15}{'watched / quiet':>17}")
-        ratios = []
-        for _ in range(options.rounds):
+        def times() -> tuple[float, float]:
             quiet_s = serve()
             with watched(port):
                 watched_s = serve() + serve()
-            quiet_s += serve()
-            ratios.append(quiet_s / watched_s)
-            rates = [2 * load.num_tokens / seconds for seconds in (quiet_s, watched_s)]
-            print(f"{rates[0]:12.0f}{rates[1]:15.0f}{ratios[-1]:17.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f}")
+            return quiet_s + serve(), watched_s
+
+        serve()  # warms caches
+        print_rounds(load, ("quiet", "watched"), times, num_rounds)
 
 
 if __name__ == "__main__":

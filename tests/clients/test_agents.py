@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.clients.demo_tool import QUESTION, REPORT, RESULT, Sum, get_weather
+from tests.clients.langchain_model import chat_model
 from tests.live.live_server import DEMO, LiveServer
 
 # At import, litellm otherwise asks GitHub what models cost.
@@ -104,14 +105,14 @@ def _pydantic_model(server: LiveServer) -> Any:
 def test_langchain_gets_an_object(server: LiveServer, method: str) -> None:
     kind = AnyObject if method == "json_mode" else Sum
     settings = {"logit_bias": CLOSING} if kind is AnyObject else {}
-    model = _langchain(server, **settings).with_structured_output(kind, method=method)
+    model = chat_model(server, **settings).with_structured_output(kind, method=method)
     assert isinstance(model.invoke("What is 17 + 25?"), kind)
 
 
 def test_langchain_calls_a_tool_and_reports(server: LiveServer) -> None:
     tools = pytest.importorskip("langchain_core.tools")
     messages = pytest.importorskip("langchain_core.messages")
-    model = _langchain(server).bind_tools([tools.tool(get_weather)])
+    model = chat_model(server).bind_tools([tools.tool(get_weather)])
     call = model.invoke(QUESTION)
     assert [(each["name"], each["args"]) for each in call.tool_calls] == [
         ("get_weather", {"city": "Paris"})
@@ -129,22 +130,9 @@ def test_langchain_calls_a_tool_and_reports(server: LiveServer) -> None:
 def test_langchain_forces_a_tool(server: LiveServer) -> None:
     tools = pytest.importorskip("langchain_core.tools")
     for choice in ("any", "get_weather"):
-        model = _langchain(server).bind_tools([tools.tool(get_weather)], tool_choice=choice)
+        model = chat_model(server).bind_tools([tools.tool(get_weather)], tool_choice=choice)
         (call,) = model.invoke("Hello!").tool_calls[:1]
         assert call["name"] == "get_weather"
-
-
-def _langchain(server: LiveServer, **settings: Any) -> Any:
-    langchain = pytest.importorskip("langchain_openai")
-    return langchain.ChatOpenAI(
-        model="demo",
-        base_url=server.url + "/v1",
-        api_key="none",
-        temperature=0,
-        max_retries=0,
-        max_tokens=200,
-        **settings,
-    )
 
 
 def test_litellm_calls_a_tool_and_reports(server: LiveServer) -> None:
@@ -183,6 +171,17 @@ def _litellm(server: LiveServer, messages: list[Any], **body: Any) -> Any:
     )
 
 
+async def _run_agent(agent: Any, question: str, *, is_streamed: bool) -> Any:
+    """The result of an agent of openai-agents."""
+    runner = pytest.importorskip("agents").Runner
+    if not is_streamed:
+        return await runner.run(agent, question)
+    answer = runner.run_streamed(agent, question)
+    async for _ in answer.stream_events():
+        pass
+    return answer
+
+
 @pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_openai_agents_have_a_typed_result_beside_strict_tools(
@@ -202,12 +201,7 @@ def test_openai_agents_have_a_typed_result_beside_strict_tools(
             model=getattr(agents, model)(model="demo", openai_client=client),
             model_settings=agents.ModelSettings(temperature=0, max_tokens=200),
         )
-        if not is_streamed:
-            return await agents.Runner.run(agent, question)
-        answer = agents.Runner.run_streamed(agent, question)
-        async for _ in answer.stream_events():
-            pass
-        return answer
+        return await _run_agent(agent, question, is_streamed=is_streamed)
 
     assert isinstance(asyncio.run(run("What is 17 + 25?")).final_output, Sum)
     called = asyncio.run(run(QUESTION))
@@ -231,12 +225,7 @@ def test_openai_agents_call_a_strict_tool_and_report(
             model=getattr(agents, model)(model="demo", openai_client=client),
             model_settings=agents.ModelSettings(temperature=0, max_tokens=200, tool_choice=choice),
         )
-        if not is_streamed:
-            return await agents.Runner.run(agent, QUESTION)
-        answer = agents.Runner.run_streamed(agent, QUESTION)
-        async for _ in answer.stream_events():
-            pass
-        return answer
+        return await _run_agent(agent, QUESTION, is_streamed=is_streamed)
 
     answer = asyncio.run(run())
     assert answer.final_output == REPORT

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from tests.clients.demo_tool import QUESTION, REPORT, SUM_QUESTION, Sum, get_weather
+from tests.clients.langchain_model import chat_model
 from tests.live.live_server import LiveServer
 
-langchain_openai = pytest.importorskip("langchain_openai")
+pytest.importorskip("langchain_openai")
 prebuilt = pytest.importorskip("langgraph.prebuilt")
 memory = pytest.importorskip("langgraph.checkpoint.memory")
 tools = pytest.importorskip("langchain_core.tools")
@@ -16,15 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationW
 
 @pytest.fixture(params=[False, True], ids=["chats", "responses"])
 def model(server: LiveServer, request: pytest.FixtureRequest) -> Any:
-    return langchain_openai.ChatOpenAI(
-        model="demo",
-        base_url=server.url + "/v1",
-        api_key="none",
-        temperature=0,
-        max_tokens=200,
-        max_retries=0,
-        use_responses_api=request.param,
-    )
+    return chat_model(server, use_responses_api=request.param)
 
 
 def asking(text: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from sgl_jax.memory_view.reader import (
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from tests.mem_cache.test_ledger import leak_a_page
-from tests.replay.test_replay import eventful_driver
+from tests.replay.eventful_driver import eventful_driver
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.test_states import make_driver as make_driver_with_states
 

@@ -19,19 +19,6 @@ from sgl_jax.replay.player import Player
 from sgl_jax.replay.view import RecordedFrames, view_app
 from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.record.events import Planned, TakeOutputs
-from tests.replay.test_replay import eventful_driver
-
-
-@pytest.fixture(scope="module")
-def recording() -> bytes:
-    return eventful_driver().recording.getvalue()
-
-
-@pytest.fixture
-def path(tmp_path: Path, recording: bytes) -> Path:
-    path = tmp_path / "run.events"
-    path.write_bytes(recording)
-    return path
 
 
 @pytest.fixture

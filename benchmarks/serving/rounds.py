@@ -1,0 +1,145 @@
+"""A load of streams on a server of its own process, and rounds that compare two ways to run it.
+
+A round has four blocks, one way outside and the other within, so that a machine whose speed drifts
+spoils the ratio least. Client and server share the machine's cores with the device, if that is a
+CPU.
+"""
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import DEMO_MODEL
+
+_START_S = 600.0
+_POLL_S = 0.2
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Load:
+    """`num_streams` connections, each with `num_requests` requests of random tokens in turn."""
+
+    num_streams: int
+    num_requests: int
+    prompt_len: int
+    output_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens in all."""
+        return self.num_streams * self.num_requests * self.output_len
+
+    async def serve(self, port: int, prompts: np.ndarray) -> float:
+        """Seconds from the first request to the last answer's end.
+
+        `prompts` are int32[num_streams, num_requests, prompt_len].
+        """
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in prompts]
+        start = time.perf_counter()
+        await asyncio.gather(*map(self._send_all, streams, prompts.tolist()))
+        seconds = time.perf_counter() - start
+        for _, writer in streams:
+            writer.close()
+        return seconds
+
+    async def _send_all(
+        self,
+        stream: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        reader, writer = stream
+        sampling = {"temperature": 0, "max_new_tokens": self.output_len, "ignore_eos": True}
+        for prompt in prompts:
+            body = json.dumps(
+                {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+            ).encode()
+            writer.write(
+                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            end = b""
+            while not end.endswith(_LAST_CHUNK):
+                received = await reader.read(65536)
+                if not received:
+                    raise RuntimeError("the server closed a connection")
+                end = (end + received)[-4096:]
+            if b'"completion_tokens":%d,' % self.output_len not in end:
+                raise RuntimeError(f"an answer ended otherwise: {end!r}")
+
+    def random_prompts(self, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
+        """int32[num_streams, num_requests, prompt_len]"""
+        shape = (self.num_streams, self.num_requests, self.prompt_len)
+        return rng.integers(0, vocab_size, shape, dtype=np.int32)
+
+
+@contextmanager
+def server(flags: Sequence[str]) -> Iterator[int]:
+    """Start a server with these flags; its port once it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    command = (sys.executable, "-m", "sgl_jax.launch_server", "--port", str(port), *flags)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        _await_ready(process, port)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _await_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+            return
+        time.sleep(_POLL_S)
+    raise RuntimeError("the server did not start")
+
+
+def parse_options(description: str | None, argv: Sequence[str] | None) -> tuple[Load, Path, int]:
+    """The load, the model's folder and the number of rounds of a command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model-path", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--num-streams", type=int, default=8)
+    parser.add_argument("--num-requests", type=int, default=8, help="of a stream in a block (8)")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=8, help="of four blocks each (8)")
+    options = parser.parse_args(argv)
+    load = Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
+    return load, options.model_path, options.rounds
+
+
+def print_rounds(
+    load: Load,
+    names: tuple[str, str],
+    times: Callable[[], tuple[float, float]],
+    num_rounds: int,
+) -> None:
+    """Print tokens per second of the two `names`, and the second's over the first's, by rounds.
+
+    `times` runs the four blocks of a round; it returns the seconds of both blocks of each name.
+    """
+    first, second = names
+    print(f"{first + ' tok/s':>15}{second + ' tok/s':>15}{f'{second} / {first}':>17}")
+    ratios = []
+    for _ in range(num_rounds):
+        seconds = times()
+        ratios.append(seconds[0] / seconds[1])
+        rates = [2 * load.num_tokens / each for each in seconds]
+        print(f"{rates[0]:15.0f}{rates[1]:15.0f}{ratios[-1]:17.3f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.3f}")
