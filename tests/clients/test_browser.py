@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.chromium import CHROMIUM
 from tests.live.live_server import LiveServer
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),

@@ -1,6 +1,5 @@
 """A browser with the memory view's page, and servers for it. Skipped where there is no Chromium."""
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,56 +11,23 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sgl_jax.replay.view import RecordedFrames, view_app
+from tests.chromium import OpenPage, browser, open_tab
 from tests.memory_view.drivers import DRIVERS
 
-OpenPage = Callable[..., Any]  # returns a page of Playwright
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture(scope="module")  # until it ends, this thread has an event loop that runs
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
+__all__ = ["browser", "open_tab"]
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[OpenPage]:
-    """`open_page(url, **options of a browser's page)`. Any error in the page fails the test,
-    one against the Content-Security-Policy included, except those that `expected_error` is in."""
-    errors: list[str] = []
-    contexts = []
+def open_page(open_tab: OpenPage) -> OpenPage:
+    """`open_page(url)` of a server opens the view there, and waits for its first frame."""
 
-    def open_page(
-        url: str, *, expected_error: str = "", has_frame: bool = True, **options: object
-    ) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                errors.append(message.text)
-                if message.type == "error"
-                and not (expected_error and expected_error in message.text)
-                else None
-            ),
-        )
-        page.goto(f"{url}/memory")
+    def open_page(url: str, *, has_frame: bool = True, **options: object) -> Any:
+        page = open_tab(f"{url}/memory", **options)
         if has_frame:
             page.wait_for_selector("html[data-number]", state="attached")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert errors == []
+    return open_page
 
 
 @contextmanager

@@ -73,7 +73,8 @@ test("runs of frames add up, and an instant replaces the numbers of the frame", 
 });
 
 test("events are read in any pieces", async () => {
-  const { EventParser, backoff } = await load("stream.js");
+  const { EventParser } = await load("api.js");
+  const { backoff } = await load("stream.js");
   const text = ': alive\n\nevent: frame\ndata: {"a": 1}\n\nevent: tree\r\ndata: 2\r\n\r\nevent: fr';
   for (const size of [1, 3, 7, 100]) {
     const parser = new EventParser();

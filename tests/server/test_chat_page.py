@@ -1,92 +1,93 @@
 """The page at `/` in headless Chromium, on a server whose model repeats the message."""
 
-import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from tests.server.browser import CHROMIUM, Tab, browser_tab
+from tests.chromium import OpenPage, browser, open_tab, wait_until
 from tests.server.server_process import SCRIPTED, running_server
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
+__all__ = ["browser", "open_tab"]
 IS_IDLE = "document.getElementById('stop').disabled"
 MESSAGES = "[...document.querySelectorAll('article p')].map((p) => p.textContent)"
+HAS_ANSWER = f"{IS_IDLE} && ({MESSAGES}).length === 2"
 
 
-@contextlib.asynccontextmanager
-async def chat_page(model: Path, *flags: str) -> AsyncIterator[Tab]:
-    """The page of a new server, with a token each 20 ms."""
+@contextmanager
+def server_url(model: Path, *flags: str) -> Iterator[str]:
+    """A new server, with a token each 20 ms."""
     flags = ("--random-seed", "20", "--context-length", "2048", *flags)
     with running_server(SCRIPTED, model, *flags) as server:
-        async with browser_tab() as tab:
-            await tab.open(server.wait_ready().url + "/")
-            yield tab
+        yield server.wait_ready().url + "/"
 
 
-async def click(tab: Tab, name: str) -> None:
-    await tab.value(f"document.getElementById('{name}').click()")
+def enter(page: Any, text: str) -> None:
+    """Type a line into the element with the focus."""
+    page.keyboard.insert_text(text)
+    page.keyboard.press("Enter")
 
 
-async def test_a_conversation_is_streamed_measured_stopped_and_reset(model_folder: Path) -> None:
+def test_a_conversation_is_streamed_measured_stopped_and_reset(
+    model_folder: Path, open_tab: OpenPage
+) -> None:
     markup = "<img src=x onerror=alert(1)> <b>bold</b>"
-    async with chat_page(model_folder) as tab:
-        await tab.type(markup + "\n")
-        await tab.until(f"{IS_IDLE} && ({MESSAGES}).length === 2")
-        assert await tab.value(MESSAGES) == [markup, markup]
-        assert await tab.value("document.querySelectorAll('#log img, #log b').length") == 0
-        figures = await tab.value("[...document.querySelectorAll('dd')].map((d) => d.textContent)")
-        first, rate, num_tokens, num_prompt, num_cached = figures
+    with server_url(model_folder) as url:
+        page = open_tab(url)
+        enter(page, markup)
+        wait_until(page, HAS_ANSWER)
+        assert page.evaluate(MESSAGES) == [markup, markup]
+        assert page.locator("#log img, #log b").count() == 0
+        first, rate, num_tokens, num_prompt, num_cached = page.locator("dd").all_text_contents()
         assert first.endswith(" ms")
         assert 10 < float(rate) < 60
         assert int(num_cached) == int(num_prompt) // 2
-        bars = "document.querySelectorAll('#chart rect').length"
-        assert await tab.value(bars) == int(num_tokens)
-        assert await tab.value("document.querySelectorAll('#chart rect.first').length") == 1
+        assert page.locator("#chart rect").count() == int(num_tokens)
+        assert page.locator("#chart rect.first").count() == 1
 
-        await tab.type("on and on " * 100 + "\n")
-        await tab.until(f"({MESSAGES})[3]?.length > 20")
-        await click(tab, "stop")
-        await tab.until(IS_IDLE)
-        assert 20 < len((await tab.value(MESSAGES))[3]) < 900
+        enter(page, "on and on " * 100)
+        wait_until(page, f"({MESSAGES})[3]?.length > 20")
+        page.click("#stop")
+        wait_until(page, IS_IDLE)
+        assert 20 < len(page.evaluate(MESSAGES)[3]) < 900
 
-        await click(tab, "reset")
-        await tab.type("Again.\n")
-        await tab.until(f"{IS_IDLE} && ({MESSAGES}).length === 2")
-        assert await tab.value(MESSAGES) == ["Again.", "Again."]
-        assert tab.problems == []
+        page.click("#reset")
+        enter(page, "Again.")
+        wait_until(page, HAS_ANSWER)
+        assert page.evaluate(MESSAGES) == ["Again.", "Again."]
 
 
-async def test_a_refusal_is_shown_and_the_message_stays(model_folder: Path) -> None:
-    async with chat_page(model_folder) as tab:
-        await tab.value("document.getElementById('max-tokens').value = 10 ** 9")
-        await tab.type("Hello.\n")
-        await tab.until(f"{IS_IDLE} && !document.getElementById('notice').hidden")
-        assert "max_tokens" in await tab.value("document.getElementById('notice').textContent")
-        assert await tab.value("document.getElementById('message').value") == "Hello."
-        assert await tab.value(MESSAGES) == []
+def test_a_refusal_is_shown_and_the_message_stays(model_folder: Path, open_tab: OpenPage) -> None:
+    with server_url(model_folder) as url:
+        page = open_tab(url, expected_error="status of 400")
+        page.evaluate("document.getElementById('max-tokens').value = 10 ** 9")
+        enter(page, "Hello.")
+        wait_until(page, f"{IS_IDLE} && !document.getElementById('notice').hidden")
+        assert "max_tokens" in page.text_content("#notice")
+        assert page.input_value("#message") == "Hello."
+        assert page.evaluate(MESSAGES) == []
 
 
-async def test_a_key_is_asked_for_when_the_server_needs_one(model_folder: Path) -> None:
-    async with chat_page(model_folder, "--api-key", "hush") as tab:
-        await tab.until("!document.getElementById('key-form').hidden")
-        await tab.type("wrong\n")
-        await tab.until("!document.getElementById('notice').hidden")
-        await tab.until("!document.getElementById('key-form').hidden")
-        await tab.type("hush\n")
-        await tab.until("document.getElementById('model').textContent !== ''")
-        await tab.type("Hello.\n")
-        await tab.until(f"{IS_IDLE} && ({MESSAGES}).length === 2")
-        assert await tab.value("JSON.stringify(localStorage)") == "{}"
+def test_a_key_is_asked_for_when_the_server_needs_one(
+    model_folder: Path, open_tab: OpenPage
+) -> None:
+    with server_url(model_folder, "--api-key", "hush") as url:
+        page = open_tab(url, expected_error="status of 401")
+        page.wait_for_selector("#key-form")
+        enter(page, "wrong")
+        page.wait_for_selector("#notice")
+        page.wait_for_selector("#key-form")
+        enter(page, "hush")
+        wait_until(page, "document.getElementById('model').textContent !== ''")
+        enter(page, "Hello.")
+        wait_until(page, HAS_ANSWER)
+        assert page.evaluate("JSON.stringify(localStorage)") == "{}"
 
 
-async def test_a_model_without_a_chat_template_continues_the_text(
-    model_folder: Path, tmp_path: Path
+def test_a_model_without_a_chat_template_continues_the_text(
+    model_folder: Path, tmp_path: Path, open_tab: OpenPage
 ) -> None:
     folder = tmp_path / "base"
     shutil.copytree(model_folder, folder)
@@ -94,11 +95,10 @@ async def test_a_model_without_a_chat_template_continues_the_text(
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    async with chat_page(folder) as tab:
-        await tab.value("document.getElementById('max-tokens').value = 6")
-        await tab.type("Once upon\n")
-        await tab.until(f"{IS_IDLE} && ({MESSAGES}).length === 2")
-        assert (await tab.value(MESSAGES))[0] == "Once upon"
-        assert "no chat template" in await tab.value(
-            "document.getElementById('notice').textContent"
-        )
+    with server_url(folder) as url:
+        page = open_tab(url, expected_error="status of 400")
+        page.evaluate("document.getElementById('max-tokens').value = 6")
+        enter(page, "Once upon")
+        wait_until(page, HAS_ANSWER)
+        assert page.evaluate(MESSAGES)[0] == "Once upon"
+        assert "no chat template" in page.text_content("#notice")

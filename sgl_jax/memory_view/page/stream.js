@@ -1,68 +1,30 @@
-/** Requests to the server of the page, and the stream of its events. */
+/** Follows the server of the page: its facts, then the stream of its events. */
 
-const KEY_NAME = "memory-view-key";
+import { Api, eventsOf } from "./api.js";
+
 const SILENCE_MS = 60_000; // the server sends comments more often than that
 const MAX_WAIT_S = 30;
+const api = new Api("memory-view-key");
+const urlOf = (path) => new URL(path, import.meta.url);
 
-export const rememberKey = (key) => sessionStorage.setItem(KEY_NAME, key);
+export const rememberKey = (key) => api.keepKey(key);
 
 /** The JSON value that `path` (below /memory/) returns; POST if there is a `body`. */
 export async function ask(path, body, signal) {
-  const response = await request(path, body, signal);
+  const response = await api.request(urlOf(path), body, signal);
   return response.json();
-}
-
-async function request(path, body, signal) {
-  const headers = {};
-  const key = sessionStorage.getItem(KEY_NAME);
-  if (key) headers.Authorization = `Bearer ${key}`;
-  const options = { headers, signal, cache: "no-store" };
-  if (body) {
-    headers["Content-Type"] = "application/json";
-    Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-  }
-  const response = await fetch(new URL(path, import.meta.url), options);
-  if (response.ok) return response;
-  const answer = await response.json().catch(() => null);
-  const message = answer?.error?.message ?? `the server returned ${response.status}`;
-  throw Object.assign(new Error(message), { status: response.status });
-}
-
-/** Events of a text/event-stream that arrives in any pieces: `feed` returns the complete ones. */
-export class EventParser {
-  #rest = "";
-
-  feed(piece) {
-    const blocks = (this.#rest + piece.replaceAll("\r", "")).split("\n\n");
-    this.#rest = blocks.pop();
-    return blocks.map(parseBlock).filter((event) => event.data);
-  }
-}
-
-function parseBlock(block) {
-  const event = { name: "message", data: "" };
-  for (const line of block.split("\n")) {
-    if (line.startsWith("event:")) event.name = line.slice(6).trim();
-    if (line.startsWith("data:")) event.data += line.slice(5).trim();
-  }
-  return event;
 }
 
 async function* events() {
   const silence = new AbortController();
-  const giveUp = () => silence.abort(new Error("the server is silent"));
-  let timer = setTimeout(giveUp, SILENCE_MS);
+  let timer = null;
+  const onPiece = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => silence.abort(new Error("the server is silent")), SILENCE_MS);
+  };
+  onPiece();
   try {
-    const response = await request("events", null, silence.signal);
-    const parser = new EventParser();
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      clearTimeout(timer);
-      timer = setTimeout(giveUp, SILENCE_MS);
-      yield* parser.feed(value);
-    }
+    yield* eventsOf(await api.request(urlOf("events"), null, silence.signal), onPiece);
   } finally {
     clearTimeout(timer);
     silence.abort();

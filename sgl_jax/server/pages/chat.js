@@ -1,9 +1,10 @@
 // A conversation with the model over the server's own API. Text of the model and of errors goes to
 // text nodes alone, never into markup.
 
+import { Api, eventsOf, serverError } from "./memory/api.js";
 import { TokenChart } from "./token_chart.js";
 
-const KEY = "sgl_jax_api_key"; // in sessionStorage
+const api = new Api("sgl_jax_api_key");
 const element = (id) => document.getElementById(id);
 const chart = new TokenChart(element);
 
@@ -14,48 +15,13 @@ let retry = null; // to call again with a key
 
 // -- the API
 
-class HttpError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
-async function call(path, body, signal) {
-  const headers = { "content-type": "application/json" };
-  const key = sessionStorage.getItem(KEY);
-  if (key) {
-    headers.authorization = `Bearer ${key}`;
-  }
-  const options = body ? { method: "POST", body: JSON.stringify(body) } : {};
-  const response = await fetch(path, { ...options, headers, signal });
-  if (!response.ok) {
-    const told = await response.json().catch(() => null);
-    const message = told?.error?.message ?? `the server returned status ${response.status}`;
-    throw new HttpError(response.status, message);
-  }
-  return response;
-}
-
 // The objects of a stream of server-sent events, up to [DONE].
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) {
+async function* answersOf(response) {
+  for await (const { data } of eventsOf(response)) {
+    if (data === "[DONE]") {
       return;
     }
-    const blocks = (rest + value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      if (block === "data: [DONE]") {
-        return;
-      }
-      if (block.startsWith("data: ")) {
-        yield JSON.parse(block.slice("data: ".length));
-      }
-    }
+    yield JSON.parse(data);
   }
 }
 
@@ -131,11 +97,11 @@ function setRunning(controller) {
 async function stream(answer, controller) {
   const [path, body] = request();
   chart.start();
-  const response = await call(path, body, controller.signal);
+  const response = await api.request(path, body, controller.signal);
   let numTokens = 0;
-  for await (const event of events(response)) {
+  for await (const event of answersOf(response)) {
     if (event.error) {
-      throw new HttpError(0, event.error.message);
+      throw serverError(event.error.message, 0);
     }
     if (event.usage) {
       chart.add(event.usage.completion_tokens - numTokens);
@@ -197,7 +163,7 @@ function showError(error, text) {
   } else if (error.status === 400 && !isBase && error.message.includes("no chat template")) {
     isBase = true;
     sendAgain(text);
-  } else if (error instanceof HttpError) {
+  } else if (error.status !== undefined) {
     notify(error.message, true);
   } else {
     notify(`The server cannot be reached, or the stream broke off: ${error.message}`, true);
@@ -218,8 +184,8 @@ function sendAgain(text) {
 
 function askForKey(error, andThen = retry) {
   retry = andThen;
-  if (sessionStorage.getItem(KEY) !== null) {
-    sessionStorage.removeItem(KEY);
+  if (api.hasKey) {
+    api.dropKey();
     notify(error.message, true);
   }
   element("key-form").hidden = false;
@@ -228,7 +194,7 @@ function askForKey(error, andThen = retry) {
 
 async function showModel() {
   try {
-    const models = await (await call("/v1/models")).json();
+    const models = await (await api.request("/v1/models")).json();
     element("model").textContent = models.data[0].id;
   } catch (error) {
     if (error.status === 401) {
@@ -277,7 +243,7 @@ element("reset").addEventListener("click", () => {
 
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, element("key").value);
+  api.keepKey(element("key").value);
   element("key").value = "";
   element("key-form").hidden = true;
   element("message").focus();
