@@ -13,7 +13,8 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from sgl_jax import Engine
-from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -23,7 +24,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 _FLAGS = """# Flags
 
-Made by `python scripts/make_reference.py` from `sgl_jax/core/server_args.py`; a test compares.
+Made by `python scripts/make_reference.py` from `sgl_jax/core/server_args.py` and `scheduler_args.py`; a test compares.
 
 `sgl-jax serve` takes these flags. `Engine(...)` takes the same names with underscores.
 """

@@ -20,7 +20,7 @@ from sgl_jax.bench.trace.reading import TracedRequest, read_trace
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.scheduler import Scheduler
 

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.host.steps import SIZES, VOCAB_SIZE, StepLoop
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.engine.garbage import collect_if_many, take_over_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.planner.plot_file import figure_class
 from sgl_jax.scheduler.scheduler import Scheduler

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 
 _CONFIG_HELP = "YAML file with flags by name; a flag on the command line wins over it"

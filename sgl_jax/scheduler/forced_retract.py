@@ -8,7 +8,7 @@ advances, even without a prefix cache and with chunks of a token.
 
 from collections.abc import Sequence
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables

@@ -13,7 +13,7 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths

@@ -23,7 +23,7 @@ from sgl_jax.core.messages import (
     StopRequest,
     WithReply,
 )
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.memory_view import MemoryView

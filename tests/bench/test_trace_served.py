@@ -15,7 +15,8 @@ from sgl_jax.bench.trace.report import served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.kernel_time import DeviceBytes

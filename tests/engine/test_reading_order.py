@@ -25,7 +25,8 @@ from typing import Any
 import sgl_jax
 from sgl_jax.bench.trace import fake_executor
 from sgl_jax.core.messages import Shutdown
-from sgl_jax.core.server_args import SchedulerArgs, ServerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine import health
 from sgl_jax.engine.channels import SocketChannel
 from sgl_jax.engine.core import EngineCore

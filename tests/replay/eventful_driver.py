@@ -9,7 +9,7 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import Flush, Rebuild
 from tests.faults import FaultyExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes

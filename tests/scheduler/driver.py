@@ -18,7 +18,7 @@ from sgl_jax.core.messages import (
     SessionMessage,
 )
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player

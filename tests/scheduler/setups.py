@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import forced_retract, make_sizes
 
 MAX_QUEUED = 40

@@ -4,7 +4,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import PlanStep
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepPlan
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sgl_jax.core.engine_messages import RequestOutput
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request

@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import AbortRequest
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import room_of

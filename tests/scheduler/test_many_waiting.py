@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.record.events import Rebuild
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import NO_FLOOR
 from sgl_jax.scheduler.waiting.waiting_queue import Offer

@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import OpenSession, PauseMode, SessionTurn
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import Flush, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 

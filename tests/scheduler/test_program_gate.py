@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest, Tenant
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import AwaitPrograms, Configure, ProgramsReady, Rebuild, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 

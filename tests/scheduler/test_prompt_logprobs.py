@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.runnable import Runnable, choose_runnable

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_jax.core.page_tables import PageTables
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import IntpArray, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows

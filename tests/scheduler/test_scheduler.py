@@ -6,7 +6,7 @@ import random
 import pytest
 
 from sgl_jax.core.messages import StopRequest
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import FailAll, Flush, TakeOutputs
 from tests.scheduler.driver import Driver, generate, make_sizes
 

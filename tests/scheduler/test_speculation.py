@@ -6,7 +6,7 @@ The oracle drafts tokens that are right three times out of four.
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
 

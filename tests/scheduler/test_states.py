@@ -9,7 +9,7 @@ import pytest
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import Liveness
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.deadlines import Deadlines
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -14,7 +14,7 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
 from sgl_jax.scheduler.record.events import TakeOutputs
 from tests.faults import FaultyExecutor, no_more_pages

@@ -23,7 +23,7 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
 from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs

@@ -12,7 +12,7 @@ from sgl_jax.core.messages import (
     SessionTurn,
     StopRequest,
 )
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.sessions.tree import RegularSession
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.messages import AbortRequest, SessionTurn
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.record.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes

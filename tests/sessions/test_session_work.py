@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree import tree_shape
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_node import TreeNode

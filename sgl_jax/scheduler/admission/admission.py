@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
 from sgl_jax.scheduler.admission.step_room import Option, RankRoom

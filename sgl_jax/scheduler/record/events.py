@@ -22,7 +22,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.page_tables import PageChanges
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import (
     Int32Array,
     PromptLogprobs,

@@ -5,7 +5,7 @@ from typing import Any
 
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import (
     Decision,
     Event,

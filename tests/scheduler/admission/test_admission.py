@@ -1,6 +1,6 @@
 """On which rank a request starts, when, and for which request a rank is held."""
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve
 from sgl_jax.scheduler.running_rows import RowColumns

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.admission.step_room import RankRoom

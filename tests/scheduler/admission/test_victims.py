@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.victims import by_cost, is_protected, recompute_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.record.events import Flush

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.server_args import SchedulerArgs
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks

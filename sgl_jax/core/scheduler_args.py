@@ -1,0 +1,139 @@
+"""The settings of a scheduler."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from sgl_jax.core.settings import check_settings, setting
+
+
+@dataclass(frozen=True)
+class SchedulerArgs:
+    """The settings of a scheduler, which a recording holds."""
+
+    # Memory
+    disable_radix_cache: bool = setting(False, "cache no prefixes between requests")
+    radix_eviction_policy: str = setting(
+        "adaptive",
+        "which cached prefixes are evicted first: least likely to be used again (adaptive), or "
+        "least recently used (lru)",
+        ("adaptive", "lru"),
+    )
+
+    # Scheduling
+    max_queued_requests: int = setting(
+        2048,
+        "waiting requests at most, besides all that run or can start; further ones get a 503",
+        bounds=(1, 10_000_000),
+    )
+    schedule_policy: str = setting(
+        "lpm",
+        "which of the waiting requests that fit starts first: first come (fcfs), or longest cached "
+        "prefix (lpm)",
+        ("fcfs", "lpm"),
+    )
+    schedule_conservativeness: float = setting(
+        1.0,
+        "factor of the pages reserved for the expected output of running requests: above 1, "
+        "requests start later and are retracted less often",
+        bounds=(0.0, 10.0),
+    )
+    enable_priority_scheduling: bool = setting(
+        False, "heed the priority of requests: larger values are more important"
+    )
+    schedule_low_priority_values_first: bool = setting(
+        False, "with --enable-priority-scheduling, smaller values are more important"
+    )
+    priority_scheduling_preemption_threshold: int = setting(
+        10,
+        "with --enable-priority-scheduling, a running request is retracted only for one whose "
+        "priority is higher by more than this",
+        bounds=(0, 2**31 - 1),
+    )
+    priority_aging_s: float = setting(
+        0.0,
+        "with --enable-priority-scheduling, seconds of waiting that raise a request's priority by "
+        "one; 0: waiting does not, and requests of low priority may starve",
+        bounds=(0.0, 1e9),
+    )
+    fair_share: str = setting(
+        "off",
+        "how tenants of one priority share the engine: by order of arrival (off), or by tokens "
+        "served, in proportion to their weights (tokens)",
+        ("off", "tokens"),
+    )
+    load_balance_method: str = setting(
+        "prefix_aware",
+        "which rank gets a request: the one where it costs least (prefix_aware), or each in turn "
+        "(round_robin)",
+        ("prefix_aware", "round_robin"),
+    )
+    waiting_timeout: float = setting(
+        0.0, "seconds a request may wait to start; 0: no limit", bounds=(0.0, 1e9)
+    )
+    request_timeout: float = setting(
+        0.0, "seconds from arrival to the last token; 0: no limit", bounds=(0.0, 1e9)
+    )
+    random_seed: int = setting(0, "seed of requests that bring none, and of dummy weights")
+
+    # Sessions
+    session_memory_fraction: float = setting(
+        0.8, "share of a rank's KV pages that idle sessions may hold", bounds=(0.0, 1.0)
+    )
+    max_sessions: int = setting(
+        4096, "open sessions at most; further ones get a 503", bounds=(1, 1_000_000)
+    )
+    max_session_tokens: int = setting(
+        67_108_864,
+        "tokens of history kept for all sessions together; calls that need more get a 503",
+        bounds=(1, 1_000_000_000_000),
+    )
+
+    # Proof
+    check_memory: str = setting(
+        "idle",
+        "when the page ledger of every rank is checked: never, by a full walk while idle, or also "
+        "by its counts after every step",
+        ("off", "idle", "busy"),
+    )
+    test_retract: bool = setting(
+        False,
+        "for tests: retract half of the running requests every few steps, though memory suffices",
+        env="SGLANG_TEST_RETRACT",
+    )
+    test_retract_interval: int = setting(
+        3,
+        "steps from one forced retract to the next",
+        env="SGLANG_TEST_RETRACT_INTERVAL",
+        bounds=(1, 1_000_000),
+    )
+    test_retract_no_prefill_bs: int = setting(
+        0,
+        "with --test-retract, start no request while more than this run; 0: no limit",
+        env="SGLANG_TEST_RETRACT_NO_PREFILL_BS",
+        bounds=(0, 65536),
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise ValueError(
+                "--schedule-low-priority-values-first needs --enable-priority-scheduling"
+            )
+        if self.priority_aging_s and not self.enable_priority_scheduling:
+            raise ValueError("--priority-aging-s needs --enable-priority-scheduling")
+
+    def importance(self, priority: int) -> int:
+        """`priority`, negated where lower values are more important; 0 if priorities are off."""
+        if not self.enable_priority_scheduling:
+            return 0
+        return -priority if self.schedule_low_priority_values_first else priority
+
+    def for_scheduler(self) -> "SchedulerArgs":
+        """A copy with the scheduler's settings only, and so without secrets."""
+        names = [field.name for field in dataclasses.fields(SchedulerArgs)]
+        return SchedulerArgs(**{name: getattr(self, name) for name in names})
+
+    @property
+    def retract_interval(self) -> int:
+        """Steps from one forced retract to the next; 0: never."""
+        return self.test_retract_interval if self.test_retract else 0
