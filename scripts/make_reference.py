@@ -24,7 +24,8 @@ REFERENCE = ROOT / "docs" / "reference"
 
 _FLAGS = """# Flags
 
-Made by `python scripts/make_reference.py` from `sgl_jax/core/server_args.py` and `scheduler_args.py`; a test compares.
+Made by `python scripts/make_reference.py` from `sgl_jax/core/server_args.py` and
+`sgl_jax/core/scheduler_args.py`; a test compares.
 
 `sgl-jax serve` takes these flags. `Engine(...)` takes the same names with underscores.
 """
