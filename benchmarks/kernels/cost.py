@@ -47,6 +47,7 @@ from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBa
 from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS, prefill_gated_delta  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402
@@ -254,7 +255,7 @@ def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
     tile = choose_tiles(lines, EXPERTS, inputs, outputs, jnp.dtype(DTYPE).itemsize).lines
 
     def multiply(lines, matrices, layer, sizes):
-        return tpu_grouped_matmul(lines, matrices, layer, sizes, transposed=inwards)
+        return tpu_grouped_matmul(lines, GroupMatrices(matrices), layer, sizes, transposed=inwards)
 
     return Kernel(
         f"grouped product {'in' if inwards else 'out'}wards, {tokens} tokens",

@@ -1,8 +1,9 @@
-"""The error of a checkpoint that cannot be loaded, and the check of its tensors' shapes."""
+"""The error of a checkpoint that cannot be loaded, and the checks of its tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from sgl_jax.checkpoint.stored.reader import Expected
 from sgl_jax.layers.sources import Shape
 
 _MAX_NAMED = 8  # problems in a message; with another model's config there are hundreds
@@ -10,6 +11,27 @@ _MAX_NAMED = 8  # problems in a message; with another model's config there are h
 
 class CheckpointError(ValueError):
     """A model folder whose weights are missing, unreadable, or do not fit its config."""
+
+
+def check_tensors(
+    folder: Path, expected: Mapping[str, Expected], found: Mapping[str, tuple[Shape, str]]
+) -> None:
+    """Raise CheckpointError, which names them, for missing, unexpected and misshapen tensors, and
+    for those of other types; `found` has each tensor's shape and type."""
+    for name in expected.keys() & found.keys():
+        allowed, stored = expected[name].types, found[name][1]
+        if stored not in allowed:
+            raise CheckpointError(
+                f"tensor {name!r} has type {stored}; supported: {', '.join(sorted(allowed))}"
+            )
+    # A tensor may have one of several shapes: the one it has, or the first.
+    shapes = {
+        name: next((own for own in expected[name].shapes if own == found[name][0]), own.shapes[0])
+        if name in found
+        else own.shapes[0]
+        for name, own in expected.items()
+    }
+    check_shapes(folder, shapes, {name: shape for name, (shape, _) in found.items()})
 
 
 def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:

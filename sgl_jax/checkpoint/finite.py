@@ -8,14 +8,14 @@ on a busy CPU.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
-from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.layers.parameter import Path
-from sgl_jax.layers.sources import Source
 
 _WHOLE_SIZE = 2**20  # parameters of up to so many elements are checked whole
 _ROW_STRIDE = 16
@@ -26,8 +26,9 @@ def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) 
 
     Without `check_all`, only every sixteenth row of large matrices is checked.
     """
-    are_finite = _are_finite(list(params.values()), check_all)
-    return [path for path, is_good in zip(params, are_finite, strict=True) if not bool(is_good)]
+    floats = {path: own for path, own in params.items() if jnp.issubdtype(own.dtype, jnp.floating)}
+    are_finite = _are_finite(list(floats.values()), check_all)
+    return [path for path, is_good in zip(floats, are_finite, strict=True) if not bool(is_good)]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -40,10 +41,6 @@ def _are_finite(arrays: list[jax.Array], check_all: bool) -> list[jax.Array]:
     ]
 
 
-def non_finite_tensor(source: Source, files: TensorFiles) -> str | None:
-    """Name and file of the first tensor of `source` whose stored values are not all finite."""
-    for name, shape in source.tensors().items():
-        tensor = files.read(name, tuple(slice(0, size) for size in shape))
-        if not np.isfinite(tensor.astype(np.float32)).all():
-            return f"tensor {name!r} in {str(files.file_of(name))!r}"
-    return None
+def is_finite(tensor: NDArray[Any]) -> bool:
+    """True if all numbers of a tensor as stored are finite; whole numbers are."""
+    return bool(np.isfinite(tensor.astype(np.float32)).all())

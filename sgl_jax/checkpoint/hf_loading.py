@@ -8,12 +8,15 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.checkpoint.errors import CheckpointError, check_shapes
-from sgl_jax.checkpoint.finite import non_finite_parameters, non_finite_tensor
+from sgl_jax.checkpoint.errors import CheckpointError, check_tensors
+from sgl_jax.checkpoint.finite import is_finite, non_finite_parameters
+from sgl_jax.checkpoint.stored.reader import Expected
+from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Index, Shape, Source, Tensors
+from sgl_jax.models.quantization import QuantizationConfig
 
 # Each parameter's shape, type and sharding, and the tensors that make it.
 Declared = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
@@ -24,6 +27,7 @@ def load_safetensors(
     declared: Declared,
     is_spare: Callable[[str], bool],
     progress: Progress,
+    quantization: QuantizationConfig | None = None,
     *,
     check_all: bool = False,
 ) -> dict[ParamPath, jax.Array]:
@@ -35,6 +39,7 @@ def load_safetensors(
         declared: the parameters by path.
         is_spare: True for the name of a tensor that may be present though no parameter needs it.
         progress: gets the phase "loading", in bytes of the files.
+        quantization: of the declared matrices that are quantized.
         check_all: check every value for NaNs and infinities, not a sample (see `finite`).
 
     Raises:
@@ -42,30 +47,60 @@ def load_safetensors(
             infinities; it names them.
     """
     with TensorFiles(folder) as files:
-        names = files.shapes
-        declared = {path: (array, own.as_stored(names)) for path, (array, own) in declared.items()}
-        expected: dict[str, Shape] = {}
+        stored = QuantizedTensors(quantization)
+
+        def has(name: str, shape: Shape) -> bool:
+            return stored.expected(name, shape).keys() <= files.shapes.keys()
+
+        declared = {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
+        expected: dict[str, Expected] = {}
         for _, source in declared.values():
-            expected |= source.tensors()
-        found = files.shapes.items()
-        needed = {name: shape for name, shape in found if name in expected or not is_spare(name)}
-        check_shapes(folder, expected, needed)
+            for name, shape in source.tensors().items():
+                for own, wanted in stored.expected(name, shape).items():
+                    if own not in expected or wanted.shapes:
+                        expected[own] = wanted
+        found = {
+            name: (shape, files.type_of(name))
+            for name, shape in files.shapes.items()
+            if name in expected or not is_spare(name)
+        }
+        check_tensors(folder, expected, found)
         total = sum(files.nbytes(name) for name in expected)
         with progress.phase("loading", total, "bytes") as phase:
-            tensors = _CountedTensors(files, phase)
+            tensors = _Tensors(files, stored, phase)
             params = {path: _load(*own, tensors) for path, own in declared.items()}
             non_finite = non_finite_parameters(params, check_all=check_all)
         for path in non_finite:
             array, source = declared[path]
-            stored = non_finite_tensor(source, files)
-            holder = f"{stored} holds" if stored else f"as {array.dtype}, {path} would hold"
+            tensor = _non_finite_tensor(source, tensors, stored, files)
+            holder = f"{tensor} holds" if tensor else f"as {array.dtype}, {path} would hold"
             raise CheckpointError(f"{holder} values that are no finite numbers")
         return params
 
 
-class _CountedTensors(Tensors):
-    """Counts the bytes read, once for each chip that reads them."""
+def _non_finite_tensor(
+    source: Source, tensors: Tensors, stored: QuantizedTensors, files: TensorFiles
+) -> str | None:
+    """Name and file of the first tensor of `source` whose numbers are not all finite."""
+    for name, shape in source.tensors().items():
+        if not is_finite(tensors.read(name, tuple(slice(0, size) for size in shape))):
+            tensor = next(iter(stored.expected(name, shape)))
+            return f"tensor {tensor!r} in {str(files.file_of(tensor))!r}"
+    return None
 
+
+class _Tensors(Tensors):
+    """Tensors and parts of quantized matrices; counts the bytes read, once for each chip."""
+
+    def __init__(self, files: TensorFiles, stored: QuantizedTensors, phase: Phase) -> None:
+        self._counted = _CountedFiles(files, phase)
+        self._stored = stored
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        return self._stored.read(self._counted, name, index)
+
+
+class _CountedFiles(Tensors):
     def __init__(self, files: TensorFiles, phase: Phase) -> None:
         self._files = files
         self._phase = phase
@@ -86,7 +121,10 @@ def _load(array: jax.ShapeDtypeStruct, source: Source, tensors: Tensors) -> jax.
         )
         if bounds not in parts:
             out = np.empty([stop - start for start, stop in bounds], array.dtype)
-            source.fill(out, tuple(slice(*bound) for bound in bounds), tensors)
+            try:
+                source.fill(out, tuple(slice(*bound) for bound in bounds), tensors)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
             parts[bounds] = out
         return parts[bounds]
 

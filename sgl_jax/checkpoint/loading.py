@@ -1,5 +1,6 @@
 """Load the parameters of a model folder onto the mesh: the entry point of this package."""
 
+import math
 import zlib
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +20,7 @@ from sgl_jax.layers.parameter import Declaration, ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.placement import PlacedModel
 
+_DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: int4 has few above 7
 LOAD_FORMATS = ("safetensors", "orbax", "dummy")
 
 
@@ -66,7 +68,9 @@ def load_params(
         params = load_orbax(folder, sourced, progress, check_all=check_all_weights)
     else:
         spare = placed.model.is_spare
-        params = load_safetensors(folder, sourced, spare, progress, check_all=check_all_weights)
+        params = load_safetensors(
+            *(folder, sourced, spare, progress, config.quantization), check_all=check_all_weights
+        )
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
     tree: ParamTree = unflatten_mapping(params)
@@ -95,29 +99,45 @@ def _dummy_params(
 ) -> dict[ParamPath, jax.Array]:
     """Random weights: normal with standard deviation `initializer_range`; norms multiply by 1.
 
-    They depend on the seed and each parameter's name and shape, not on the mesh. Each chip computes
-    its own part.
+    Quantized ones have normal values, and scales that make their numbers about as large. They
+    depend on the seed and each parameter's name and shape, not on the mesh. Each chip computes its
+    own part.
     """
     params: dict[ParamPath, jax.Array] = {}
     total = sum(own.array.size * own.array.dtype.itemsize for own in declared.values())
     with progress.phase("loading", total, "bytes") as phase:
         for path, own in declared.items():
             array = own.array
-            if own.initial != "normal":
-                value = 1 if own.initial == "ones" else 0
+            if own.initial == "order":
+                params[path] = jnp.broadcast_to(jnp.arange(array.shape[-1]), array.shape)
+                params[path] = jax.device_put(params[path].astype(array.dtype), array.sharding)
+            elif own.initial not in ("normal", "values"):
+                value = _constant(own, initializer_range)
                 params[path] = jnp.full(array.shape, value, array.dtype, device=array.sharding)
             else:
                 name = zlib.crc32("/".join(path).encode())
                 key = jax.random.fold_in(jax.random.key(seed), name)
-                params[path] = _normal(array)(key, jnp.float32(initializer_range))
+                scale = initializer_range if own.initial == "normal" else _DUMMY_VALUE
+                params[path] = _normal(array)(key, jnp.float32(scale))
             phase.advance(params[path].nbytes)
     return params
+
+
+def _constant(own: Declaration, initializer_range: float) -> float:
+    """Of a parameter that has one value: factors are 1, offsets 0, scales fit dummy values."""
+    if own.initial != "scales":
+        return 1 if own.initial == "ones" else 0
+    scale = initializer_range / _DUMMY_VALUE
+    is_exponent = own.array.dtype == jnp.uint8
+    return 127 + round(math.log2(scale)) if is_exponent else scale
 
 
 def _normal(array: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:
     @partial(jax.jit, out_shardings=array.sharding)
     def make(key: jax.Array, scale: jax.Array) -> jax.Array:
-        values = jax.random.normal(key, array.shape, jnp.float32)
-        return (scale * values).astype(array.dtype)
+        values = scale * jax.random.normal(key, array.shape, jnp.float32)
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            values = jnp.clip(jnp.round(values), -7, 7)  # as int4 has them
+        return values.astype(array.dtype)
 
     return make

@@ -5,22 +5,23 @@ Slices are read on demand, and nothing is kept in memory. The files stay open un
 
 import json
 import math
+import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.layers.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 
+_FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes of an element by stored type.
-_FLOAT_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-_BYTE_DTYPES = {"U8": 1}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
 
 class TensorFiles:
@@ -30,8 +31,8 @@ class TensorFiles:
         """Open every file.
 
         Raises:
-            CheckpointError: there are no files, one is missing or damaged, or a tensor's type is
-                neither a 16 or 32 bit float nor bytes of MXFP4 weights.
+            CheckpointError: there are no files, one is missing or damaged, or no tensor of a
+                tensor's type can be read.
         """
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
         self._file_of: dict[str, Path] = {}
@@ -54,16 +55,24 @@ class TensorFiles:
     def nbytes(self, name: str) -> int:
         """Size of a tensor as stored."""
         lazy = self._tensors[name]
-        item_bytes = (_FLOAT_DTYPES | _BYTE_DTYPES)[lazy.get_dtype()]
         num_items: int = math.prod(lazy.get_shape())
-        return num_items * item_bytes
+        return num_items * _ITEM_BYTES[lazy.get_dtype()]
+
+    def type_of(self, name: str) -> str:
+        """The type of a tensor's elements, as safetensors names it."""
+        stored: str = self._tensors[name].get_dtype()
+        return stored
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._file_of[name]
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
-        """Part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16)."""
+        """Part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16).
+
+        An axis without a slice is read whole.
+        """
+        index += (slice(None),) * (len(self._tensors[name].get_shape()) - len(index))
         whole = np.asarray(self._tensors[name][tuple(slice(i.start, i.stop) for i in index)])
         return whole[tuple(slice(None, None, i.step) for i in index)]
 
@@ -79,14 +88,37 @@ class TensorFiles:
             raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
         for name in file.keys():  # noqa: SIM118 (no mapping, only its keys)
             lazy = file.get_slice(name)
-            is_packed = name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
-            allowed = _BYTE_DTYPES if is_packed else _FLOAT_DTYPES
-            if lazy.get_dtype() not in allowed:
+            if lazy.get_dtype() not in _ITEM_BYTES:
+                known = ", ".join(_ITEM_BYTES)
                 raise CheckpointError(
-                    f"tensor {name!r} has type {lazy.get_dtype()}; supported: {', '.join(allowed)}"
+                    f"tensor {name!r} has type {lazy.get_dtype()}; supported: {known}"
                 )
-            self._tensors[name] = lazy
+            self._tensors[name] = _Float8Tensor(path, name) if lazy.get_dtype() == _FLOAT8 else lazy
             self._file_of[name] = path
+
+
+class _Float8Tensor:
+    """A lazy tensor of 8-bit floats, for which safetensors has no numpy type.
+
+    The file begins with the size of a JSON header, 8 bytes, and the header; offsets in it count
+    from its end.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        with path.open("rb") as file:
+            (header_size,) = struct.unpack("<Q", file.read(8))
+            own = json.loads(file.read(header_size))[name]
+        offset = 8 + header_size + own["data_offsets"][0]
+        self._bytes = np.memmap(path, np.uint8, "r", offset, tuple(own["shape"]))
+
+    def get_shape(self) -> list[int]:
+        return list(self._bytes.shape)
+
+    def get_dtype(self) -> str:
+        return _FLOAT8
+
+    def __getitem__(self, index: tuple[slice, ...]) -> NDArray[Any]:
+        return np.array(self._bytes[index]).view(ml_dtypes.float8_e4m3fn)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -30,6 +30,12 @@ class ServerArgs(SchedulerArgs):
         "number format of weights and activations; auto is float32 on CPU, else bfloat16",
         ("auto", "float32", "bfloat16"),
     )
+    quantization: str = setting(
+        "none",
+        "number format that weights are quantized to while they are loaded, if they are floats in "
+        "the checkpoint: 8 bits with a scale for each output, 4 with one for 128 inputs of it",
+        ("none", "int8", "fp8", "int4"),
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "number format of cached keys and values; auto follows --dtype",

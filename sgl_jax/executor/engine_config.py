@@ -25,6 +25,7 @@ from sgl_jax.kernels.attention.cache_dtype import cache_dtype
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
@@ -121,6 +122,7 @@ class EngineConfig(NamedTuple):
             qkv_heads=qkv_heads_implementation(
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
+            multiply_quantized=quantized_matmul_implementation(self.platform),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,

@@ -6,13 +6,14 @@ from flax import nnx
 
 from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
+from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation
-from sgl_jax.layers.sources import Heads, Source
+from sgl_jax.layers.sources import Source
 
 
 class KVScales(nnx.Module):

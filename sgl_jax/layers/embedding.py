@@ -6,7 +6,6 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sampling.split_logits import SplitLogits
@@ -46,12 +45,12 @@ class Embedding(nnx.Module):
         return SplitLogits(_matmul_f32(padded, self.weight[...].T), self.vocab_size)
 
 
-class LMHead(Linear):
+class LMHead(nnx.Module):
     """Logits from hidden states, one slice of the vocabulary on each chip."""
 
     def __init__(self, weight: Source, vocab_size: int, dtype: DTypeLike) -> None:
         """`weight` is [hidden, padded vocabulary]."""
-        super().__init__(weight, dtype, "outputs")
+        self.weight = parameter(weight, dtype, None, TENSOR_AXIS)
         self.vocab_size = vocab_size
 
     def logits(self, hidden: jax.Array) -> SplitLogits:

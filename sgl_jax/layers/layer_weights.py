@@ -7,7 +7,7 @@ step, at about the cost of the product of a few tokens. There the matrices of ea
 of their own instead, and a product branches on the layer: the loop's body is still compiled once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,24 +93,39 @@ def gather_over_data(layer: nnx.Module) -> None:
 
 def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """`use` the running layer's array of `weight`, without copying it where it lies apart."""
-    value = weight.get_value()
-    if isinstance(value, StackedLayers):
-        return use(value.slice())
-    if isinstance(value, SeparateLayers):
-        branches = [lambda array=array: use(array) for array in value.arrays]
-        result: jax.Array = lax.switch(value.layer, branches)
-        return result
-    return use(value)
+    return use_weights((weight,), use)
 
 
-def use_stack(
-    weight: nnx.Param[Any], use: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-    """`use_weight` for a `use` that takes a stack [layers, ...] and the layer, int32 [].
+def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., jax.Array]) -> jax.Array:
+    """`use_weight` for a `use` that takes the arrays of several weights."""
+    values = [weight.get_value() for weight in weights]
+    separate = [value for value in values if isinstance(value, SeparateLayers)]
+    if not separate:
+        return use(*map(_own, values))
 
-    The stack has all layers, not sliced, or the layer's own array alone.
+    def of_layer(layer: int) -> Callable[[], jax.Array]:
+        arrays = [
+            value.arrays[layer] if isinstance(value, SeparateLayers) else _own(value)
+            for value in values
+        ]
+        return lambda: use(*arrays)
+
+    branches = list(map(of_layer, range(len(separate[0].arrays))))
+    result: jax.Array = lax.switch(separate[0].layer, branches)
+    return result
+
+
+def _own(value: Any) -> jax.Array:
+    """The running layer's array, of one that lies in a stack or is no layer's."""
+    return value.slice() if isinstance(value, StackedLayers) else value
+
+
+def use_stacks(weights: Sequence[nnx.Param[Any]], use: Callable[..., jax.Array]) -> jax.Array:
+    """`use_weights` for a `use` that takes stacks [layers, ...] and the layer, int32 [].
+
+    The stacks have all layers, not sliced, or the layer's own array alone.
     """
-    value = weight.get_value()
-    if isinstance(value, StackedLayers):
-        return use(value.array, value.layer)
-    return use_weight(weight, lambda array: use(array[None], jnp.int32(0)))
+    values = [weight.get_value() for weight in weights]
+    if all(isinstance(value, StackedLayers) for value in values):
+        return use(*(value.array for value in values), values[0].layer)
+    return use_weights(weights, lambda *arrays: use(*(own[None] for own in arrays), jnp.int32(0)))

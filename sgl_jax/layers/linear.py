@@ -3,17 +3,18 @@
 A matrix is [in, out], of the source's shape. `layer_weights` has its layers' layout in memory.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
-from sgl_jax.layers.layer_weights import use_stack, use_weight
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
+from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.quantized_matrix import Quantized, QuantizedExperts, QuantizedMatrix
 from sgl_jax.layers.sources import Source
 
 # Which side of a matrix the chips of a rank share: each has all inputs and some of the outputs, or
@@ -25,11 +26,20 @@ class Linear(nnx.Module):
     """x times a matrix, plus a bias if there is one."""
 
     def __init__(
-        self, weight: Source, dtype: DTypeLike, split: Split = "neither", bias: Source | None = None
+        self,
+        weight: Source,
+        dtype: DTypeLike,
+        split: Split = "neither",
+        bias: Source | None = None,
+        quantized: Quantized | None = None,
     ) -> None:
         by_input = TENSOR_AXIS if split == "inputs" else None
         by_output = TENSOR_AXIS if split == "outputs" else None
-        self.weight = parameter(weight, dtype, by_input, by_output)
+        self.weight: nnx.Param[Any] | QuantizedMatrix
+        if quantized is None:
+            self.weight = parameter(weight, dtype, by_input, by_output)
+        else:
+            self.weight = QuantizedMatrix(weight, dtype, by_input, by_output, quantized)
         self.bias = None if bias is None else parameter(bias, dtype, by_output)
         self.split = split
 
@@ -42,6 +52,8 @@ class Linear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """x times this chip's part of the matrix, without the bias."""
+        if isinstance(self.weight, QuantizedMatrix):
+            return self.weight.product(x)
         return use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
 
 
@@ -60,9 +72,14 @@ class ExpertLinear(nnx.Module):
         *,
         transposed: bool,
         bias: Source | None = None,
+        quantized: Quantized | None = None,
     ) -> None:
         """`bias` is [experts, out]."""
-        self.weight = parameter(weight, dtype, None, TENSOR_AXIS, read="experts")
+        self.weight: nnx.Param[Any] | QuantizedExperts
+        if quantized is None:
+            self.weight = parameter(weight, dtype, None, TENSOR_AXIS, read="experts")
+        else:
+            self.weight = QuantizedExperts(weight, dtype, None, TENSOR_AXIS, quantized)
         by_output = TENSOR_AXIS if transposed else None
         self.bias = None if bias is None else parameter(bias, dtype, None, by_output)
         self.row_size = weight.shape[-1]
@@ -72,10 +89,15 @@ class ExpertLinear(nnx.Module):
     def __call__(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """lines [n, in], group_sizes[e] of them for expert e -> [n, out]."""
 
-        def multiply(matrices: jax.Array, layer: jax.Array) -> jax.Array:
+        if isinstance(self.weight, QuantizedExperts):
+            own = self.weight
+            return own.product(self.multiply, lines, group_sizes, transposed=self.transposed)
+
+        def multiply(values: jax.Array, layer: jax.Array) -> jax.Array:
+            matrices = GroupMatrices(values)
             return self.multiply(lines, matrices, layer, group_sizes, transposed=self.transposed)
 
-        return use_stack(self.weight, multiply)
+        return use_stacks((self.weight,), multiply)
 
     def biases(self, shares: jax.Array) -> jax.Array:
         """Each line's experts' biases, [n, out], times its shares of them, [n, experts].

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+MeshAxis = str | tuple[str, ...] | None  # over which an array's axis is split; None: none
+
 DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
 

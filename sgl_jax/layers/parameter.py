@@ -14,14 +14,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.mesh_axes import DATA_AXIS
+from sgl_jax.layers.mesh_axes import DATA_AXIS, MeshAxis
 from sgl_jax.layers.sources import Shape, Source, Stacked
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]
 Path = tuple[str, ...]  # of a leaf of such a tree: ("norm", "weight")
 
-Initial = Literal["normal", "ones", "zeros"]
+Initial = Literal["normal", "ones", "zeros", "values", "scales", "order"]
 # The part that a step reads: all, the rows of its tokens, or the experts chosen for its tokens.
 Read = Literal["all", "rows", "experts"]
 
@@ -40,7 +40,7 @@ class Declaration(NamedTuple):
 def parameter(
     source: Source | Shape,
     dtype: DTypeLike,
-    *axes: str | None,
+    *axes: MeshAxis,
     initial: Initial = "normal",
     read: Read = "all",
 ) -> nnx.Param[Any]:

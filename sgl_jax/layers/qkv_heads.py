@@ -10,9 +10,9 @@ import jax
 from jax import lax
 
 from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.rotary import Rotation, rotate
-from sgl_jax.layers.sources import Heads
 
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 

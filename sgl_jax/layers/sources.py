@@ -7,9 +7,9 @@ with the name of the layer or the expert.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,43 @@ from sgl_jax.kernels.tpu_chip import LANES
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # one slice per axis, start and stop given; steps are `Slice`'s
+
+Has = Callable[[str, Shape], bool]  # True for a tensor, by its name and shape, of a checkpoint
+
+
+PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
+
+
+class Part(NamedTuple):
+    """One of the arrays that hold a quantized matrix, for the name of its tensor.
+
+    How a checkpoint stores it is left to the reader of the format (`checkpoint.stored`).
+    """
+
+    kind: PartKind
+    group: int | None = None  # neighbouring inputs that share a scale; None: all of them
+
+    def name(self, tensor: str) -> str:
+        """The part's name beside the names of tensors."""
+        return f"{tensor}:{self.kind}/{self.group or 'all'}"
+
+    @classmethod
+    def parse(cls, name: str) -> "tuple[str, Part | None]":
+        """The tensor and the part that `name` stands for; (name, None) for a tensor."""
+        tensor, colon, rest = name.rpartition(":")
+        if not colon:
+            return name, None
+        kind, _, group = rest.partition("/")
+        return tensor, cls(cast("PartKind", kind), None if group == "all" else int(group))
+
+    def inputs(self, size: int) -> int:
+        """The part's numbers along a matrix's inputs, of which there are `size`."""
+        if self.kind == "values":
+            return size
+        if self.group is None:
+            return 1
+        assert size % self.group == 0, (size, self.group)
+        return size // self.group
 
 
 class Tensors(Protocol):
@@ -43,6 +80,16 @@ class Source(ABC):
         """The parameter's shape on a mesh of one chip, where nothing is padded or copied."""
         return self.shape
 
+    @property
+    @abstractmethod
+    def input_axis(self) -> int:
+        """The axis of a matrix's inputs, the first axis being 0."""
+
+    @abstractmethod
+    def quantized(self, part: Part) -> "Source":
+        """The source of a part of the matrix, if the checkpoint has it quantized: in place of
+        inputs it has their groups."""
+
     @abstractmethod
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         """Names and shapes of the tensors that the source reads."""
@@ -55,8 +102,8 @@ class Source(ABC):
         """Make the parameter of the whole mesh from an array of `plain_shape`."""
         return plain
 
-    def as_stored(self, names: Container[str], prefix: str = "") -> "Source":
-        """The source to use for a checkpoint with tensors of these names, see `EitherWay`."""
+    def as_stored(self, has: Has, prefix: str = "") -> "Source":
+        """The source to use for a checkpoint that `has` some tensors, see `EitherWay`."""
         return self
 
 
@@ -71,6 +118,15 @@ class Tensor(Source):
     @property
     def shape(self) -> Shape:
         return self.dims
+
+    @property
+    def input_axis(self) -> int:
+        return len(self.dims) - (2 if self.transposed else 1)
+
+    def quantized(self, part: Part) -> "Tensor":
+        groups = part.inputs(self.dims[self.input_axis])
+        dims = _with_axis(self.dims, self.input_axis, groups)
+        return replace(self, name=part.name(self.name), dims=dims)
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         return {prefix + self.name: _swapped(self.dims) if self.transposed else self.dims}
@@ -100,14 +156,21 @@ class OfPart(Source):
     def shape(self) -> Shape:
         return self.part.shape
 
+    @property
+    def input_axis(self) -> int:
+        return self.part.input_axis
+
+    def quantized(self, part: Part) -> Source:
+        return replace(self, part=self.part.quantized(part))
+
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         return self.part.tensors(prefix)
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         self.part.fill(out, index, tensors, prefix)
 
-    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
-        return replace(self, part=self.part.as_stored(names, prefix))
+    def as_stored(self, has: Has, prefix: str = "") -> Source:
+        return replace(self, part=self.part.as_stored(has, prefix))
 
 
 @dataclass(frozen=True)
@@ -123,6 +186,10 @@ class Slice(OfPart):
     def shape(self) -> Shape:
         return _with_axis(self.part.shape, self.axis, self.size)
 
+    def quantized(self, part: Part) -> Source:
+        assert self.axis != self.input_axis, "a slice of outputs"
+        return super().quantized(part)
+
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         own, last = index[self.axis], index[self.axis].stop - 1
         start, stop = (self.first + i * self.step for i in (own.start, last))
@@ -136,10 +203,13 @@ class EitherWay(OfPart):
 
     other: Source
 
-    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
+    def quantized(self, part: Part) -> Source:
+        return EitherWay(self.part.quantized(part), self.other.quantized(part))
+
+    def as_stored(self, has: Has, prefix: str = "") -> Source:
         """`other` if the checkpoint has all its tensors, else `part`."""
-        is_other = all(name in names for name in self.other.tensors(prefix))
-        return (self.other if is_other else self.part).as_stored(names, prefix)
+        is_other = all(has(*tensor) for tensor in self.other.tensors(prefix).items())
+        return (self.other if is_other else self.part).as_stored(has, prefix)
 
 
 @dataclass(frozen=True)
@@ -157,6 +227,13 @@ class Stacked(Source):
     def plain_shape(self) -> Shape:
         return (len(self.prefixes), *self.part.plain_shape)
 
+    @property
+    def input_axis(self) -> int:
+        return 1 + self.part.input_axis
+
+    def quantized(self, part: Part) -> Source:
+        return replace(self, part=self.part.quantized(part))
+
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
         found: dict[str, Shape] = {}
         for own in self.prefixes:
@@ -171,8 +248,8 @@ class Stacked(Source):
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)
         return fitted
 
-    def as_stored(self, names: Container[str], prefix: str = "") -> Source:
-        return replace(self, part=self.part.as_stored(names, prefix + self.prefixes[0]))
+    def as_stored(self, has: Has, prefix: str = "") -> Source:
+        return replace(self, part=self.part.as_stored(has, prefix + self.prefixes[0]))
 
 
 def row_size(size: int) -> int:
@@ -201,6 +278,13 @@ class Padded(OfPart):
     def plain_shape(self) -> Shape:
         return self.shape if self.on_every_mesh else self.part.plain_shape
 
+    def quantized(self, part: Part) -> Source:
+        own = self.part.quantized(part)
+        if self.axis != self.input_axis:
+            return replace(self, part=own)
+        size = part.inputs(self.size)
+        return own if size == 1 else replace(self, part=own, size=size)
+
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         part_size = self.part.shape[self.axis]
         start, stop = (min(i, part_size) for i in (index[self.axis].start, index[self.axis].stop))
@@ -216,171 +300,38 @@ class Padded(OfPart):
         return jnp.pad(plain, widths)
 
 
-def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
-    """An order of a head's dimensions in which dimension i is rotated together with
-    i + head_dim / 2.
-
-    In a checkpoint, only the first `num_turned` dimensions are rotated, and i is paired with
-    i + num_turned / 2. In the order returned, the rotated dimensions come first in each half. So
-    all heads are rotated alike, and the pairs after them have the angle 0.
-    """
-    pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
-    in_first = head_dim // 2 - pairs
-    return (*range(pairs), *still[:in_first], *range(pairs, num_turned), *still[in_first:])
-
-
 @dataclass(frozen=True)
-class Reordered(OfPart):
-    """A vector with the elements of `part`, in another order."""
+class Shared(Source):
+    """A vector that several tensors have in common, such as the order of inputs of q, k and v.
 
-    order: tuple[int, ...]
-
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        whole = np.empty(self.shape, out.dtype)
-        self.part.fill(whole, (slice(0, len(whole)),), tensors, prefix)
-        out[...] = whole[list(self.order)][index]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of one layer on a whole mesh."""
-
-    num_q: int
-    num_stored_kv: int  # of the checkpoint
-    num_kv: int  # copies included, where there are more chips than KV heads
-    head_dim: int
-    num_turned: int | None = None  # dimensions that a rotation turns; None: all
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The checkpoint's dimension in each place of queries and keys."""
-        return paired_order(self.head_dim, self.num_turned or self.head_dim)
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_q // self.num_kv
-
-    @property
-    def kv_width(self) -> int:
-        """Columns of a KV head in `FusedHeads`: its queries, its key, its value."""
-        return (self.group + 2) * self.head_dim
-
-
-@dataclass(frozen=True)
-class FusedHeads(Source):
-    """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
-
-    They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
-    head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias. If the mesh has
-    more KV heads than are stored, each stored one is copied to num_kv / num_stored_kv neighbouring
-    heads. Slices of the parameter hold whole KV heads.
-
-    With `has_gates`, the tensor of q has 2 * head_dim rows for each head: its query's, its gate's.
+    With `is_greatest` it is the greatest of them, element by element; else they must be equal.
     """
 
-    names: tuple[str, ...]  # of q, k and v
-    inputs: Shape
-    heads: Heads
-    has_gates: bool = False
+    names: tuple[str, ...]
+    dims: Shape
+    is_greatest: bool = False
 
     @property
     def shape(self) -> Shape:
-        return (*self.inputs, self.heads.num_kv * self.heads.kv_width)
+        return self.dims
 
     @property
-    def plain_shape(self) -> Shape:
-        num_heads = self.heads.num_q + 2 * self.heads.num_stored_kv
-        return (*self.inputs, num_heads * self.heads.head_dim)
+    def input_axis(self) -> int:
+        return 0
+
+    def quantized(self, part: Part) -> Source:
+        raise NotImplementedError("vectors are not quantized")
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
-        q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
-        q_shape = (q_rows, *self.inputs)
-        shapes = (q_shape, kv_shape, kv_shape)
-        return {prefix + name: own for name, own in zip(self.names, shapes, strict=True)}
+        return {prefix + name: self.dims for name in self.names}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        *inputs, columns = index
-        heads, width = self.heads, self.heads.kv_width
-        assert columns.start % width == columns.stop % width == 0
-        first, stop = columns.start // width, columns.stop // width
-        sizes = [part.stop - part.start for part in inputs]
-        fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
-
-        def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
-            """Heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
-            stride = heads.head_dim * (2 if has_gates else 1)
-            tensor = tensors.read(prefix + name, (slice(first * stride, stop * stride), *inputs))
-            return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
-
-        group = heads.group
-        q = read(self.names[0], first * group, stop * group, has_gates=self.has_gates)
-        fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
-        copies = heads.num_kv // heads.num_stored_kv
-        first_stored = first // copies
-        for place, name in enumerate(self.names[1:], heads.group):
-            stored = read(name, first_stored, (stop - 1) // copies + 1)
-            fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
-        if self.heads.num_turned is not None:
-            fused[:, :-1] = fused[:, :-1, list(heads.order)]
-        out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
-
-    def fit(self, plain: jax.Array) -> jax.Array:
-        """Copy KV heads; each copy has a part of the group of query heads."""
-        heads, inputs = self.heads, self.inputs
-        grouped = plain.reshape(*inputs, heads.num_stored_kv, -1, heads.head_dim)
-        q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
-        q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
-        kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
-        return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """Rows of each head in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
-
-    name: str
-    num_rows: int
-    first: int
-    stride: int
-    size: int
-
-
-@dataclass(frozen=True)
-class ByHead(Source):
-    """Columns [*inputs, num_heads * width]: for each head, its rows of all parts, side by side.
-
-    The parts' tensors are stored as [rows, *inputs]. Slices of the parameter hold whole heads.
-    """
-
-    parts: tuple[HeadRows, ...]
-    num_heads: int
-    inputs: Shape
-
-    @property
-    def shape(self) -> Shape:
-        return (*self.inputs, self.num_heads * self.width)
-
-    @property
-    def width(self) -> int:
-        """Columns of a head."""
-        return sum(part.size for part in self.parts)
-
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + part.name: (part.num_rows, *self.inputs) for part in self.parts}
-
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        *inputs, columns = index
-        assert columns.start % self.width == columns.stop % self.width == 0
-        heads = range(columns.start // self.width, columns.stop // self.width)
-
-        def read(part: HeadRows) -> NDArray[Any]:
-            """[heads, part.size, *inputs]"""
-            start, stop = (part.first + head * part.stride for head in (heads[0], heads[-1]))
-            rows = tensors.read(prefix + part.name, (slice(start, stop + part.size), *inputs))
-            firsts = range(0, len(heads) * part.stride, part.stride)
-            return np.stack([rows[first : first + part.size] for first in firsts])
-
-        by_head = np.concatenate([read(part) for part in self.parts], axis=1)
-        out[...] = np.moveaxis(by_head.reshape(-1, *by_head.shape[2:]), 0, -1)
+        """Raises ValueError, which names them, if tensors that must be equal are not."""
+        first, *others = (prefix + name for name in self.names)
+        out[...] = tensors.read(first, index)
+        for other in others:
+            found = tensors.read(other, index)
+            if self.is_greatest:
+                np.maximum(out, found, out=out)
+            elif not np.array_equal(found, out):
+                raise ValueError(f"{first} and {other} differ; they must be equal")

@@ -8,7 +8,7 @@ by name, never ignored.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 from sgl_jax.models.layer_specs import LayerSpec, MoeConfig, RopeConfig, read_layers
+from sgl_jax.models.quantization import AT_LOAD, QuantizationConfig, quantize_at_load
+from sgl_jax.models.quantization_config import read_quantization
 
 __all__ = [
     "CONFIG_FILE",
@@ -38,7 +40,6 @@ __all__ = [
 ]
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-ExpertFormat = Literal["float", "mxfp4"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
 _WITH_MXFP4 = ("GptOssForCausalLM",)
 _NO_PADDING = -1  # some old models write it for "none"
@@ -66,7 +67,7 @@ class ModelConfig:
     score_scale: float  # multiplies query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None  # and so do logits
-    expert_format: ExpertFormat  # of the matrices of experts in a checkpoint
+    quantization: QuantizationConfig | None  # None: a checkpoint's matrices are floats
     layers: tuple[LayerSpec, ...]  # the first is next to the embedding
 
     @property
@@ -109,6 +110,21 @@ class ModelConfig:
         if recurrent:
             groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
         return tuple(groups)
+
+    def quantized(self, weight: str) -> "ModelConfig":
+        """The model with its matrices quantized at load, as `--quantization` says.
+
+        Raises ModelConfigError if they are quantized in the checkpoint, or cannot be.
+        """
+        if weight not in AT_LOAD:
+            return self
+        quantization = quantize_at_load(weight)
+        if self.quantization is not None:
+            raise ModelConfigError("the model is quantized already: leave --quantization out")
+        if self.architecture in _WITH_MXFP4:
+            raise ModelConfigError(f"{self.architecture} cannot be quantized at load")
+        layers = _quantized(self.layers, quantization)
+        return replace(self, quantization=quantization, layers=layers)
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":
@@ -153,6 +169,7 @@ class ModelConfig:
             raise ModelConfigError(f"head_dim must be even, got {head_dim}")
         max_positions = positive_int(raw, "max_position_embeddings")
         vocab_size = positive_int(raw, "vocab_size")
+        quantization = _quantization(raw)
         for file, source in ((CONFIG_FILE, raw), (GENERATION_FILE, generation or {})):
             _check_token_ids(source, file, vocab_size)
         return cls(
@@ -174,8 +191,8 @@ class ModelConfig:
             score_scale=positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
             score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
             logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
-            expert_format=_expert_format(raw),
-            layers=_layers(raw, head_dim, max_positions),
+            quantization=quantization,
+            layers=_layers(raw, head_dim, max_positions, quantization),
         )
 
 
@@ -204,8 +221,15 @@ def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> N
                 )
 
 
-def _layers(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[LayerSpec, ...]:
+def _layers(
+    raw: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    quantization: QuantizationConfig | None,
+) -> tuple[LayerSpec, ...]:
     layers = read_layers(raw, max_positions)
+    if quantization is not None:
+        layers = _quantized(layers, quantization)
     for rope in {spec.rope for spec in layers if spec.rope}:
         if rope.num_dims(head_dim) % 2 or not rope.num_dims(head_dim):
             raise ModelConfigError(
@@ -215,6 +239,14 @@ def _layers(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[
     if all(spec.recurrence for spec in layers):
         raise ModelConfigError("layer_types must name a full_attention layer")
     return layers
+
+
+def _quantized(
+    layers: tuple[LayerSpec, ...], quantization: QuantizationConfig
+) -> tuple[LayerSpec, ...]:
+    return tuple(
+        replace(spec, rules=quantization.of_layer(layer)) for layer, spec in enumerate(layers)
+    )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -235,17 +267,16 @@ def _activation(raw: Mapping[str, Any]) -> Activation:
     return value
 
 
-def _expert_format(raw: Mapping[str, Any]) -> ExpertFormat:
-    given = raw.get("quantization_config")
-    if not given:
-        return "float"
-    can_have_mxfp4 = architecture_name(raw) in _WITH_MXFP4
-    if can_have_mxfp4 and isinstance(given, dict) and given.get("quant_method") == "mxfp4":
-        return "mxfp4"
-    raise ModelConfigError(
-        f"quantization_config = {given!r} is not supported; supported: quant_method 'mxfp4' of "
-        f"{', '.join(_WITH_MXFP4)}"
-    )
+def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    config = read_quantization(raw)
+    packings = {rule.stored.packing for _, rule in config.rules} if config else set()
+    if "mxfp4" in packings and architecture_name(raw) not in _WITH_MXFP4:
+        raise ModelConfigError(f"quant_method mxfp4 is supported for {', '.join(_WITH_MXFP4)}")
+    if packings - {"mxfp4"} and architecture_name(raw) in _WITH_MXFP4:
+        raise ModelConfigError(
+            f"{architecture_name(raw)} is supported with quant_method mxfp4, or unquantized"
+        )
+    return config
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul, cpu_quantized_matmul
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
@@ -50,6 +51,7 @@ class BuildOptions(NamedTuple):
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
     attend: RaggedPagedAttention = xla_attention.ragged_paged_attention
     qkv_heads: QKVHeads = xla_qkv_heads
+    multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv

@@ -16,7 +16,7 @@ def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) ->
         own_norm("input_layernorm"),
         attention(config, spec, options, qk_norm=True, norms_from_one=True),
         own_norm("pre_feedforward_layernorm"),
-        gated_mlp(config, options),
+        gated_mlp(config, spec, options),
         attended_norm=own_norm("post_attention_layernorm"),
         mlp_output_norm=own_norm("post_feedforward_layernorm"),
     )

@@ -5,14 +5,15 @@ The windows, the rotation (YaRN) and the biases of attention are in the config.
 
 from functools import partial
 
+from sgl_jax.core.quantization import MXFP4_GROUP
 from sgl_jax.kernels.tpu_chip import SUBLANES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, clamped_swiglu
-from sgl_jax.layers.mxfp4 import BLOCK, Mxfp4
 from sgl_jax.layers.sources import Padded, Slice, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 from sgl_jax.models.llama import attention, norm
+from sgl_jax.models.projections import quantization_of
 
 
 def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
@@ -23,35 +24,46 @@ def gpt_oss_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -
         norm("input_layernorm", config.hidden_size, config, options),
         attention(config, spec, options, sinks=sinks),
         norm("post_attention_layernorm", config.hidden_size, config, options),
-        _experts(config, spec.moe, spec.moe.swiglu_limit, options),
+        _experts(config, spec, spec.moe, spec.moe.swiglu_limit, options),
     )
 
 
 def _experts(
-    config: ModelConfig, moe: MoeConfig, limit: float, options: BuildOptions
+    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, limit: float, options: BuildOptions
 ) -> MixtureOfExperts:
     hidden, width, experts = config.hidden_size, moe.intermediate_size, moe.num_experts
     # A chip's part of the inner width (180 with 16 chips) is padded to whole registers of a TPU;
     # otherwise its compiler copies all experts in each step, as with rows. Padding adds nothing:
-    # gates and values are 0 there, and so are their products with `down`.
-    padded = -(-width // (SUBLANES * options.tp_size)) * SUBLANES * options.tp_size
+    # gates and values are 0 there, and so are their products with `down`. With MXFP4 the part is
+    # padded to whole blocks.
+    is_packed = bool(spec.rules)
+    multiple = (MXFP4_GROUP if is_packed else SUBLANES) * options.tp_size
+    padded = -(-width // multiple) * multiple
+    row = row_size(hidden)
+    if is_packed:
+        row = -(-row // MXFP4_GROUP) * MXFP4_GROUP
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.
-    both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
-    down = _matrices(config, "down_proj", (experts, width, hidden), swapped=False)
+    both = _matrices("gate_up_proj", (experts, 2 * width, hidden), outwards=False, packed=is_packed)
+    down = _matrices("down_proj", (experts, width, hidden), outwards=True, packed=is_packed)
     both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
 
     def wider(part: Source) -> Source:
         return Padded(part, padded, axis=1)
 
     def longer(part: Source) -> Source:
-        return wider(Padded(part, row_size(hidden), axis=2, on_every_mesh=True))
+        return wider(Padded(part, row, axis=2, on_every_mesh=True))
 
     def inwards(first: int) -> ExpertLinear:
         weight, bias = (Slice(part, 1, first, width, step=2) for part in (both, both_biases))
         multiply = options.multiply_groups
         return ExpertLinear(
-            longer(weight), options.dtype, multiply, transposed=True, bias=wider(bias)
+            longer(weight),
+            options.dtype,
+            multiply,
+            transposed=True,
+            bias=wider(bias),
+            quantized=quantization_of(spec, options, both),
         )
 
     return MixtureOfExperts(
@@ -64,6 +76,7 @@ def _experts(
             options.multiply_groups,
             transposed=False,
             bias=Tensor("mlp.experts.down_proj_bias", (experts, hidden)),
+            quantized=quantization_of(spec, options, down),
         ),
         num_experts=experts,
         top_k=moe.top_k,
@@ -72,19 +85,18 @@ def _experts(
     )
 
 
-def _matrices(
-    config: ModelConfig, name: str, shape: tuple[int, int, int], *, swapped: bool
-) -> Source:
-    """Matrices [in, out] of all experts, or with `swapped` [out, in].
+def _matrices(name: str, shape: tuple[int, int, int], *, outwards: bool, packed: bool) -> Source:
+    """Matrices [in, out] of all experts if they lead `outwards`, else [out, in].
 
     Floats are stored as [experts, in, out], MXFP4 as [experts, out, in].
     """
     name = f"mlp.experts.{name}"
-    if config.expert_format == "mxfp4":
-        inputs = shape[2] if swapped else shape[1]
-        if inputs % BLOCK:
-            raise ModelConfigError(
-                f"{name} has rows of {inputs} numbers, no multiple of the {BLOCK} of MXFP4's blocks"
-            )
-        return Mxfp4(name, shape, transposed=not swapped)
-    return Tensor(name, shape, transposed=swapped)
+    if not packed:
+        return Tensor(name, shape, transposed=not outwards)
+    inputs = shape[1] if outwards else shape[2]
+    if inputs % MXFP4_GROUP:
+        raise ModelConfigError(
+            f"{name} has rows of {inputs} numbers, no multiple of the {MXFP4_GROUP} of MXFP4's "
+            "blocks"
+        )
+    return Tensor(name, shape, transposed=outwards)

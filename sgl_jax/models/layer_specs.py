@@ -21,6 +21,7 @@ from sgl_jax.models.config_fields import (
     positive_int,
     switch,
 )
+from sgl_jax.models.quantization import Rule
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
@@ -106,6 +107,7 @@ class LayerSpec:
     sliding_window: int | None  # None: attention to all tokens, or a recurrence
     moe: MoeConfig | None  # None: a dense feed-forward layer
     recurrence: GatedDeltaConfig | None = None  # None: attention
+    rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
 def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:

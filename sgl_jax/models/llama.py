@@ -2,13 +2,15 @@
 
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
+from sgl_jax.layers.head_sources import ByHead, FusedHeads, HeadRows, Heads, Reordered
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import ByHead, FusedHeads, HeadRows, Heads, Reordered, Source, Tensor
+from sgl_jax.layers.sources import Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
+from sgl_jax.models.projections import linear
 
 
 def llama_layer(
@@ -30,7 +32,7 @@ def llama_layer(
         norm("input_layernorm", config.hidden_size, config, options),
         attention(config, spec, options, qkv_bias=qkv_bias, qk_norm=qk_norm),
         norm("post_attention_layernorm", config.hidden_size, config, options),
-        experts or gated_mlp(config, options),
+        experts or gated_mlp(config, spec, options),
     )
 
 
@@ -85,9 +87,9 @@ def attention(
     )
     return Attention(
         heads,
-        Linear(qkv, options.dtype, "outputs", bias if has_bias else None),
-        Linear(output, options.dtype, "inputs", output_bias),
-        gate=_attention_gate(config, options, has_bias=has_bias) if gated else None,
+        linear(spec, options, qkv, "outputs", bias if has_bias else None),
+        linear(spec, options, output, "inputs", output_bias),
+        gate=_attention_gate(config, spec, options, has_bias=has_bias) if gated else None,
         attend=options.attend,
         qkv_heads=options.qkv_heads,
         q_norm=q_norm,
@@ -98,7 +100,9 @@ def attention(
     )
 
 
-def _attention_gate(config: ModelConfig, options: BuildOptions, *, has_bias: bool) -> Linear:
+def _attention_gate(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions, *, has_bias: bool
+) -> Linear:
     """The second half of each query head's rows."""
     num_heads, size = config.num_heads, config.head_dim
     weight, bias = (
@@ -109,11 +113,15 @@ def _attention_gate(config: ModelConfig, options: BuildOptions, *, has_bias: boo
         )
         for kind, inputs in (("weight", (config.hidden_size,)), ("bias", ()))
     )
-    return Linear(weight, options.dtype, "outputs", bias if has_bias else None)
+    return linear(spec, options, weight, "outputs", bias if has_bias else None)
 
 
 def gated_mlp(
-    config: ModelConfig, options: BuildOptions, prefix: str = "mlp.", width: int | None = None
+    config: ModelConfig,
+    spec: LayerSpec,
+    options: BuildOptions,
+    prefix: str = "mlp.",
+    width: int | None = None,
 ) -> GatedMLP:
     """Declare the feed-forward layer, of the config's width or another.
 
@@ -127,9 +135,9 @@ def gated_mlp(
         return Tensor(f"{prefix}{name}_proj.weight", shape, transposed=True)
 
     return GatedMLP(
-        Linear(matrix("gate", hidden, width), options.dtype, "outputs"),
-        Linear(matrix("up", hidden, width), options.dtype, "outputs"),
-        Linear(matrix("down", width, hidden), options.dtype, "inputs"),
+        linear(spec, options, matrix("gate", hidden, width), "outputs"),
+        linear(spec, options, matrix("up", hidden, width), "outputs"),
+        linear(spec, options, matrix("down", width, hidden), "inputs"),
         ACTIVATIONS[config.activation],
     )
 

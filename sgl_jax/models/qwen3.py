@@ -1,5 +1,6 @@
 """Qwen3: Llama with normalised queries and keys; Qwen3-MoE: some or all layers have experts."""
 
+from dataclasses import replace
 from functools import partial
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
@@ -8,6 +9,7 @@ from sgl_jax.layers.sources import EitherWay, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions, DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
+from sgl_jax.models.projections import quantization_of
 
 qwen3_layer = partial(llama_layer, qk_norm=True)
 
@@ -16,12 +18,12 @@ def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions)
     """Declare one layer, with experts if its spec has them."""
     if config.moe is None:
         raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts, and layers that have them")
-    experts = mixture_of_experts(config, spec.moe, options) if spec.moe else None
+    experts = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
     return qwen3_layer(config, spec, options, experts=experts)
 
 
 def mixture_of_experts(
-    config: ModelConfig, moe: MoeConfig, options: BuildOptions
+    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
 ) -> MixtureOfExperts:
     """Declare a layer's experts, a shared one among them if the config has one.
 
@@ -44,7 +46,10 @@ def mixture_of_experts(
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
         names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
         source = EitherWay(Stacked(names, one), together[name])
-        return ExpertLinear(source, dtype, options.multiply_groups, transposed=inwards)
+        one_expert = replace(one, name=names[0] + one.name)
+        quantized = quantization_of(spec, options, one_expert)
+        multiply = options.multiply_groups
+        return ExpertLinear(source, dtype, multiply, transposed=inwards, quantized=quantized)
 
     return MixtureOfExperts(
         Linear(router, dtype),
@@ -54,15 +59,15 @@ def mixture_of_experts(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
-        shared=_shared_expert(config, moe.shared_intermediate_size, options),
+        shared=_shared_expert(config, spec, moe.shared_intermediate_size, options),
     )
 
 
 def _shared_expert(
-    config: ModelConfig, width: int | None, options: BuildOptions
+    config: ModelConfig, spec: LayerSpec, width: int | None, options: BuildOptions
 ) -> SharedExpert | None:
     if width is None:
         return None
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
-    expert = gated_mlp(config, options, "mlp.shared_expert.", width)
+    expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))

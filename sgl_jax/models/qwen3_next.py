@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from sgl_jax.core.recurrence import GatedDeltaConfig
 from sgl_jax.layers.gated_delta_net import DepthwiseConv, GatedDeltaNet
-from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import ByHead, HeadRows, Source, Tensor
+from sgl_jax.layers.sources import Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
+from sgl_jax.models.projections import linear
 from sgl_jax.models.qwen3 import mixture_of_experts
 
 # Sources of a gated delta net's input projections, for a hidden size: q, k and v; the output gate;
@@ -33,16 +34,22 @@ def hybrid_layer(
     own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
     return DecoderLayer(
         own_norm("input_layernorm"),
-        gated_delta_net(config, spec.recurrence, options, projections)
+        gated_delta_net(config, spec, spec.recurrence, options, projections)
         if spec.recurrence
         else attention(config, spec, options, qk_norm=True, norms_from_one=True),
         own_norm("post_attention_layernorm"),
-        mixture_of_experts(config, spec.moe, options) if spec.moe else gated_mlp(config, options),
+        mixture_of_experts(config, spec, spec.moe, options)
+        if spec.moe
+        else gated_mlp(config, spec, options),
     )
 
 
 def gated_delta_net(
-    config: ModelConfig, own: GatedDeltaConfig, options: BuildOptions, projections: Projections
+    config: ModelConfig,
+    spec: LayerSpec,
+    own: GatedDeltaConfig,
+    options: BuildOptions,
+    projections: Projections,
 ) -> GatedDeltaNet:
     """Declare the gated delta net of a layer."""
     require_divisible("linear_num_key_heads", own.num_key_heads, options.tp_size)
@@ -55,14 +62,14 @@ def gated_delta_net(
     output = Tensor("linear_attn.out_proj.weight", (width, hidden), transposed=True)
     own_norm = Tensor("linear_attn.norm.weight", (own.value_dim,))
     return GatedDeltaNet(
-        Linear(qkv, dtype, "outputs"),
-        Linear(output_gate, dtype, "outputs"),
-        Linear(gates, dtype, "outputs"),
+        linear(spec, options, qkv, "outputs"),
+        linear(spec, options, output_gate, "outputs"),
+        linear(spec, options, gates, "outputs"),
         DepthwiseConv(conv, dtype, options.causal_conv),
         Tensor("linear_attn.A_log", (own.num_value_heads,)),
         Tensor("linear_attn.dt_bias", (own.num_value_heads,)),
         RMSNorm(own_norm, config.rms_norm_eps, dtype),
-        Linear(output, dtype, "inputs"),
+        linear(spec, options, output, "inputs"),
         key_dim=own.key_dim,
         value_dim=own.value_dim,
         group=own.group,

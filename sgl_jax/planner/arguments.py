@@ -13,7 +13,15 @@ from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
 from sgl_jax.planner.topology import Topology
 
 SERVER_SETTINGS = (
-    *("model_path", "dtype", "kv_cache_dtype", "context_length", "tp_size", "dp_size"),
+    *(
+        "model_path",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "context_length",
+        "tp_size",
+        "dp_size",
+    ),
     *("weight_sharding", "attention_backend", "page_size", "mem_fraction_static"),
     *("max_total_tokens", "swa_full_tokens_ratio", "max_running_requests"),
     "chunked_prefill_size",
@@ -99,7 +107,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
             topology.check_mesh(args.dp_size, args.tp_size)
-        config = read_config(args.model_path)
+        config = read_config(args.model_path).quantized(args.quantization)
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings
         if workload.tokens > limit:

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
@@ -39,7 +40,13 @@ def engine_programs(
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes of each device's part of a tree of `jax.ShapeDtypeStruct` with shardings, unpadded."""
-    return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    bits: int = sum(
+        _bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
     )
+    return bits // 8
+
+
+def _bits(dtype: jnp.dtype) -> int:
+    """Of a number in a TPU's memory; numpy has those of 4 bits in a byte each."""
+    return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

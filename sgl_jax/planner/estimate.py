@@ -1,5 +1,6 @@
 """The estimate of one mesh: memory, two compiled steps, and the rates of the load."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -138,20 +139,23 @@ def device_bytes(
     engine: EngineProgramsOnPaper, memory: MemoryPlan, request: PlanRequest
 ) -> DeviceBytes:
     """The weights that a device reads in a step, and how they are laid out."""
-    experts = layers_and_head = 0
+    experts = layers_and_head = numbers = 0
     for own in engine.placed.declared.values():
-        size = bytes_per_device(own.array)
-        if DATA_AXIS in own.spec:
-            size *= request.args.dp_size  # gathered from the other ranks, then read whole
+        # Gathered from the other ranks, then read whole.
+        gathered = request.args.dp_size if DATA_AXIS in own.spec else 1
+        size = gathered * bytes_per_device(own.array)
         if own.read == "experts":
             experts += size
         elif own.read == "all":
             layers_and_head += size
+            if own.initial in ("normal", "values"):
+                numbers += gathered * math.prod(own.array.sharding.shard_shape(own.array.shape))
     layout = engine.config.state_layout
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
+        layer_and_head_numbers=numbers,
         expert_bytes=experts,
-        weight_itemsize=engine.config.dtype.itemsize,
+        itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
         kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,

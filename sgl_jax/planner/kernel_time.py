@@ -35,8 +35,9 @@ class DeviceBytes:
     """The bytes that one device holds, by how they are read."""
 
     layer_and_head_bytes: int  # read whole in every step, experts left out
+    layer_and_head_numbers: int  # of the same weights, each multiplied with every token
     expert_bytes: int
-    weight_itemsize: int  # also of an activation
+    itemsize: int  # of an activation
     kv_token_bytes: int  # of all layers
     kv_itemsize: int
     tp_size: int  # devices that share the heads and each expert
@@ -139,7 +140,7 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
     The bytes are of experts in use and of lines. A visit of the kernel computes a whole tile of
     lines, though its group may have only one there (`kernels.grouped_matmul`).
     """
-    moe, itemsize = config.moe, memory.weight_itemsize
+    moe, itemsize = config.moe, memory.itemsize
     if moe is None:
         return KernelTime(0.0, 0.0)
     touched = experts_touched(tokens, moe)

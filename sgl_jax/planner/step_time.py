@@ -53,7 +53,7 @@ def estimate_step(
     """Put one step's time together; `num_tokens` are of the program's shape, padding included."""
     program = cost.estimated_cycles / chip.clock_hz
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
-    flops = 2 * work.tokens * memory.layer_and_head_bytes / memory.weight_itemsize
+    flops = 2 * work.tokens * memory.layer_and_head_numbers
     fused = max(program, weights)
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
@@ -62,7 +62,7 @@ def estimate_step(
     heads = 0.0
     kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
     if kernel:
-        sizes = (num_tokens, config, memory.weight_itemsize, memory.tp_size, chip)
+        sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
     total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s
     waits = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads}

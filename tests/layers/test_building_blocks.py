@@ -18,6 +18,7 @@ from sgl_jax.layers.embedding import (
     LMHead,
     padded_vocab_size,
 )
+from sgl_jax.layers.head_sources import paired_order
 from sgl_jax.layers.layer_weights import (
     separate_matrices,
     use_stack,
@@ -31,7 +32,7 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import rotate, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
-from sgl_jax.layers.sources import Tensor, paired_order
+from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import (
     declared_shapes,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from sgl_jax.layers.sources import ByHead, FusedHeads, HeadRows, Heads, Reordered, Tensor
+from sgl_jax.layers.head_sources import ByHead, FusedHeads, HeadRows, Heads, Reordered
+from sgl_jax.layers.sources import Tensor
 
 HIDDEN = 5
 SIZES = {"q": 16, "k": 8, "v": 8}

@@ -14,9 +14,10 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from sgl_jax.layers import attention as attention_module
 from sgl_jax.layers.attention import Attention
+from sgl_jax.layers.head_sources import FusedHeads, Heads
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.rotary import rotation
-from sgl_jax.layers.sources import FusedHeads, Heads, Tensor
+from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes, declared_specs
 

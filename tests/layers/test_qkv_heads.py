@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.qkv_heads import (
     pallas_qkv_heads,
@@ -13,7 +14,7 @@ from sgl_jax.layers.qkv_heads import (
     xla_qkv_heads,
 )
 from sgl_jax.layers.rotary import rotation
-from sgl_jax.layers.sources import Heads, Tensor
+from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes
 from tests.quick_compilation import quick_jit

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.models.config import (
     CacheGroup,
@@ -39,8 +40,9 @@ def test_experts_may_be_in_mxfp4():
             GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}} | changes
         )
 
-    assert read_packed({}).expert_format == "mxfp4"
-    with pytest.raises(ModelConfigError, match="supported: quant_method 'mxfp4' of GptOss"):
+    (own,) = {rule for spec in read_packed({}).layers for _, rule in spec.rules}
+    assert own.scheme == Scheme("mxfp4", 32)
+    with pytest.raises(ModelConfigError, match="awq is supported with 4 bits"):
         read_packed({"quantization_config": {"quant_method": "awq"}})
     with pytest.raises(ModelConfigError, match=r"rows of 48 numbers, no multiple of the 32"):
         build_model(read_packed({}), BuildOptions("float32"))
@@ -97,8 +99,11 @@ def test_attention_may_have_biases_on_all_its_projections():
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
         ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a positive number"),
         ({"attn_logit_softcapping": -1}, "attn_logit_softcapping must be a positive number"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "of GptOssForCausalLM"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "must be one of compressed-tensors, fp8",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "for GptOssForCausalLM"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "linear, llama3, yarn, got 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true or false"),

@@ -135,7 +135,7 @@ def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
     config = ModelConfig.from_dict(GPT_OSS)
     assert config.head_dim == 64
     assert config.attention_bias
-    assert config.expert_format == "float"
+    assert config.quantization is None
     assert config.cache_groups() == (CacheGroup(None, 0, (1, 3)), CacheGroup(128, 0, (0, 2)))
     rope = RopeConfig(
         *(150000.0, "yarn", 32.0),

@@ -19,7 +19,7 @@ ONE_GB = 10**9
 
 
 def device(expert_bytes=0):
-    return DeviceBytes(0, expert_bytes, 2, 0, 2, tp_size=4)
+    return DeviceBytes(0, 0, expert_bytes, 2, 0, 2, tp_size=4)
 
 
 def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():

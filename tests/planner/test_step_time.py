@@ -30,7 +30,7 @@ def cost(cycles=0, collectives=()):
 
 
 def device(layers=0, experts=0, kv_token=0, kv_itemsize=2):
-    return DeviceBytes(layers, experts, 2, kv_token, kv_itemsize, tp_size=1)
+    return DeviceBytes(layers, layers // 2, experts, 2, kv_token, kv_itemsize, tp_size=1)
 
 
 def test_a_decode_step_waits_for_its_weights_and_its_kv():

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import pytest
 
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
 from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, struct
@@ -30,7 +31,9 @@ class Shape(NamedTuple):
 
 def assert_compiles_without_copies(shape, mesh):
     def run(lines, matrices, layer, sizes):
-        return tpu_grouped_matmul(lines, matrices, layer, sizes, transposed=shape.transposed)
+        return tpu_grouped_matmul(
+            lines, GroupMatrices(matrices), layer, sizes, transposed=shape.transposed
+        )
 
     compiled, seconds = compile_on(
         mesh,

@@ -3,13 +3,45 @@
 Every implementation has the signature of `GroupedMatmul`.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.core.quantization import WeightFormat
+from sgl_jax.kernels.quantized_matmul.numbers import dequantized
 
 BLOCK_LINES = 32  # of a CPU's loops, whose cost follows the lines and groups in use
+
+
+class GroupMatrices(NamedTuple):
+    """A matrix for each group and layer, as floats or quantized: one chip's part.
+
+    A matrix lies as [k, m] or, with `transposed` products, as [m, k]; along k its scales lie for
+    groups of inputs.
+    """
+
+    values: jax.Array  # [layers, groups, k, m]
+    scales: jax.Array | None = None  # [layers, groups, inputs' groups, m]; None: floats
+    zero_points: jax.Array | None = None  # as scales
+    weight: WeightFormat | None = None  # None: floats
+
+    def numbers(
+        self, layer: jax.Array, group: jax.Array | slice, dtype: DTypeLike, *, transposed: bool
+    ) -> jax.Array:
+        """One matrix as numbers of `dtype`, or all of a layer if `group` is a slice."""
+        if self.weight is None or self.scales is None:
+            return self.values[layer, group]
+
+        def own(part: jax.Array) -> jax.Array:
+            part = part[layer, group]
+            return part.swapaxes(-2, -1) if transposed else part
+
+        zero_points = None if self.zero_points is None else own(self.zero_points)
+        numbers = dequantized(own(self.values), own(self.scales), zero_points, self.weight, dtype)
+        return numbers.swapaxes(-2, -1) if transposed else numbers
 
 
 class GroupedMatmul(Protocol):
@@ -18,7 +50,7 @@ class GroupedMatmul(Protocol):
     def __call__(
         self,
         lines: jax.Array,
-        matrices: jax.Array,
+        matrices: GroupMatrices,
         layer: jax.Array,
         group_sizes: jax.Array,
         *,
@@ -28,7 +60,7 @@ class GroupedMatmul(Protocol):
 
         Args:
             lines: [n, k], the first group_sizes[0] of the first group, and so on.
-            matrices: [layers, groups, k, m]; [layers, groups, m, k] if `transposed`.
+            matrices: of all layers.
             layer: int32 [] which layer's matrices.
             group_sizes: int32 [groups], their sum n.
             transposed: whether matrices are stored as [out, in].
@@ -41,7 +73,7 @@ class GroupedMatmul(Protocol):
 
 def blocked_grouped_matmul(
     lines: jax.Array,
-    matrices: jax.Array,
+    matrices: GroupMatrices,
     layer: jax.Array,
     group_sizes: jax.Array,
     *,
@@ -61,26 +93,27 @@ def blocked_grouped_matmul(
         def block(number: jax.Array, out: jax.Array) -> jax.Array:
             start = starts[index] + number * BLOCK_LINES
             some = lax.dynamic_slice_in_dim(padded, start, BLOCK_LINES)
-            product = lax.dot_general(some, matrices[layer, index], (contracted, ((), ())))
+            matrix = matrices.numbers(layer, index, lines.dtype, transposed=transposed)
+            product = lax.dot_general(some, matrix, (contracted, ((), ())))
             return lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
 
         return lax.fori_loop(0, -(-group_sizes[index] // BLOCK_LINES), block, out)
 
-    width = matrices.shape[2 if transposed else 3]
-    out = jnp.zeros((num_lines + BLOCK_LINES, width), lines.dtype)
-    return lax.fori_loop(0, matrices.shape[1], group, out)[:num_lines]
+    shape = matrices.values.shape
+    out = jnp.zeros((num_lines + BLOCK_LINES, shape[2 if transposed else 3]), lines.dtype)
+    return lax.fori_loop(0, shape[1], group, out)[:num_lines]
 
 
 def ragged_grouped_matmul(
     lines: jax.Array,
-    matrices: jax.Array,
+    matrices: GroupMatrices,
     layer: jax.Array,
     group_sizes: jax.Array,
     *,
     transposed: bool,
 ) -> jax.Array:
     """See `GroupedMatmul`."""
-    own = lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
+    own = matrices.numbers(layer, slice(None), lines.dtype, transposed=transposed)
     contracted = ((1,), (2 if transposed else 1,))
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(contracted, ((), ())),

@@ -25,8 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
+from sgl_jax.core.quantization import WeightFormat
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.pallas_tpu import product
+from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequantized
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # of a tile
@@ -102,15 +106,52 @@ def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile:
     )
 
 
-def _kernel(visits: _Visits, lines: Any, matrix: Any, out: Any, *, transposed: bool) -> None:
-    """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width]."""
+def _kernel(
+    visits: _Visits, lines: Any, *refs: Any, transposed: bool, weight: WeightFormat | None
+) -> None:
+    """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width].
+
+    `refs` are the matrix, its scales and zero points if it has them, and out.
+    """
+    *parts, out = refs
     visit = pl.program_id(1)
 
     @pl.when(visit < visits.sizes[1])
     def _() -> None:
-        new = product(lines[...], matrix[0, 0], (1, 1 if transposed else 0))
+        own = [part[0, 0] for part in parts]
+        matrix = own[0] if weight is None else _numbers(own, weight, lines.dtype, transposed)
+        new = product(lines[...], matrix, (1, 1 if transposed else 0))
         keep = _is_of_group(visits, visit, out.shape)
         out[...] = jnp.where(keep, new, out[...].astype(jnp.float32)).astype(out.dtype)
+
+
+def _numbers(
+    parts: list[jax.Array], weight: WeightFormat, dtype: DTypeLike, transposed: bool
+) -> jax.Array:
+    """The numbers of a matrix from its values, its scales, and its zero points if it has them."""
+    values, scales, *rest = parts
+    zero_points = rest[0] if rest else None
+    if not transposed:
+        return dequantized(values, scales, zero_points, weight, dtype)
+    numbers = as_numbers(values, weight, dtype)
+    if zero_points is not None:
+        numbers = numbers - _along_inputs(zero_points.astype(dtype), values.shape)
+    return numbers * _along_inputs(as_scales(scales, dtype), values.shape)
+
+
+def _along_inputs(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Scales [m, groups] repeated for each of their inputs, as [m, k].
+
+    The matrix unit repeats them, by a product with ones and zeros that is exact: a vector unit
+    moves numbers along a row slowly.
+    """
+    groups = scales.shape[1]
+    if groups == 1:
+        return scales
+    group = lax.broadcasted_iota(jnp.int32, (groups, shape[1]), 0)
+    inputs = lax.broadcasted_iota(jnp.int32, (groups, shape[1]), 1)
+    is_of = lax.div(inputs, jnp.int32(shape[1] // groups)) == group
+    return product(scales, is_of.astype(scales.dtype), (1, 0)).astype(scales.dtype)
 
 
 def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -121,7 +162,7 @@ def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Arr
 
 def tpu_grouped_matmul(
     lines: jax.Array,
-    matrices: jax.Array,
+    matrices: GroupMatrices,
     layer: jax.Array,
     group_sizes: jax.Array,
     *,
@@ -130,10 +171,10 @@ def tpu_grouped_matmul(
 ) -> jax.Array:
     """See `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
     num_lines, inputs = lines.shape
-    num_groups = matrices.shape[1]
-    outputs = matrices.shape[2 if transposed else 3]
+    num_groups = matrices.values.shape[1]
+    outputs = matrices.values.shape[2 if transposed else 3]
     if tiles is None:
-        itemsize = matrices.dtype.itemsize
+        itemsize = lines.dtype.itemsize  # a quantized matrix's numbers have the lines' type
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
     tile, width = tiles
 
@@ -141,9 +182,15 @@ def tpu_grouped_matmul(
         where = (column, 0) if transposed else (0, column)
         return visits.sizes[0], visits.group[visit], *where
 
-    block = (1, 1, width, inputs) if transposed else (1, 1, inputs, width)
+    parts = [part for part in matrices[:3] if part is not None]
+
+    def block_of(part: jax.Array) -> pl.BlockSpec:
+        across = part.shape[3 if transposed else 2]
+        block = (width, across) if transposed else (across, width)
+        return pl.BlockSpec((1, 1, *block), of_matrix)
+
     kernel = pl.pallas_call(
-        partial(_kernel, transposed=transposed),
+        partial(_kernel, transposed=transposed, weight=matrices.weight),
         name="grouped_matmul",
         out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -151,7 +198,7 @@ def tpu_grouped_matmul(
             grid=(pl.cdiv(outputs, width), max_visits(num_lines, num_groups, tile)),
             in_specs=[
                 pl.BlockSpec((tile, inputs), lambda _, v, visits: (visits.tile[v], 0)),
-                pl.BlockSpec(block, of_matrix),
+                *map(block_of, parts),
             ],
             out_specs=pl.BlockSpec((tile, width), lambda c, v, visits: (visits.tile[v], c)),
         ),
@@ -160,5 +207,5 @@ def tpu_grouped_matmul(
         ),
     )
     visits = _plan_visits(group_sizes, layer, num_lines, tile)
-    result: jax.Array = kernel(visits, lines, matrices)
+    result: jax.Array = kernel(visits, lines, *parts)
     return result

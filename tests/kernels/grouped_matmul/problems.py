@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
+
 LAYERS, LAYER = 3, 1
 
 
@@ -50,7 +52,7 @@ class Problem(NamedTuple):
     """The arrays of a case. Matrices that no line needs are NaN: reading one would show."""
 
     lines: np.ndarray
-    matrices: np.ndarray
+    matrices: GroupMatrices
     layer: np.int32
     group_sizes: np.ndarray
 
@@ -70,12 +72,13 @@ def build(case: Case) -> Problem:
         matrices = matrices.swapaxes(2, 3)
     sizes = np.array(case.sizes, np.int32)
     dtype = program.dtype
-    return Problem(lines.astype(dtype), matrices.astype(dtype), np.int32(LAYER), sizes)
+    own = GroupMatrices(matrices.astype(dtype))
+    return Problem(lines.astype(dtype), own, np.int32(LAYER), sizes)
 
 
 def expected(problem: Problem, program: Program) -> np.ndarray:
     """The result in float64."""
-    matrices = np.asarray(problem.matrices, np.float64)[LAYER]
+    matrices = np.asarray(problem.matrices.values, np.float64)[LAYER]
     if program.transposed:
         matrices = matrices.swapaxes(1, 2)
     group = np.repeat(np.arange(program.groups), problem.group_sizes)

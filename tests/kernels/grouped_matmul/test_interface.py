@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.kernels.grouped_matmul.interface import (
+    GroupMatrices,
     blocked_grouped_matmul,
     grouped_matmul_implementation,
     ragged_grouped_matmul,
@@ -27,7 +28,7 @@ SIZES = {
 def test_agrees_with_float64(sizes, multiply, transposed):
     program = Program(groups=3, transposed=transposed)
     problem = build(Case(program, sizes, poisoned=None, seed=0))
-    problem = problem._replace(matrices=np.nan_to_num(problem.matrices))
+    problem = problem._replace(matrices=GroupMatrices(np.nan_to_num(problem.matrices.values)))
     actual = jax.jit(multiply, static_argnames="transposed")(*problem, transposed=transposed)
     np.testing.assert_allclose(actual, expected(problem, program), rtol=0, atol=1e-5)
 

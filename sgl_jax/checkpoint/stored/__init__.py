@@ -1,0 +1,1 @@
+"""How files hold quantized matrices: a reader for each packing, chosen by `readers`."""

@@ -1,0 +1,194 @@
+"""Matrices of 4 bits, eight values in a word: compressed-tensors, AWQ and GPTQ.
+
+All three store a value without its sign, 0 to 15, and 8 in place of 0 where the scheme is
+symmetric; as int4, 8 is taken off values and zero points alike. They differ in the axis along which
+values are packed, and AWQ in their order in a word.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.checkpoint.stored.reader import (
+    FLOATS,
+    Expected,
+    beside,
+    positions,
+    read_positions,
+)
+from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.models.quantization import Rule
+
+_BITS, _PER_WORD, _ZERO = 4, 8, 8
+_WORDS = frozenset({"I32"})
+_IN_TURN = tuple(range(_PER_WORD))
+# Of each column in a word of AWQ: its place, the lowest bits being the first.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _unpacked(
+    words: NDArray[Any], axis: int, places: tuple[int, ...] = _IN_TURN
+) -> NDArray[np.int32]:
+    """Values 0 to 15 of int32 words, side by side along `axis`."""
+    shifts = np.array(places, np.uint32) * _BITS
+    by_word = np.moveaxis(np.asarray(words).view(np.uint32), axis, -1)
+    values = (by_word[..., None] >> shifts) & np.uint32(2**_BITS - 1)
+    flat = values.reshape(*by_word.shape[:-1], -1).astype(np.int32)
+    return np.moveaxis(flat, -1, axis)
+
+
+def _signed(values: NDArray[np.int32]) -> NDArray[Any]:
+    return (values - _ZERO).astype(ml_dtypes.int4)
+
+
+def _words_of(size: int) -> int:
+    return -(-size // _PER_WORD)
+
+
+class CompressedReader:
+    """compressed-tensors' "pack-quantized": values packed along inputs, zero points along outputs.
+
+    See `Reader`.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._group = rule.scheme.group_size
+        self._has_order = rule.scheme.has_input_order
+
+    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+        if part.kind == "order":
+            return {beside(weight, "weight_g_idx"): Expected((shape,), _WORDS)}
+        outputs, inputs = shape
+        if part.kind == "values":
+            packed = Expected(((outputs, _words_of(inputs)),), _WORDS)
+            return {beside(weight, "weight_packed"): packed}
+        groups = inputs
+        if self._group is not None:
+            groups = -(-inputs * (part.group or 1) // self._group)
+        if part.kind == "scales":
+            return {beside(weight, "weight_scale"): Expected(((outputs, groups),), FLOATS)}
+        zeros = Expected(((_words_of(outputs), groups),), _WORDS)
+        return {beside(weight, "weight_zero_point"): zeros}
+
+    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+        if part.kind == "order":
+            return _order(files, beside(weight, "weight_g_idx"), self._group)[index]
+        rows = positions(index[0])
+        if part.kind == "values":
+            inputs = positions(index[1])
+            if self._has_order:
+                inputs = _order(files, beside(weight, "weight_g_idx"), self._group)[inputs]
+            return self._values(files, beside(weight, "weight_packed"), rows, inputs)
+        groups = _stored_groups(index[1], part, self._group)
+        if part.kind == "scales":
+            return read_positions(files, beside(weight, "weight_scale"), (), rows, groups)
+        name = beside(weight, "weight_zero_point")
+        words = read_positions(files, name, (), np.unique(rows // _PER_WORD), groups)
+        first = rows[0] // _PER_WORD * _PER_WORD
+        return _signed(_unpacked(words, 0)[rows - first])
+
+    def _values(
+        self, files: Tensors, name: str, rows: NDArray[np.intp], inputs: NDArray[np.intp]
+    ) -> NDArray[Any]:
+        first = inputs.min() // _PER_WORD
+        words = np.arange(first, inputs.max() // _PER_WORD + 1)
+        values = _unpacked(read_positions(files, name, (), rows, words), 1)
+        return _signed(values[:, inputs - first * _PER_WORD])
+
+
+class InputsFirstReader:
+    """AWQ ("gemm") and GPTQ: tensors are [in, out]; zero points are packed along outputs.
+
+    AWQ packs values along outputs, GPTQ along inputs. See `Reader`.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._group = rule.scheme.group_size
+        self._has_order = rule.scheme.has_input_order
+        self._has_zero_points = rule.scheme.has_zero_points
+        self._is_awq = rule.stored.packing == "awq"
+        self._zero_shift = 1 if rule.stored.zero_points_less_one else 0
+
+    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+        if part.kind == "order":
+            return {beside(weight, "g_idx"): Expected((shape,), _WORDS)}
+        outputs, inputs = shape
+        if part.kind == "values":
+            packed = (inputs, _words_of(outputs))
+            if not self._is_awq:
+                packed = (_words_of(inputs), outputs)
+            return {beside(weight, "qweight"): Expected((packed,), _WORDS)}
+        groups = inputs
+        if self._group is not None:
+            groups = -(-inputs * (part.group or 1) // self._group)
+        zeros = {beside(weight, "qzeros"): Expected(((groups, _words_of(outputs)),), _WORDS)}
+        if part.kind == "zero_points":
+            return zeros
+        scales = {beside(weight, "scales"): Expected(((groups, outputs),), FLOATS)}
+        # Symmetric files have zero points all the same.
+        return scales if self._has_zero_points else scales | zeros
+
+    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+        if part.kind == "order":
+            return _order(files, beside(weight, "g_idx"), self._group)[index]
+        rows = positions(index[0])
+        if part.kind == "values":
+            inputs = positions(index[1])
+            if self._has_order:
+                inputs = _order(files, beside(weight, "g_idx"), self._group)[inputs]
+            return self._values(files, beside(weight, "qweight"), rows, inputs)
+        groups = _stored_groups(index[1], part, self._group)
+        zeros = self._zero_points(files, beside(weight, "qzeros"), rows, groups)
+        if part.kind == "zero_points":
+            return zeros
+        if not self._has_zero_points and (zeros != 0).any():
+            name = beside(weight, "qzeros")
+            raise ValueError(f"{name} has zero points other than 8, but the config is symmetric")
+        return read_positions(files, beside(weight, "scales"), (), groups, rows).T
+
+    def _values(
+        self, files: Tensors, name: str, rows: NDArray[np.intp], inputs: NDArray[np.intp]
+    ) -> NDArray[Any]:
+        """[rows, inputs]"""
+        if self._is_awq:
+            first = rows[0] // _PER_WORD
+            words = np.arange(first, rows[-1] // _PER_WORD + 1)
+            packed = read_positions(files, name, (), inputs, words)
+            return _signed(_unpacked(packed, 1, _AWQ_PLACES)[:, rows - first * _PER_WORD].T)
+        first = inputs.min() // _PER_WORD
+        words = np.arange(first, inputs.max() // _PER_WORD + 1)
+        packed = read_positions(files, name, (), words, rows)
+        return _signed(_unpacked(packed, 0)[inputs - first * _PER_WORD].T)
+
+    def _zero_points(
+        self, files: Tensors, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
+    ) -> NDArray[Any]:
+        """[rows, groups]"""
+        first = rows[0] // _PER_WORD
+        words = np.arange(first, rows[-1] // _PER_WORD + 1)
+        packed = read_positions(files, name, (), groups, words)
+        places = _AWQ_PLACES if self._is_awq else _IN_TURN
+        values = _unpacked(packed, 1, places)[:, rows - first * _PER_WORD].T
+        shifted = values + self._zero_shift
+        if (shifted > 2**_BITS - 1).any():
+            raise ValueError(f"{name} has zero points above 15")
+        return _signed(shifted)
+
+
+def _stored_groups(groups: slice, part: Part, stored: int | None) -> NDArray[np.intp]:
+    """The stored groups that the slice's groups lie in."""
+    if stored is None:
+        return positions(groups)
+    return positions(groups) * (part.group or 1) // stored
+
+
+def _order(files: Tensors, name: str, group: int | None) -> NDArray[np.intp]:
+    """The inputs sorted by group, from each input's group. Raises ValueError for other sizes."""
+    owner = files.read(name, ())
+    sizes = np.bincount(owner) if len(owner) and owner.min() >= 0 else np.zeros(0, np.int64)
+    if group is None or len(sizes) * group != len(owner) or (sizes != group).any():
+        raise ValueError(f"{name} does not deal its inputs into groups of {group}")
+    return np.argsort(owner, kind="stable")

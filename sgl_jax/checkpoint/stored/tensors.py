@@ -1,0 +1,54 @@
+"""The tensors of a checkpoint, those of quantized matrices by their parts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from sgl_jax.checkpoint.stored.at_load import AtLoadReader
+from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
+from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
+from sgl_jax.checkpoint.stored.plain import PlainReader
+from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Reader
+from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
+
+_READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
+    "float": AtLoadReader,
+    "plain": PlainReader,
+    "compressed": CompressedReader,
+    "awq": InputsFirstReader,
+    "gptq": InputsFirstReader,
+    "mxfp4": Mxfp4Reader,
+}
+
+
+class QuantizedTensors:
+    """Finds and reads tensors, and parts of quantized matrices (`Part`), by name."""
+
+    def __init__(self, config: QuantizationConfig | None) -> None:
+        """`config` is the checkpoint's, or says how to quantize its floats."""
+        self._config = config
+        self._readers: dict[Rule, Reader] = {}
+
+    def expected(self, name: str, shape: Shape) -> Mapping[str, Expected]:
+        """The tensors in files that `name`, of shape `shape`, is made from."""
+        weight, part = Part.parse(name)
+        if part is None:
+            return {name: Expected((shape,), FLOATS)}
+        return self._reader(weight).tensors(weight, part, shape)
+
+    def read(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
+        """The slice `index` of a tensor or part. Raises ValueError for contents that do not fit."""
+        weight, part = Part.parse(name)
+        if part is None:
+            return files.read(name, index)
+        return self._reader(weight).read(files, weight, part, index)
+
+    def _reader(self, weight: str) -> Reader:
+        assert self._config is not None
+        rule = self._config.rule_of(weight.removesuffix(".weight"))
+        assert rule is not None, f"{weight} is not quantized"
+        if rule not in self._readers:
+            self._readers[rule] = _READERS[rule.stored.packing](rule)
+        return self._readers[rule]

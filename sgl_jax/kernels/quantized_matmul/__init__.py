@@ -1,0 +1,1 @@
+"""Products with quantized matrices: layers call `interface`."""

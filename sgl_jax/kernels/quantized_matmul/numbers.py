@@ -1,0 +1,94 @@
+"""Stored values and scales as numbers, and activations as stored values. Traced; for all platforms.
+
+MXFP4 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A value holds a magnitude's place in that
+list, 0 to 7, with the number's sign, as int4. So a few operations that every vector unit has make
+the number of it, where a conversion from 4-bit floats needs a chip that has them. A scale is a
+power of two, stored as its exponent plus 127: the bits of the float's own exponent.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from sgl_jax.core.quantization import GREATEST, ActivationFormat, WeightFormat
+
+_VALUE_DTYPES: dict[str, DTypeLike] = {
+    "int8": jnp.int8,
+    "int4": jnp.int4,
+    "mxfp4": jnp.int4,
+    "fp8": jnp.float8_e4m3fn,
+}
+
+
+def value_dtype(weight: WeightFormat | ActivationFormat) -> jnp.dtype:
+    """The type of stored values."""
+    return jnp.dtype(_VALUE_DTYPES[weight])
+
+
+def scale_dtype(weight: WeightFormat, dtype: DTypeLike, *, in_groups: bool) -> jnp.dtype:
+    """The type of stored scales, for a model whose own type is `dtype`."""
+    if weight == "mxfp4":
+        return jnp.dtype(jnp.uint8)
+    return jnp.dtype(dtype if in_groups else jnp.float32)
+
+
+def as_numbers(values: jax.Array, weight: WeightFormat, dtype: DTypeLike) -> jax.Array:
+    """Stored values as numbers of `dtype`, not yet scaled. Each format's are exact in bfloat16."""
+    numbers = values.astype(dtype)
+    if weight != "mxfp4":
+        return numbers
+    place = jnp.abs(numbers)
+    # 0, 1, 2, 3, 4, 6, 8, 12: the list's magnitudes, doubled.
+    doubled = place + jnp.maximum(place - 4, 0) + 2 * jnp.maximum(place - 6, 0)
+    return jnp.where(numbers < 0, -0.5, 0.5).astype(dtype) * doubled
+
+
+def as_scales(scales: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Stored scales as numbers of `dtype`; MXFP4's least, 2**-127, is below a float's and 0."""
+    if scales.dtype != jnp.uint8:
+        return scales.astype(dtype)
+    wide = scales.astype(jnp.uint32) << 23
+    return lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+
+
+def dequantized(
+    values: jax.Array,
+    scales: jax.Array,
+    zero_points: jax.Array | None,
+    weight: WeightFormat,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """The numbers of matrices.
+
+    Args:
+        values: [..., in, out].
+        scales: [..., groups, out]; each is for in / groups neighbouring inputs.
+        zero_points: as scales; None: all 0.
+        weight: the format.
+        dtype: of the result, [..., in, out].
+    """
+    *outer, groups, outputs = scales.shape
+    by_group = values.reshape(*outer, groups, -1, outputs)
+    numbers = as_numbers(by_group, weight, dtype)
+    if zero_points is not None:
+        numbers = numbers - zero_points[..., None, :].astype(dtype)
+    numbers = numbers * as_scales(scales, dtype)[..., None, :]
+    return numbers.reshape(values.shape)
+
+
+def quantize_activations(
+    x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Activations [T, in] as values of a format, and their scales, float32 [T, 1] or [1].
+
+    Each token's scale fits its greatest magnitude, unless `scale` float32 [1] is given.
+    """
+    greatest, wide = GREATEST[activation], x.astype(jnp.float32)
+    if scale is None:
+        scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / greatest
+        scale = jnp.where(scale == 0, 1, scale)
+    scaled = jnp.clip(wide / scale, -greatest, greatest)
+    if activation == "int8":
+        scaled = jnp.round(scaled)
+    return scaled.astype(value_dtype(activation)), scale

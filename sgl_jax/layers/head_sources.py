@@ -1,0 +1,197 @@
+"""Sources of parameters that are made head by head: fused projections, and orders of dimensions."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.layers.sources import Index, OfPart, Part, Shape, Source, Tensors
+
+
+def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
+    """An order of a head's dimensions in which dimension i is rotated together with
+    i + head_dim / 2.
+
+    In a checkpoint, only the first `num_turned` dimensions are rotated, and i is paired with
+    i + num_turned / 2. In the order returned, the rotated dimensions come first in each half. So
+    all heads are rotated alike, and the pairs after them have the angle 0.
+    """
+    pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
+    in_first = head_dim // 2 - pairs
+    return (*range(pairs), *still[:in_first], *range(pairs, num_turned), *still[in_first:])
+
+
+@dataclass(frozen=True)
+class Reordered(OfPart):
+    """A vector with the elements of `part`, in another order."""
+
+    order: tuple[int, ...]
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        whole = np.empty(self.shape, out.dtype)
+        self.part.fill(whole, (slice(0, len(whole)),), tensors, prefix)
+        out[...] = whole[list(self.order)][index]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of one layer on a whole mesh."""
+
+    num_q: int
+    num_stored_kv: int  # of the checkpoint
+    num_kv: int  # copies included, where there are more chips than KV heads
+    head_dim: int
+    num_turned: int | None = None  # dimensions that a rotation turns; None: all
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The checkpoint's dimension in each place of queries and keys."""
+        return paired_order(self.head_dim, self.num_turned or self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q // self.num_kv
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of a KV head in `FusedHeads`: its queries, its key, its value."""
+        return (self.group + 2) * self.head_dim
+
+
+@dataclass(frozen=True)
+class FusedHeads(Source):
+    """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
+
+    They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
+    head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias. If the mesh has
+    more KV heads than are stored, each stored one is copied to num_kv / num_stored_kv neighbouring
+    heads. Slices of the parameter hold whole KV heads.
+
+    With `has_gates`, the tensor of q has 2 * head_dim rows for each head: its query's, its gate's.
+    """
+
+    names: tuple[str, ...]  # of q, k and v
+    inputs: Shape
+    heads: Heads
+    has_gates: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.inputs, self.heads.num_kv * self.heads.kv_width)
+
+    @property
+    def plain_shape(self) -> Shape:
+        num_heads = self.heads.num_q + 2 * self.heads.num_stored_kv
+        return (*self.inputs, num_heads * self.heads.head_dim)
+
+    @property
+    def input_axis(self) -> int:
+        return 0
+
+    def quantized(self, part: Part) -> Source:
+        inputs = (part.inputs(self.inputs[0]),)
+        return replace(self, names=tuple(map(part.name, self.names)), inputs=inputs)
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
+        q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
+        q_shape = (q_rows, *self.inputs)
+        shapes = (q_shape, kv_shape, kv_shape)
+        return {prefix + name: own for name, own in zip(self.names, shapes, strict=True)}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        *inputs, columns = index
+        heads, width = self.heads, self.heads.kv_width
+        assert columns.start % width == columns.stop % width == 0
+        first, stop = columns.start // width, columns.stop // width
+        sizes = [part.stop - part.start for part in inputs]
+        fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
+
+        def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
+            """Heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
+            stride = heads.head_dim * (2 if has_gates else 1)
+            tensor = tensors.read(prefix + name, (slice(first * stride, stop * stride), *inputs))
+            return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
+
+        group = heads.group
+        q = read(self.names[0], first * group, stop * group, has_gates=self.has_gates)
+        fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
+        copies = heads.num_kv // heads.num_stored_kv
+        first_stored = first // copies
+        for place, name in enumerate(self.names[1:], heads.group):
+            stored = read(name, first_stored, (stop - 1) // copies + 1)
+            fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
+        if self.heads.num_turned is not None:
+            fused[:, :-1] = fused[:, :-1, list(heads.order)]
+        out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        """Copy KV heads; each copy has a part of the group of query heads."""
+        heads, inputs = self.heads, self.inputs
+        grouped = plain.reshape(*inputs, heads.num_stored_kv, -1, heads.head_dim)
+        q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
+        q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
+        kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
+        return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of each head in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
+
+    name: str
+    num_rows: int
+    first: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ByHead(Source):
+    """Columns [*inputs, num_heads * width]: for each head, its rows of all parts, side by side.
+
+    The parts' tensors are stored as [rows, *inputs]. Slices of the parameter hold whole heads.
+    """
+
+    parts: tuple[HeadRows, ...]
+    num_heads: int
+    inputs: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.inputs, self.num_heads * self.width)
+
+    @property
+    def width(self) -> int:
+        """Columns of a head."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def input_axis(self) -> int:
+        return 0
+
+    def quantized(self, part: Part) -> Source:
+        parts = tuple(replace(rows, name=part.name(rows.name)) for rows in self.parts)
+        return replace(self, parts=parts, inputs=(part.inputs(self.inputs[0]),))
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return {prefix + part.name: (part.num_rows, *self.inputs) for part in self.parts}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        *inputs, columns = index
+        assert columns.start % self.width == columns.stop % self.width == 0
+        heads = range(columns.start // self.width, columns.stop // self.width)
+
+        def read(part: HeadRows) -> NDArray[Any]:
+            """[heads, part.size, *inputs]"""
+            start, stop = (part.first + head * part.stride for head in (heads[0], heads[-1]))
+            rows = tensors.read(prefix + part.name, (slice(start, stop + part.size), *inputs))
+            firsts = range(0, len(heads) * part.stride, part.stride)
+            return np.stack([rows[first : first + part.size] for first in firsts])
+
+        by_head = np.concatenate([read(part) for part in self.parts], axis=1)
+        out[...] = np.moveaxis(by_head.reshape(-1, *by_head.shape[2:]), 0, -1)

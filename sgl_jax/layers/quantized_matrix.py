@@ -1,0 +1,192 @@
+"""The parameters of quantized matrices, and their products with activations."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from sgl_jax.core.quantization import Scheme
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
+from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
+from sgl_jax.layers.layer_weights import use_stacks, use_weight
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxis, concatenate_over
+from sgl_jax.layers.parameter import Read, parameter
+from sgl_jax.layers.sources import Part, PartKind, Shared, Source
+
+_LEAST_GROUP = 8
+
+
+class Quantized(NamedTuple):
+    """How a matrix is quantized, and the choices of its mesh and platform."""
+
+    scheme: Scheme
+    multiply: QuantizedMatmul
+    num_chips: int  # that share a matrix
+
+
+class QuantizedMatrix(nnx.Module):
+    """A matrix [in, out] as values, scales, and what else its scheme has.
+
+    With an order of inputs, the matrix's row i multiplies input order[i]: so rows of a group are
+    neighbours, as GPTQ's activation order does not leave them (arXiv 2210.17323).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: DTypeLike,
+        by_input: str | None,
+        by_output: str | None,
+        quantized: Quantized,
+    ) -> None:
+        """`by_input` and `by_output` are the mesh axes that inputs and outputs are split over.
+
+        Raises ValueError if a chip's inputs have no whole groups.
+        """
+        scheme = quantized.scheme
+        group = _fitting_group(scheme, source, quantized.num_chips if by_input else 1)
+        own = _Parts.declare(source, scheme, dtype, group, (by_input, by_output))
+        self.values, self.scales, self.zero_points = own
+        self.order = self.input_scale = None
+        if scheme.has_input_order:
+            order = _shared(source, "order", source.shape[source.input_axis])
+            self.order = parameter(order, jnp.int32, by_input, initial="order")
+        if scheme.has_input_scale:
+            scale = replace(_shared(source, "input_scale", 1), is_greatest=True)
+            self.input_scale = parameter(scale, jnp.float32, initial="ones")
+        self.scheme = scheme
+        self.multiply = quantized.multiply
+        self.is_split_by_input = by_input is not None
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """x [T, in] times this chip's part of the matrix, [T, out] in the dtype of x."""
+        if self.order is not None:
+            if self.is_split_by_input:
+                x = concatenate_over(TENSOR_AXIS, x, axis=1)
+            x = use_weight(self.order, partial(jnp.take, x, axis=1))
+        parts = (self.values, self.scales, self.zero_points, self.input_scale)
+
+        def multiply(layer: jax.Array, *arrays: Any) -> jax.Array:
+            matrices = QuantizedArrays(*arrays)
+            return self.multiply(x, matrices, layer, self.scheme)
+
+        return _use_present(parts, multiply)
+
+
+class QuantizedExperts(nnx.Module):
+    """A matrix for each expert, as values, scales and zero points; activations stay as they are."""
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: DTypeLike,
+        by_expert: MeshAxis,
+        by_width: str | None,
+        quantized: Quantized,
+    ) -> None:
+        """`source` is [experts, width, inputs] or [experts, width, outputs], its width split.
+
+        Raises ValueError if a chip's inputs have no whole groups, or if the scheme has an order of
+        inputs, which differs from expert to expert.
+        """
+        scheme = quantized.scheme
+        if scheme.has_input_order:
+            name = next(iter(source.tensors()))
+            raise ValueError(f"{name}: experts in activation order are not supported")
+        is_input = source.input_axis == 1
+        group = _fitting_group(scheme, source, quantized.num_chips if is_input else 1)
+        axes = (by_expert, by_width, None)
+        own = _Parts.declare(source, scheme, dtype, group, axes, read="experts")
+        self.values, self.scales, self.zero_points = own
+        self.weight = scheme.weight
+
+    def product(
+        self, multiply: GroupedMatmul, lines: jax.Array, group_sizes: jax.Array, *, transposed: bool
+    ) -> jax.Array:
+        """See `GroupedMatmul`."""
+
+        def use(
+            layer: jax.Array, values: jax.Array, scales: jax.Array, zero_points: jax.Array | None
+        ) -> jax.Array:
+            matrices = GroupMatrices(values, scales, zero_points, self.weight)
+            return multiply(lines, matrices, layer, group_sizes, transposed=transposed)
+
+        return _use_present((self.values, self.scales, self.zero_points), use)
+
+
+class _Parts(NamedTuple):
+    values: nnx.Param[Any]
+    scales: nnx.Param[Any]
+    zero_points: nnx.Param[Any] | None
+
+    @classmethod
+    def declare(
+        cls,
+        source: Source,
+        scheme: Scheme,
+        dtype: DTypeLike,
+        group: int | None,
+        axes: tuple[MeshAxis, ...],
+        read: Read = "all",
+    ) -> "_Parts":
+        """The parts of `source`, its `axes` split over the mesh's; `group` inputs share a scale."""
+        by_group = list(axes)
+        if group is None:
+            by_group[source.input_axis] = None
+        values, scales, zero_points = (
+            source.quantized(Part(kind, group)) for kind in ("values", "scales", "zero_points")
+        )
+        of_values = value_dtype(scheme.weight)
+        of_scales = scale_dtype(scheme.weight, dtype, in_groups=group is not None)
+        return cls(
+            parameter(values, of_values, *axes, initial="values", read=read),
+            parameter(scales, of_scales, *by_group, initial="scales", read=read),
+            parameter(zero_points, of_values, *by_group, initial="zeros", read=read)
+            if scheme.has_zero_points
+            else None,
+        )
+
+
+def _use_present(parts: tuple[nnx.Param[Any] | None, ...], use: Any) -> jax.Array:
+    """use(layer, *arrays) with the stacks of `parts` and the layer, see `use_stacks`; None for a
+    part that is None."""
+    present = [part for part in parts if part is not None]
+
+    def unpack(*found: jax.Array) -> jax.Array:
+        *arrays, layer = found
+        rest = iter(arrays)
+        result: jax.Array = use(layer, *(None if part is None else next(rest) for part in parts))
+        return result
+
+    return use_stacks(present, unpack)
+
+
+def _shared(source: Source, kind: PartKind, size: int) -> Shared:
+    return Shared(tuple(map(Part(kind).name, source.tensors())), (size,))
+
+
+def _fitting_group(scheme: Scheme, source: Source, num_chips: int) -> int | None:
+    """Inputs that share a stored scale, such that the inputs of each of `num_chips` are whole
+    groups; None: all.
+
+    If they are no multiple of the scheme's groups, a part of a group has a scale of its own.
+
+    Raises ValueError, which names the first tensor of `source`, if such parts are too small.
+    """
+    if scheme.group_size is None:
+        return None
+    inputs = source.shape[source.input_axis] // num_chips
+    group = math.gcd(scheme.group_size, inputs)
+    if group < min(_LEAST_GROUP, scheme.group_size):
+        name = next(iter(source.tensors()))
+        raise ValueError(
+            f"{name} is quantized in groups of {scheme.group_size} inputs, which a chip's {inputs} "
+            f"inputs cannot be cut into; choose another tp_size"
+        )
+    return group

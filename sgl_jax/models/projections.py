@@ -1,0 +1,46 @@
+"""Linear layers of a model, quantized where its checkpoint has them so."""
+
+from sgl_jax.layers.linear import Linear, Split
+from sgl_jax.layers.quantized_matrix import Quantized
+from sgl_jax.layers.sources import Source
+from sgl_jax.models.config_fields import ModelConfigError
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.layer_specs import LayerSpec
+from sgl_jax.models.quantization import Rule, rule_of_module
+
+
+def linear(
+    spec: LayerSpec,
+    options: BuildOptions,
+    weight: Source,
+    split: Split = "neither",
+    bias: Source | None = None,
+) -> Linear:
+    """Declare a layer's linear map; tensor names of `weight` are relative to the layer.
+
+    Raises ModelConfigError, which names them, if tensors that make one matrix are quantized by
+    different rules.
+    """
+    quantized = quantization_of(spec, options, weight)
+    return Linear(weight, options.dtype, split, bias, quantized)
+
+
+def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Quantized | None:
+    """How a layer's matrix is quantized; None: not. Raises ModelConfigError as `linear` does."""
+    rule = _rule(spec, weight)
+    if rule is None:
+        return None
+    return Quantized(rule.scheme, options.multiply_quantized, options.tp_size)
+
+
+def _rule(spec: LayerSpec, weight: Source) -> Rule | None:
+    modules = [name.removesuffix(".weight") for name in weight.tensors()]
+    first, *others = (rule_of_module(spec.rules, module) for module in modules)
+    for module, rule in zip(modules[1:], others, strict=True):
+        if rule != first:
+            schemes = (own.scheme.name if own else "floats" for own in (first, rule))
+            raise ModelConfigError(
+                f"{modules[0]} and {module} make one matrix and must be quantized alike; they are "
+                + " and ".join(schemes)
+            )
+    return first

@@ -1,0 +1,93 @@
+"""Which matrices of a model are quantized: a scheme for each, and how files hold it."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from sgl_jax.core.quantization import Scheme, WeightFormat
+
+# The layouts of matrices in files, one reader each in `checkpoint.stored`.
+Packing = Literal["float", "plain", "compressed", "awq", "gptq", "mxfp4"]
+# Formats that floats can be quantized to.
+AT_LOAD: tuple[WeightFormat, ...] = ("int8", "fp8", "int4")
+AT_LOAD_GROUP = 128  # inputs that share a scale of int4
+
+# The parts of a layer that checkpoints quantize, relative to it; experts stand for all others.
+MODULES = (
+    *(f"self_attn.{x}_proj" for x in "qkvo"),
+    *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+    *(f"mlp.experts.0.{x}_proj" for x in ("gate", "up", "down")),
+    *(f"mlp.experts.{x}_proj" for x in ("gate_up", "down")),
+    *(f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")),
+    *(f"linear_attn.in_proj_{x}" for x in ("qkvz", "qkv", "z", "ba", "b", "a")),
+    "linear_attn.out_proj",
+)
+_LINEAR_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # too small to be worth quantizing
+_BODIES = ("model", "model.language_model")  # prefixes of layers, see `Architecture`
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+
+
+class Stored(NamedTuple):
+    """How files hold the parts of a quantized matrix."""
+
+    packing: Packing
+    scales: str = "weight_scale"  # the name of scales, in place of "weight"
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: not blocks
+    zero_points_less_one: bool = False  # stored zero points are one less than they stand for
+
+
+class Rule(NamedTuple):
+    """The scheme of some matrices."""
+
+    scheme: Scheme
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Which matrices of a checkpoint are quantized, and how.
+
+    Patterns are names of modules, whole or in part, or regular expressions after "re:".
+    """
+
+    rules: tuple[tuple[tuple[str, ...], Rule], ...]  # patterns, of which () fits all, and a rule
+    ignored: tuple[str, ...] = ()  # patterns of matrices that are not quantized
+    has_kv_scales: bool = False  # the checkpoint has scales of an 8-bit KV cache
+
+    def rule_of(self, module: str) -> Rule | None:
+        """The rule for a module by its name in the checkpoint; None: it is not quantized."""
+        module = _EXPERT.sub("experts.0.", module)
+        if any(_fits(pattern, module) for pattern in self.ignored):
+            return None
+        for patterns, rule in self.rules:
+            if not patterns or any(_fits(pattern, module) for pattern in patterns):
+                return rule
+        return None
+
+    def of_layer(self, layer: int) -> tuple[tuple[str, Rule], ...]:
+        """The rules of a layer's modules, by their names relative to it."""
+        found = []
+        for module in MODULES:
+            rules = [self.rule_of(f"{body}.layers.{layer}.{module}") for body in _BODIES]
+            # A body's name in a pattern can exclude the module of the other body alone.
+            if all(rules) and rules[0] is not None:
+                found.append((module, rules[0]))
+        return tuple(found)
+
+
+def rule_of_module(rules: tuple[tuple[str, Rule], ...], module: str) -> Rule | None:
+    """The rule of a layer's module; `module` is relative to the layer."""
+    return dict(rules).get(_EXPERT.sub("experts.0.", module))
+
+
+def _fits(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return f".{pattern}." in f".{module}."
+
+
+def quantize_at_load(weight: WeightFormat) -> QuantizationConfig:
+    """All matrices of layers but the smallest are quantized while they are loaded."""
+    group = AT_LOAD_GROUP if weight == "int4" else None
+    rule = Rule(Scheme(weight, group), Stored("float"))
+    return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES))

@@ -1,0 +1,241 @@
+"""Reading of `quantization_config` in config.json.
+
+A scheme or a setting that is not supported is refused by name.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_jax.core.quantization import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
+from sgl_jax.models.config_fields import ModelConfigError, is_int
+from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
+
+
+def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    """The contents of `quantization_config` in config.json's `raw`; None if it is absent.
+
+    Raises ModelConfigError for schemes that are not supported.
+    """
+    given = raw.get("quantization_config") or raw.get("compression_config")
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise ModelConfigError(f"quantization_config must be an object, got {given!r}")
+    method = given.get("quant_method")
+    readers: dict[Any, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }
+    if method not in readers:
+        known = ", ".join(readers)
+        raise ModelConfigError(f"quant_method must be one of {known}, got {method!r}")
+    return readers[method](given)
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> QuantizationConfig:
+    for name in ("sparsity_config", "transform_config"):
+        if given.get(name):
+            raise ModelConfigError(f"{name} of compressed-tensors is not supported")
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ModelConfigError("compressed-tensors needs config_groups")
+    rules = []
+    for own in groups.values():
+        targets = _names(own, "targets")
+        patterns = () if "Linear" in targets else targets
+        rules.append((patterns, _compressed_rule(own, own.get("format") or given.get("format"))))
+    ignored, cache = _names(given, "ignore"), given.get("kv_cache_scheme")
+    if cache:
+        _check(cache, "kv_cache_scheme", num_bits=8, type="float", dynamic=False)
+        _check(cache, "kv_cache_scheme", strategy="tensor", symmetric=True)
+    config = QuantizationConfig(tuple(rules), ignored, bool(cache))
+    if config.rule_of("lm_head") is not None:
+        raise ModelConfigError("a quantized lm_head is not supported: ignore must name it")
+    return config
+
+
+def _compressed_rule(own: Mapping[str, Any], layout: Any) -> Rule:
+    layouts = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    if layout not in layouts:
+        raise ModelConfigError(
+            f"the format of compressed-tensors must be one of {', '.join(layouts)}, got {layout!r}"
+        )
+    weights = own.get("weights")
+    if not isinstance(weights, dict):
+        raise ModelConfigError("config_groups of compressed-tensors must have weights")
+    if own.get("output_activations"):
+        raise ModelConfigError("quantized output_activations are not supported")
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    packed = layout == "pack-quantized"
+    formats: dict[Any, WeightFormat] = {(8, "int"): "int8", (8, "float"): "fp8", (4, "int"): "int4"}
+    weight = formats.get((bits, kind))
+    if weight is None or (weight == "int4") != (packed and bits == 4):
+        raise ModelConfigError(
+            f"weights of {bits} bits of type {kind} as {layout} are not supported; supported: "
+            "int of 8 bits, float of 8 bits, and int of 4 bits as pack-quantized"
+        )
+    is_symmetric = weights.get("symmetric", True)
+    if not is_symmetric and not packed:
+        raise ModelConfigError(f"asymmetric weights are supported as pack-quantized, not {layout}")
+    group, block = _granularity(weights)
+    activation, is_static = _activations(own.get("input_activations"), weight)
+    if group is not None:  # then sums of activations in 8 bits would be scaled group by group
+        activation, is_static = None, False
+    scheme = Scheme(
+        weight,
+        group,
+        has_zero_points=not is_symmetric,
+        # "static" order leaves groups as they are.
+        has_input_order=weights.get("actorder") in ("group", "dynamic"),
+        activation=activation,
+        has_input_scale=is_static,
+    )
+    return Rule(scheme, Stored("compressed" if packed else "plain", block=block))
+
+
+def _granularity(weights: Mapping[str, Any]) -> tuple[int | None, tuple[int, int] | None]:
+    """Inputs that share a scale, None for all; and blocks of outputs and inputs that do."""
+    strategy = weights.get("strategy")
+    if strategy in ("channel", "tensor"):
+        return None, None
+    if strategy == "group":
+        group = _size(weights, "group_size")
+        return group, None
+    if strategy == "block":
+        block = _block(weights, "block_structure")
+        return block[1], block
+    raise ModelConfigError(
+        f"strategy must be one of tensor, channel, group, block for weights, got {strategy!r}"
+    )
+
+
+def _activations(given: Any, weight: WeightFormat) -> tuple[ActivationFormat | None, bool]:
+    """Format of activations, None if they are not quantized, and whether their scale is stored."""
+    if not given:
+        return None, False
+    expected: ActivationFormat | None = weight if weight in ("int8", "fp8") else None
+    kind = {"int8": "int", "fp8": "float"}.get(weight)
+    if expected is None or given.get("num_bits") != 8 or given.get("type") != kind:
+        raise ModelConfigError(
+            f"input_activations = {given!r} with {weight} weights are not supported; supported: "
+            "8 bits of the weights' type"
+        )
+    if not given.get("symmetric", True):
+        raise ModelConfigError("asymmetric input_activations are not supported")
+    is_static = not given.get("dynamic", False)
+    allowed = ("tensor",) if is_static else ("token", "tensor", "group")
+    if given.get("strategy") not in allowed:
+        raise ModelConfigError(
+            f"strategy of {'static' if is_static else 'dynamic'} input_activations must be one of "
+            f"{', '.join(allowed)}, got {given.get('strategy')!r}"
+        )
+    return expected, is_static
+
+
+def _fp8(given: Mapping[str, Any]) -> QuantizationConfig:
+    if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ModelConfigError(f"fmt of fp8 must be e4m3, got {given['fmt']!r}")
+    ignored = (*_names(given, "modules_to_not_convert"), *_names(given, "ignored_layers"))
+    if given.get("weight_block_size") is not None:
+        block = _block(given, "weight_block_size")
+        # Activations stay as they are: their sums would be scaled block by block.
+        stored = Stored("plain", scales="weight_scale_inv", block=block)
+        rule = Rule(Scheme("fp8", block[1]), stored)
+    else:
+        schemes = ("dynamic", "static")
+        if given.get("activation_scheme") not in schemes:
+            raise ModelConfigError(
+                f"activation_scheme must be one of {', '.join(schemes)}, got "
+                f"{given.get('activation_scheme')!r}"
+            )
+        is_static = given["activation_scheme"] == "static"
+        scheme = Scheme("fp8", activation="fp8", has_input_scale=is_static)
+        rule = Rule(scheme, Stored("plain"))
+    return QuantizationConfig((((), rule),), (*ignored, "lm_head"))
+
+
+def _awq(given: Mapping[str, Any]) -> QuantizationConfig:
+    _check(given, "awq", version="gemm")
+    bits = given.get("bits", given.get("w_bit"))
+    if bits != 4:
+        raise ModelConfigError(f"awq is supported with 4 bits, got {bits!r}")
+    group = _group_or_all(given, "group_size" if "group_size" in given else "q_group_size")
+    has_zeros = given.get("zero_point", True)
+    rule = Rule(Scheme("int4", group, has_zeros), Stored("awq", "scales"))
+    return QuantizationConfig(
+        (((), rule),), (*_names(given, "modules_to_not_convert"), "lm_head", "mlp.gate")
+    )
+
+
+def _gptq(given: Mapping[str, Any]) -> QuantizationConfig:
+    if given.get("bits") != 4:
+        raise ModelConfigError(f"gptq is supported with 4 bits, got {given.get('bits')!r}")
+    if given.get("lm_head"):
+        raise ModelConfigError("a quantized lm_head is not supported")
+    layout = given.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ModelConfigError(f"checkpoint_format must be gptq or gptq_v2, got {layout!r}")
+    if given.get("dynamic"):
+        raise ModelConfigError("gptq with settings by module (dynamic) is not supported")
+    group = _group_or_all(given, "group_size")
+    has_order = bool(given.get("desc_act", False)) and group is not None
+    # Symmetric files store their zero points, too: all are 8, which the reader checks.
+    scheme = Scheme("int4", group, not given.get("sym", True), has_order)
+    stored = Stored("gptq", "scales", zero_points_less_one=layout == "gptq")
+    return QuantizationConfig(
+        (((), Rule(scheme, stored)),), (*_names(given, "modules_to_not_convert"), "lm_head")
+    )
+
+
+def _mxfp4(given: Mapping[str, Any]) -> QuantizationConfig:
+    rule = Rule(Scheme("mxfp4", MXFP4_GROUP), Stored("mxfp4"))
+    return QuantizationConfig(((("mlp.experts",), rule),), _names(given, "modules_to_not_convert"))
+
+
+def _check(given: Any, owner: str, **allowed: Any) -> None:
+    if not isinstance(given, dict):
+        raise ModelConfigError(f"{owner} must be an object, got {given!r}")
+    for name, value in allowed.items():
+        found = given.get(name, value)
+        if isinstance(found, str):
+            found = found.lower()
+        if found != value:
+            raise ModelConfigError(f"{name} of {owner} must be {value!r}, got {found!r}")
+
+
+def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = given.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ModelConfigError(f"{name} must be a list of names, got {value!r}")
+    for pattern in value:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ModelConfigError(f"{name}: {pattern!r} is no pattern: {error}") from error
+    return tuple(value)
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    value: Any = given.get(name)
+    if not is_int(value) or value < 1:
+        raise ModelConfigError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def _group_or_all(given: Mapping[str, Any], name: str) -> int | None:
+    """A size of groups; -1 stands for one group of all inputs."""
+    return None if given.get(name) == -1 else _size(given, name)
+
+
+def _block(given: Mapping[str, Any], name: str) -> tuple[int, int]:
+    value = given.get(name)
+    if not isinstance(value, list) or len(value) != 2 or not all(map(is_int, value)):
+        raise ModelConfigError(f"{name} must be two positive integers, got {value!r}")
+    if min(value) < 1:
+        raise ModelConfigError(f"{name} must be two positive integers, got {value!r}")
+    return value[0], value[1]
