@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.layers.sampling.filters import AT_ONCE, ONE_BY_ONE, search_threshold
 from sgl_jax.layers.sampling.race import NUM_STRIPS, pad_to_strips, race, split_strips
 
-VOCAB = 1900  # fills strips of 256, the last one in part
+VOCAB = 1900  # fills strips of 384, the last one in part
 CUTS = {"TPU": AT_ONCE, "others": ONE_BY_ONE}
 
 
@@ -66,8 +66,8 @@ def race_rows(weights, seeds, positions):
 
 def test_a_race_draws_in_proportion_to_the_weights():
     """Tokens at one place of several strips, tokens alone at theirs, and none elsewhere."""
-    num_draws, width = 16_384, 256
-    tokens = [5, 5 + width, 5 + 7 * width, 130, 1899, 3 * width, 4 * width - 1, 600]
+    num_draws, width = 16_384, 384
+    tokens = [5, 5 + width, 5 + 4 * width, 130, 1899, 3 * width, 4 * width - 1, 600]
     probs = np.array([0.25, 0.05, 0.1, 0.3, 0.02, 0.08, 0.15, 0.05])
     weights = np.zeros((1, VOCAB))
     weights[0, tokens] = probs / probs.max()

@@ -91,16 +91,16 @@ def search_threshold(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, cut
         return is_left & jnp.any(searched & (b.count_low - b.count_high > 1))
 
     def find_bits(b: _Bounds) -> _Bounds:
-        step = jnp.left_shift(1, _NUM_BITS - cut.bits * (b.turn + 1))
-        patterns = [b.low + i * step for i in range(1, 2**cut.bits)]
+        shift = _NUM_BITS - cut.bits * (b.turn + 1)
+        patterns = [b.low | jnp.left_shift(i, shift) for i in range(1, 2**cut.bits)]
         floats = [lax.bitcast_convert_type(pattern, jnp.float32) for pattern in patterns]
-        _, low, count_low, count_high = b
+        digit, count_low, count_high = jnp.zeros_like(b.low), b.count_low, b.count_high
         for count, mass in cut.sums(weights, floats):
             met = (count >= least_count) | (mass >= least_mass)
-            low += jnp.where(met, step, 0)
+            digit += jnp.where(met, 1, 0)
             count_low = jnp.where(met, count, count_low)
             count_high = jnp.where(met, count_high, jnp.maximum(count_high, count))
-        return _Bounds(b.turn + 1, low, count_low, count_high)
+        return _Bounds(b.turn + 1, b.low | jnp.left_shift(digit, shift), count_low, count_high)
 
     nothing = jnp.zeros_like(top_k)
     all_columns = jnp.full_like(top_k, weights.shape[1])
