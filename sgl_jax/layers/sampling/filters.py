@@ -45,8 +45,8 @@ def keep_threshold(
     return jnp.maximum(searched, min_p)
 
 
-# Of weights float32[n, columns] and bounds float32[n]: how many weights of a row are at or above
-# each bound, int32[n], and their sum, float32[n].
+# For each of the bounds float32[n]: the number of a row's weights float32[n, columns] at or above
+# it, int32[n], and their sum, float32[n].
 _Sums = Callable[[jax.Array, Sequence[jax.Array]], list[tuple[jax.Array, jax.Array]]]
 
 
