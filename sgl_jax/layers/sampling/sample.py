@@ -2,8 +2,7 @@
 
 The order, as in SGLang: penalties, logit bias and the `min_new_tokens` mask change the logits;
 temperature divides them; top-k, top-p and min-p then filter one and the same distribution (none
-sees the removals of another); the draw is the argmax of log-probability plus Gumbel noise, which is
-an exact draw from the renormalised remainder (Gumbel, 1954; "Gumbel-max trick").
+sees the removals of another); the draw is exact, of the renormalised remainder (`race.py`).
 
 The noise of a row depends on its seed and the position of the drawn token alone, never on its
 neighbours, its place in the batch, the padded size or the rank.
