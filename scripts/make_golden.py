@@ -261,13 +261,13 @@ def write_continuation(model: PreTrainedModel, num_tokens: int, file: Path) -> N
     prompt = torch.randint(0, model.config.vocab_size, (num_tokens,))
     tokens, logits = prompt, []
     for _ in range(GREEDY_TOKENS):
-        all_logits = model(tokens[None]).logits[0]
+        all_logits = model(tokens[None]).logits[0].float()
         logits.append(all_logits[-1])
         tokens = torch.cat([tokens, all_logits[-1].argmax()[None]])
     np.savez_compressed(
         file,
         prompt=prompt.numpy().astype(np.int32),
-        prompt_logits=model(prompt[None]).logits[0, -PROMPT_TOKENS:].numpy(),
+        prompt_logits=model(prompt[None]).logits[0, -PROMPT_TOKENS:].float().numpy(),
         greedy=tokens[num_tokens:].numpy().astype(np.int32),
         greedy_logits=torch.stack(logits).numpy(),
     )

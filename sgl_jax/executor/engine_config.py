@@ -122,7 +122,7 @@ class EngineConfig(NamedTuple):
             qkv_heads=qkv_heads_implementation(
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
-            multiply_quantized=quantized_matmul_implementation(self.platform),
+            multiply_quantized=quantized_matmul_implementation(self.platform, simulate=simulates),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,

@@ -85,11 +85,19 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
     )
 
 
+def dearest_cycles(compiled: jax.stages.Compiled) -> int:
+    """The compiler's cycles of a program that takes the dearest branch of each conditional."""
+    text = compiled.as_text()
+    assert text is not None
+    return _Walk(_computations(text), dearest=True).visit("ENTRY", in_loop=False)[0]
+
+
 class _Walk:
     """Sums over the computations that an entry computation reaches."""
 
-    def __init__(self, computations: dict[str, list[_Instruction]]) -> None:
+    def __init__(self, computations: dict[str, list[_Instruction]], dearest: bool = False) -> None:
         self._computations = computations
+        self._dearest = dearest
 
     def visit(self, name: str, in_loop: bool) -> tuple[int, Counter[Collective]]:
         """Cycles of one run of a computation, and how often it runs each collective of one time."""
@@ -117,6 +125,8 @@ class _Walk:
             results = [
                 self.visit(branch, in_loop) for branch in re.findall(r"%([\w.-]+)", branches)
             ]
+            if self._dearest:
+                return max(results, key=lambda result: result[0])
             return min(results, key=lambda result: (_exchanged(result[1]), result[0]))
         if opcode == "call-start":  # of a SparseCore, whose cycles are not the program's
             return 0, self.visit(_callee(text, "to_apply"), in_loop)[1]

@@ -117,6 +117,43 @@ def test_chips_draw_together_what_one_draws_alone(name, returns_logprobs):
     assert bool(logprobs.logprobs.any()) == returns_logprobs
 
 
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_rows_of_any_filters_draw_the_same_on_any_mesh(tp, dp):
+    vocab, num_rows = 2500, 24
+    kinds = (
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 40},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.3, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 3000, "top_p": 0.95, "min_p": 0.01},
+        {"temperature": 0.0},
+    )
+    logits = np.random.default_rng(3).normal(size=(num_rows, vocab)).astype(np.float32) * 2
+    packed = np.stack(
+        [
+            pack_row_params(
+                RowAdmission(
+                    i, np.zeros(3, np.int32), 3, SamplingParams(**kinds[i % len(kinds)]), i, ()
+                )
+            )
+            for i in range(num_rows)
+        ]
+    )
+    inputs = (np.full(num_rows, 3, np.int32), np.arange(num_rows) % 7 != 3)  # some are padding
+
+    def tokens(tp, dp):
+        rows = np.tile(np.arange(num_rows // dp, dtype=np.int32), dp)  # each rank has its own
+        table = np.zeros((num_rows, 8), np.int32)
+        arrays = (logits, packed, table, rows, *inputs, np.zeros(dp, bool))
+        drawn, _ = on_chips(tp, draw_rows, vocab, dp)(*arrays)
+        for rank in drawn.reshape(dp, tp, -1):
+            assert (rank == rank[0]).all()
+        return drawn.reshape(dp, tp, -1)[:, 0].reshape(-1)
+
+    samples = inputs[1]
+    np.testing.assert_array_equal(tokens(tp, dp)[samples], tokens(1, 1)[samples])
+
+
 def test_a_rank_reports_though_the_others_want_nothing():
     tokens, logprobs = draw(2, SAMPLINGS["greedy"], True, dp=2)
     assert (tokens == tokens[0]).all()

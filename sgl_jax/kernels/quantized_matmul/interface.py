@@ -117,6 +117,15 @@ def _quantized_product(x: jax.Array, own: QuantizedArrays, scheme: Scheme) -> ja
     return (sums.astype(jnp.float32) * scale * own.scales).astype(x.dtype)
 
 
-def quantized_matmul_implementation(platform: str) -> QuantizedMatmul:
-    """The implementation for `platform` ("cpu", "gpu", "tpu")."""
+def quantized_matmul_implementation(platform: str, *, simulate: bool = False) -> QuantizedMatmul:
+    """The implementation for `platform` ("cpu", "gpu", "tpu").
+
+    A TPU has a kernel for scales of groups; with `simulate` a CPU interprets it, slowly.
+    """
+    if platform == "tpu" or (platform == "cpu" and simulate):
+        # Here and not above: without Pallas, its import is not waited for.
+        from sgl_jax.kernels.pallas_tpu import simulated
+        from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+
+        return tpu_quantized_matmul if platform == "tpu" else simulated(tpu_quantized_matmul)
     return cpu_quantized_matmul if platform == "cpu" else xla_quantized_matmul

@@ -34,22 +34,23 @@ def scale_dtype(weight: WeightFormat, dtype: DTypeLike, *, in_groups: bool) -> j
 
 
 def as_numbers(values: jax.Array, weight: WeightFormat, dtype: DTypeLike) -> jax.Array:
-    """Stored values as numbers of `dtype`, not yet scaled. Each format's are exact in bfloat16."""
+    """Stored values as numbers of `dtype`, not yet scaled, and doubled if they are of MXFP4.
+
+    Each format's are exact in bfloat16.
+    """
     numbers = values.astype(dtype)
     if weight != "mxfp4":
         return numbers
-    place = jnp.abs(numbers)
-    # 0, 1, 2, 3, 4, 6, 8, 12: the list's magnitudes, doubled.
-    doubled = place + jnp.maximum(place - 4, 0) + 2 * jnp.maximum(place - 6, 0)
-    return jnp.where(numbers < 0, -0.5, 0.5).astype(dtype) * doubled
+    # Of 0 to 7 this makes 0, 1, 2, 3, 4, 6, 8 and 12, and of their negatives the negatives.
+    return 4 * numbers - jnp.clip(numbers, -4, 4) - 2 * jnp.clip(numbers, -6, 6)
 
 
 def as_scales(scales: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Stored scales as numbers of `dtype`; MXFP4's least, 2**-127, is below a float's and 0."""
+    """Stored scales as factors of `as_numbers`; MXFP4's least, 2**-127, is 0."""
     if scales.dtype != jnp.uint8:
         return scales.astype(dtype)
     wide = scales.astype(jnp.uint32) << 23
-    return lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+    return (lax.bitcast_convert_type(wide, jnp.float32) * 0.5).astype(dtype)
 
 
 def dequantized(

@@ -4,84 +4,141 @@ A sort of the vocabulary costs 14 times this search on the CPU at [32, 4096] and
 parallelise over the vocabulary elsewhere.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.layers.sampling.race import NUM_STRIPS, split_strips
+
 
 def keep_threshold(
-    probs: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """The probability at or above which a token stays, per row: float32[n, 1].
+    """The weight at or above which a token stays, per row: float32[n].
 
-    Top-k's threshold is the k-th largest probability, top-p's the largest one at or above which
-    the tokens hold at least `top_p`, min-p's a share of the maximum; the highest of the three
-    decides. Tokens exactly as likely as the threshold all stay. At least the most likely does.
+    Top-k's threshold is the k-th largest weight, top-p's the largest one at or above which the
+    tokens hold at least `top_p` of the sum, min-p's a share of the maximum; the highest of the
+    three decides. Tokens exactly as likely as the threshold all stay, so the most likely one does.
 
     Args:
-        probs: float32[n, vocab].
+        weights: float32[n, columns], the probabilities divided by the row's largest, 0 past the
+            vocabulary; from `pad_to_strips`.
         top_k: int32[n], 0 keeps all.
         top_p: float32[n], 1 keeps all.
         min_p: float32[n], 0 keeps all.
     """
-    largest = jnp.max(probs, axis=-1)
-    searched = (top_k > 0) | (top_p < 1.0)
-    return jnp.maximum(_search(probs, searched, top_k, top_p), min_p * largest)[:, None]
+
+    def by_platform() -> jax.Array:
+        threshold: jax.Array = lax.platform_dependent(
+            *(weights, top_k, top_p),
+            tpu=partial(search_threshold, cut=AT_ONCE),
+            default=partial(search_threshold, cut=ONE_BY_ONE),
+        )
+        return threshold
+
+    is_searched = jnp.any((top_k > 0) | (top_p < 1.0))
+    searched: jax.Array = lax.cond(is_searched, by_platform, lambda: jnp.zeros_like(top_p))
+    return jnp.maximum(searched, min_p)
 
 
-_BITS_ABOVE_ONE = 0x3F800001  # the float32 after 1.0, above any probability
+# For each of the bounds float32[n]: the number of a row's weights float32[n, columns] at or above
+# it, int32[n], and their sum, float32[n].
+_Sums = Callable[[jax.Array, Sequence[jax.Array]], list[tuple[jax.Array, jax.Array]]]
+
+
+class Cut(NamedTuple):
+    """The work of a search in one pass over the weights."""
+
+    bits: int  # of a threshold that are found, a divisor of 30
+    sums: _Sums
+    stops_early: bool  # once no row has two tokens between its bounds
 
 
 class _Bounds(NamedTuple):
-    """Bounds of a bisection, as bit patterns: `low` meets the conditions, `high` does not."""
+    """The state of a search: `low` meets the conditions, the next multiple of its step does not."""
 
-    low: jax.Array  # int32[n]
-    high: jax.Array  # int32[n]
-    count_low: jax.Array  # int32[n] tokens at or above each bound
-    count_high: jax.Array  # int32[n]
+    turn: jax.Array  # int32[]
+    low: jax.Array  # int32[n], a float's bit pattern
+    count_low: jax.Array  # int32[n] tokens at or above `low`
+    count_high: jax.Array  # int32[n] tokens at or above the next multiple
 
 
-def _search(probs: jax.Array, searched: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The largest t at which {p >= t} counts `top_k` tokens or holds `top_p`: float32[n].
+_NUM_BITS = 30  # of the patterns of the floats from 0 to 1
 
-    0 for rows that are not `searched`; if there are none, this costs nothing.
+
+def search_threshold(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, cut: Cut) -> jax.Array:
+    """The largest t at which {w >= t} counts `top_k` tokens or holds `top_p`: float32[n].
+
+    0 for rows that have neither. A search that stops early may give less, but keeps the same.
 
     Both conditions can only become true as t falls, so the largest t that meets either is the
-    higher of the two thresholds, found by bisection over the bit patterns of the floats (ordered
-    like the floats where these are not negative): exact in 30 halvings, and a row is done as soon
-    as no token lies between its bounds.
+    higher of the two thresholds. The bit patterns of floats are ordered like the floats where these
+    are not negative: t's bits are found from the highest down, which is exact.
     """
-    vocab = probs.shape[-1]
-    least_count = jnp.where(top_k > 0, top_k, vocab + 1)
-    least_mass = jnp.where(top_p < 1.0, top_p, 2.0)
+    (_, total), *_ = cut.sums(weights, [jnp.zeros_like(top_p)])
+    searched = (top_k > 0) | (top_p < 1.0)
+    least_count = jnp.where(top_k > 0, top_k, weights.shape[1] + 1)
+    least_mass = jnp.where(top_p < 1.0, top_p, 2.0) * total
 
-    def enough(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        inside = probs >= lax.bitcast_convert_type(bits, jnp.float32)[:, None]
-        count = jnp.sum(inside, axis=-1, dtype=jnp.int32)
-        mass = jnp.sum(jnp.where(inside, probs, 0.0), axis=-1)
-        return (count >= least_count) | (mass >= least_mass), count
+    def goes_on(b: _Bounds) -> jax.Array:
+        is_left = b.turn < _NUM_BITS // cut.bits
+        if not cut.stops_early:
+            return is_left
+        return is_left & jnp.any(searched & (b.count_low - b.count_high > 1))
 
-    def unsettled(b: _Bounds) -> jax.Array:
-        return jnp.any((b.high - b.low > 1) & (b.count_low - b.count_high > 1))
+    def find_bits(b: _Bounds) -> _Bounds:
+        shift = _NUM_BITS - cut.bits * (b.turn + 1)
+        patterns = [b.low | jnp.left_shift(i, shift) for i in range(1, 2**cut.bits)]
+        floats = [lax.bitcast_convert_type(pattern, jnp.float32) for pattern in patterns]
+        digit, count_low, count_high = jnp.zeros_like(b.low), b.count_low, b.count_high
+        for count, mass in cut.sums(weights, floats):
+            met = (count >= least_count) | (mass >= least_mass)
+            digit += jnp.where(met, 1, 0)
+            count_low = jnp.where(met, count, count_low)
+            count_high = jnp.where(met, count_high, jnp.maximum(count_high, count))
+        return _Bounds(b.turn + 1, b.low | jnp.left_shift(digit, shift), count_low, count_high)
 
-    def halve(b: _Bounds) -> _Bounds:
-        middle = b.low + (b.high - b.low) // 2
-        met, count = enough(middle)
-        return _Bounds(
-            low=jnp.where(met, middle, b.low),
-            high=jnp.where(met, b.high, middle),
-            count_low=jnp.where(met, count, b.count_low),
-            count_high=jnp.where(met, b.count_high, count),
-        )
-
-    everything = jnp.zeros_like(least_count)  # the bits of 0.0, which keeps every token
-    bounds = _Bounds(
-        low=everything,
-        high=jnp.where(searched, _BITS_ABOVE_ONE, 1),  # keeps none; settled at once
-        count_low=jnp.full_like(everything, vocab),
-        count_high=everything,
-    )
-    settled: _Bounds = lax.while_loop(unsettled, halve, bounds)
+    nothing = jnp.zeros_like(top_k)
+    all_columns = jnp.full_like(top_k, weights.shape[1])
+    bounds = _Bounds(jnp.int32(0), nothing, all_columns, nothing)
+    settled: _Bounds = lax.while_loop(goes_on, find_bits, bounds)
     return lax.bitcast_convert_type(settled.low, jnp.float32)
+
+
+def _sums_apart(
+    weights: jax.Array, bounds: Sequence[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`_Sums` as reductions of their own, which XLA vectorises on the CPU."""
+    inside = [weights >= bound[:, None] for bound in bounds]
+    return [
+        (jnp.sum(each, axis=-1, dtype=jnp.int32), jnp.sum(jnp.where(each, weights, 0.0), axis=-1))
+        for each in inside
+    ]
+
+
+def _sums_at_once(
+    weights: jax.Array, bounds: Sequence[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`_Sums` as one reduction, which reads the weights once.
+
+    A TPU waits for each addition to the same sum, so strips have sums of their own.
+    """
+    terms: list[jax.Array] = []
+    for bound in bounds:
+        for strip in split_strips(weights):
+            is_inside = strip >= bound[:, None]
+            terms += [jnp.where(is_inside, 1, 0), jnp.where(is_inside, strip, 0.0)]
+    zeros = [jnp.zeros((), term.dtype) for term in terms]
+    sums = lax.reduce(terms, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,))
+    of_bounds = [sums[i : i + 2 * NUM_STRIPS] for i in range(0, len(sums), 2 * NUM_STRIPS)]
+    return [(sum(each[2::2], each[0]), sum(each[3::2], each[1])) for each in of_bounds]
+
+
+# A pass for three bits takes a TPU little longer than one for one bit. To stop early it would
+# count more in each pass than it saves.
+AT_ONCE = Cut(bits=3, sums=_sums_at_once, stops_early=False)
+ONE_BY_ONE = Cut(bits=1, sums=_sums_apart, stops_early=True)

@@ -2,8 +2,7 @@
 
 The order, as in SGLang: penalties, logit bias and the `min_new_tokens` mask change the logits;
 temperature divides them; top-k, top-p and min-p then filter one and the same distribution (none
-sees the removals of another); the draw is the argmax of log-probability plus Gumbel noise, which is
-an exact draw from the renormalised remainder (Gumbel, 1954; "Gumbel-max trick").
+sees the removals of another); the draw is exact, of the renormalised remainder (`race.py`).
 
 The noise of a row depends on its seed and the position of the drawn token alone, never on its
 neighbours, its place in the batch, the padded size or the rank.
@@ -13,12 +12,16 @@ blocks of rows, because it holds several arrays of the size of the logits, which
 large vocabulary would take the memory of many KV pages.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.layers.sampling.argmax import first_argmax
 from sgl_jax.layers.sampling.filters import keep_threshold
 from sgl_jax.layers.sampling.penalties import adjust_logits, needs_adjusting
+from sgl_jax.layers.sampling.race import pad_to_strips, race, split_strips
 from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
 BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
@@ -89,46 +92,46 @@ def _sample_block(
         lambda: adjust_logits(logits, params, token_table, where, adjusted),
         lambda: logits,
     )
-    scores = lax.cond(
+    tokens: jax.Array = lax.cond(
         jnp.any(random),
-        lambda: _scores(changed, params, where.num_tokens, random),
-        lambda: changed,
+        lambda: _draw(changed, params, where.num_tokens, random),
+        lambda: first_argmax(changed),
     )
-    return first_argmax(scores)
+    return tokens
 
 
-def first_argmax(values: jax.Array) -> jax.Array:
-    """Lowest index of the largest value along the last axis: int32[...].
-
-    Two plain reductions instead of `jnp.argmax`, whose pairwise reduction XLA does not vectorise
-    on the CPU (3.5 times slower at [32, 4096]). A line with NaN gets its last index.
-    """
-    size = values.shape[-1]
-    index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    largest = jnp.max(values, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(values == largest, index, size - 1), axis=-1)
-
-
-def _scores(
+def _draw(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
 ) -> jax.Array:
-    """float32[n, vocab] whose argmax is a draw in the rows marked `random`, greedy in others."""
-    scaled = logits / jnp.where(random, params.temperature, 1.0)[:, None]
+    """A token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy."""
+    vocab = logits.shape[1]
     top_k = jnp.where(random, params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
     min_p = jnp.where(random, params.min_p, 0.0)
+    weights = _weights(logits, params.temperature, random)
+    threshold = keep_threshold(weights, top_k, top_p, min_p)[:, None]
+    strips = [jnp.where(strip >= threshold, strip, 0.0) for strip in split_strips(weights)]
+    drawn = jnp.minimum(race(strips, params.seed, positions), vocab - 1)
+    return jnp.where(random, drawn, _first_one(strips, vocab))
 
-    def filtered() -> jax.Array:
-        probs = jax.nn.softmax(scaled, axis=-1)
-        return jnp.where(probs >= keep_threshold(probs, top_k, top_p, min_p), scaled, -jnp.inf)
 
-    has_filters = jnp.any((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
-    kept = lax.cond(has_filters, filtered, lambda: scaled)
+def _weights(logits: jax.Array, temperature: jax.Array, random: jax.Array) -> jax.Array:
+    """Probabilities divided by the row's largest; of rows not `random`, 1 for the best tokens.
 
-    def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
-        # The generator is named so that no default changes it.
-        key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
+    float32[n, columns], from `pad_to_strips`. All is behind one maximum, as each pass over the
+    logits costs a TPU as much as the noise.
+    """
+    scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    is_best = jnp.where(scaled == largest, 1.0, 0.0)
+    return pad_to_strips(jnp.where(random[:, None], jnp.exp(scaled - largest), is_best))
 
-    noise = jax.vmap(gumbel)(params.seed, positions)
-    return jnp.where(random[:, None], kept + noise, logits)
+
+def _first_one(strips: list[jax.Array], vocab: int) -> jax.Array:
+    """The lowest column of weight 1 of each row, int32[n]; the last token if there is none."""
+    places = lax.broadcasted_iota(jnp.int32, strips[0].shape, 1)
+    firsts = [
+        jnp.where(strip == 1.0, i * strip.shape[1] + places, vocab - 1)
+        for i, strip in enumerate(strips)
+    ]
+    return jnp.min(functools.reduce(jnp.minimum, firsts), axis=-1)

@@ -1,0 +1,17 @@
+"""The argmax that all draws use."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def first_argmax(values: jax.Array) -> jax.Array:
+    """Lowest index of the largest value along the last axis: int32[...].
+
+    Two plain reductions instead of `jnp.argmax`, whose pairwise reduction XLA does not vectorise
+    on the CPU (3.5 times slower at [32, 4096]). A line with NaN gets its last index.
+    """
+    size = values.shape[-1]
+    index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    largest = jnp.max(values, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(values == largest, index, size - 1), axis=-1)
