@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.kv_scales import KV_SCALES_FILE, stored_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.checkpoint.orbax_format import save_orbax
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
@@ -40,11 +41,15 @@ def convert(model_path: Path, output: Path, dtype: str) -> None:
     mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
     placed = place_model(config, mesh, BuildOptions(jnp.dtype(dtype)))
     params = load_params(placed, model_path, "safetensors")
+    has_kv_scales = config.quantization is not None and config.quantization.has_kv_scales
+    kv_scales = stored_kv_scales(model_path, config) if has_kv_scales else None
     output.mkdir(parents=True)
     for pattern in _SIDE_FILES:
         for file in sorted(model_path.glob(pattern)):
             if file.name != INDEX_FILE:
                 shutil.copyfile(file, output / file.name)
+    if kv_scales is not None:
+        write_kv_scales(output / KV_SCALES_FILE, kv_scales, config)
     save_orbax(output, params)
 
 
