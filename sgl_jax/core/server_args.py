@@ -33,8 +33,9 @@ class ServerArgs(SchedulerArgs):
     quantization: str = setting(
         "none",
         "number format that weights are quantized to while they are loaded, if they are floats in "
-        "the checkpoint: 8 bits with a scale for each output, 4 with one for 128 inputs of it",
-        ("none", "int8", "fp8", "int4"),
+        "the checkpoint: 8 bits with a scale for each output, 4 with one for 128 inputs of it; "
+        "w8a8: activations, too",
+        ("none", "int8", "fp8", "int4", "w8a8_int8", "w8a8_fp8"),
     )
     kv_cache_dtype: str = setting(
         "auto",

@@ -111,14 +111,14 @@ class ModelConfig:
             groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
         return tuple(groups)
 
-    def quantized(self, weight: str) -> "ModelConfig":
+    def quantized(self, scheme: str) -> "ModelConfig":
         """The model with its matrices quantized at load, as `--quantization` says.
 
         Raises ModelConfigError if they are quantized in the checkpoint, or cannot be.
         """
-        if weight not in AT_LOAD:
+        if scheme not in AT_LOAD:
             return self
-        quantization = quantize_at_load(weight)
+        quantization = quantize_at_load(AT_LOAD[scheme])
         if self.quantization is not None:
             raise ModelConfigError("the model is quantized already: leave --quantization out")
         if self.architecture in _WITH_MXFP4:

@@ -1,16 +1,25 @@
 """Which matrices of a model are quantized: a scheme for each, and how files hold it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sgl_jax.core.quantization import Scheme, WeightFormat
+from sgl_jax.core.quantization import Scheme
 
 # The layouts of matrices in files, one reader each in `checkpoint.stored`.
 Packing = Literal["float", "plain", "compressed", "awq", "gptq", "mxfp4"]
-# Formats that floats can be quantized to.
-AT_LOAD: tuple[WeightFormat, ...] = ("int8", "fp8", "int4")
-AT_LOAD_GROUP = 128  # inputs that share a scale of int4
+# Schemes that floats can be quantized to at load, by the values of `--quantization`.
+AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "int8": Scheme("int8"),
+        "fp8": Scheme("fp8"),
+        "int4": Scheme("int4", 128),
+        "w8a8_int8": Scheme("int8", activation="int8"),
+        "w8a8_fp8": Scheme("fp8", activation="fp8"),
+    }
+)
 
 # The parts of a layer that checkpoints quantize, relative to it; experts stand for all others.
 MODULES = (
@@ -86,8 +95,7 @@ def _fits(pattern: str, module: str) -> bool:
     return f".{pattern}." in f".{module}."
 
 
-def quantize_at_load(weight: WeightFormat) -> QuantizationConfig:
+def quantize_at_load(scheme: Scheme) -> QuantizationConfig:
     """All matrices of layers but the smallest are quantized while they are loaded."""
-    group = AT_LOAD_GROUP if weight == "int4" else None
-    rule = Rule(Scheme(weight, group), Stored("float"))
+    rule = Rule(scheme, Stored("float"))
     return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES))

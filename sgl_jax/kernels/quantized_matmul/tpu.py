@@ -1,9 +1,12 @@
-"""The product with a matrix whose groups of inputs have scales: a Pallas kernel for TPU.
+"""Products with quantized matrices: two Pallas kernels for TPU.
 
-XLA converts values within a product, but writes the scales of groups out for each number first,
-which takes ten times as long as the product. Here a block of values becomes numbers in vector
-memory once, and is multiplied with all tokens, a tile at a time. The sums stay in vector memory
-until the last block of inputs.
+- *Activations of the matrix's own format* are multiplied as they are, at the rate of 8-bit numbers,
+  and the sums scaled once.
+- *Other activations* need a block's values as numbers: these are made in vector memory once, and
+  multiplied with all tokens, a tile at a time. XLA does this as well, within the product, but a
+  few tokens then wait for the conversion; and it writes the scales of groups out for each number
+  first, which takes ten times as long as the product. So XLA multiplies many tokens with matrices
+  that have a scale for each output.
 
 The layer's number is prefetched and chooses where in [layers, in, out] the blocks lie.
 """
@@ -13,19 +16,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.core.quantization import Scheme, WeightFormat
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, xla_quantized_matmul
-from sgl_jax.kernels.quantized_matmul.numbers import dequantized
+from sgl_jax.kernels.quantized_matmul.numbers import dequantized, quantize_activations
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
-NAME = "quantized_matmul"  # of the kernel, in compiled programs
+# Of the kernels, in compiled programs.
+NUMBERS_NAME, VALUES_NAME = "quantized_matmul_numbers", "quantized_matmul_values"
+MAX_CONVERTED_TOKENS = 256  # for which the kernel is faster than XLA, without groups
 _SUBLANES = 16  # rows of a tile of two bytes a number
 _MAX_TOKENS = 512  # of a tile
 _MAX_BLOCK = 2 << 20  # numbers of a block
+_MAX_VALUES = 8 << 20  # bytes of a block that is not converted
 _MAX_SUMS = 4 << 20  # numbers of all tokens' sums for a block's outputs
 
 
@@ -48,17 +55,43 @@ def choose_blocks(num_tokens: int, inputs: int, outputs: int, groups: int) -> Bl
         fitting = [n for n in range(_SUBLANES, groups + 1, _SUBLANES) if groups % n == 0]
         per_block = max((n for n in fitting if n * group <= 2048), default=_SUBLANES)
     most = min(_MAX_BLOCK // (per_block * group), _MAX_SUMS // num_tokens)
-    width = max(most // LANES, 1) * LANES
-    return Blocks(min(num_tokens, _MAX_TOKENS), per_block * group, min(width, outputs))
+    return Blocks(min(num_tokens, _MAX_TOKENS), per_block * group, _width(most, outputs))
 
 
-def _kernel(
-    layer: Any,
-    x: Any,
-    values: Any,
-    scales: Any,
-    *refs: Any,
-    weight: WeightFormat,
+def _width(most: int, outputs: int) -> int:
+    """Outputs of a block: whole rows of lanes, `most` at most."""
+    return min(max(most // LANES, 1) * LANES, outputs)
+
+
+def kernel_of(scheme: Scheme, num_tokens: int, inputs: int, groups: int) -> str | None:
+    """The name of the kernel that multiplies; None: XLA does."""
+    if scheme.activation is not None:
+        return VALUES_NAME
+    if groups == 1:
+        is_short = num_tokens <= MAX_CONVERTED_TOKENS and not scheme.has_zero_points
+        return NUMBERS_NAME if is_short else None
+    return NUMBERS_NAME if (inputs // groups) % _SUBLANES == 0 else None
+
+
+def tpu_quantized_matmul(
+    x: jax.Array,
+    matrices: QuantizedArrays,
+    layer: jax.Array,
+    scheme: Scheme,
+    blocks: Blocks | None = None,
+) -> jax.Array:
+    """See `interface.QuantizedMatmul`; `blocks` of numbers default to `choose_blocks`."""
+    num_tokens, inputs = x.shape
+    kernel = kernel_of(scheme, num_tokens, inputs, matrices.scales.shape[1])
+    if kernel == VALUES_NAME:
+        return _multiply_values(x, matrices, layer, scheme)
+    if kernel == NUMBERS_NAME:
+        return _multiply_numbers(x, matrices, layer, scheme, blocks)
+    return xla_quantized_matmul(x, matrices, layer, scheme)
+
+
+def _numbers_kernel(
+    layer: Any, x: Any, values: Any, scales: Any, *refs: Any, weight: WeightFormat
 ) -> None:
     """x [tokens, inputs] times a block into some rows of the sums [T, outputs].
 
@@ -81,22 +114,15 @@ def _kernel(
         out[...] = sums[rows, :].astype(out.dtype)
 
 
-def tpu_quantized_matmul(
+def _multiply_numbers(
     x: jax.Array,
     matrices: QuantizedArrays,
     layer: jax.Array,
     scheme: Scheme,
-    blocks: Blocks | None = None,
+    blocks: Blocks | None,
 ) -> jax.Array:
-    """See `interface.QuantizedMatmul`; `blocks` default to `choose_blocks`.
-
-    XLA multiplies where a scale is for all inputs of an output, and where groups are not whole
-    tiles.
-    """
     num_tokens, inputs = x.shape
     _, groups, outputs = matrices.scales.shape
-    if groups == 1 or (inputs // groups) % _SUBLANES:
-        return xla_quantized_matmul(x, matrices, layer, scheme)
     tokens, block_inputs, width = blocks or choose_blocks(num_tokens, inputs, outputs, groups)
     num_tiles, last = pl.cdiv(num_tokens, tokens), inputs // block_inputs - 1
     per_block = groups * block_inputs // inputs
@@ -111,8 +137,8 @@ def tpu_quantized_matmul(
     parts = [part for part in matrices[:3] if part is not None]
     rows = [block_inputs, *[per_block] * (len(parts) - 1)]
     kernel = pl.pallas_call(
-        partial(_kernel, weight=scheme.weight),
-        name=NAME,
+        partial(_numbers_kernel, weight=scheme.weight),
+        name=NUMBERS_NAME,
         out_shape=jax.ShapeDtypeStruct((num_tokens, outputs), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -133,4 +159,54 @@ def tpu_quantized_matmul(
         ),
     )
     result: jax.Array = kernel(layer.astype(jnp.int32)[None], x, *parts)
+    return result
+
+
+def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, out: Any) -> None:
+    """Activations [tokens, inputs] times values [1, inputs, width], scaled, into out."""
+    is_int = values.dtype == jnp.int8
+    sums = lax.dot_general(
+        x[...],
+        values[0],
+        (((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.int32 if is_int else jnp.float32,
+    )
+    out[...] = (sums.astype(jnp.float32) * x_scales[...] * scales[0]).astype(out.dtype)
+
+
+def _multiply_values(
+    x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
+) -> jax.Array:
+    """XLA quantizes activations, once for all products that read them."""
+    assert scheme.activation is not None
+    num_tokens, inputs = x.shape
+    outputs = matrices.scales.shape[2]
+    input_scale = None
+    if matrices.input_scale is not None:
+        input_scale = lax.dynamic_index_in_dim(matrices.input_scale, layer, keepdims=False)
+    x_values, x_scales = quantize_activations(x, scheme.activation, input_scale)
+    x_scales = jnp.broadcast_to(x_scales.reshape(-1, 1), (num_tokens, 1))
+    tokens, width = min(num_tokens, _MAX_TOKENS), _width(_MAX_VALUES // inputs, outputs)
+    kernel = pl.pallas_call(
+        _values_kernel,
+        name=VALUES_NAME,
+        out_shape=jax.ShapeDtypeStruct((num_tokens, outputs), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(outputs, width), pl.cdiv(num_tokens, tokens)),
+            in_specs=[
+                pl.BlockSpec((tokens, inputs), lambda o, t, layer: (t, 0)),
+                pl.BlockSpec((tokens, 1), lambda o, t, layer: (t, 0)),
+                pl.BlockSpec((1, inputs, width), lambda o, t, layer: (layer[0], 0, o)),
+                pl.BlockSpec((1, 1, width), lambda o, t, layer: (layer[0], 0, o)),
+            ],
+            out_specs=pl.BlockSpec((tokens, width), lambda o, t, layer: (t, o)),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+    )
+    result: jax.Array = kernel(
+        layer.astype(jnp.int32)[None], x_values, x_scales, matrices.values, matrices.scales
+    )
     return result

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.quantization import GREATEST, Scheme
 from sgl_jax.kernels.quantized_matmul import tpu
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks
@@ -46,6 +46,10 @@ PROGRAMS = (
     # The sums of two blocks of inputs, whose scales are whole tiles.
     Program(Scheme("int8", 16), inputs=512, blocks=Blocks(16, 256, 128)),
     Program(Scheme("mxfp4", 32), tokens=33, dtype=jnp.bfloat16),
+    Program(Scheme("int8"), blocks=Blocks(16, 64, 128)),
+    Program(Scheme("int8", activation="int8"), dtype=jnp.bfloat16),
+    Program(Scheme("int8", activation="int8", has_input_scale=True), tokens=5),
+    Program(Scheme("fp8", activation="fp8")),
 )
 
 
@@ -59,7 +63,7 @@ def build(program: Program, seed: int) -> Problem:
     """Draw the arrays; what no product may read is NaN, or the least value of its type."""
     rng, scheme = np.random.default_rng(seed), program.scheme
     shape = (program.inputs, program.outputs)
-    groups = (program.inputs // scheme.group_size, program.outputs)
+    groups = (program.inputs // (scheme.group_size or program.inputs), program.outputs)
     x = rng.normal(size=(program.tokens, program.inputs)).astype(program.dtype)
     drawn = rng.normal(size=shape) * 30 if scheme.weight == "int8" else rng.normal(size=shape) * 3
     if scheme.weight != "fp8":
@@ -71,13 +75,33 @@ def build(program: Program, seed: int) -> Problem:
         scales = np.full((LAYERS, *groups), 255, np.uint8)
         scales[LAYER] = rng.integers(120, 130, groups)
     else:
-        scales = np.full((LAYERS, *groups), np.nan, program.dtype)
+        of_scales = program.dtype if scheme.group_size else np.float32
+        scales = np.full((LAYERS, *groups), np.nan, of_scales)
         scales[LAYER] = np.exp2(rng.integers(-6, 0, groups)) * rng.choice([1, 1.5], groups)
     zeros = None
     if scheme.has_zero_points:
         zeros = np.zeros((LAYERS, *groups), TYPES[scheme.weight])
         zeros[LAYER] = rng.integers(-7, 8, groups).astype(zeros.dtype)
-    return Problem(x, QuantizedArrays(values, scales, zeros, None), np.int32(LAYER))
+    of_inputs = None
+    if scheme.has_input_scale:  # the greatest magnitudes are clamped
+        of_inputs = np.full((LAYERS, 1), np.nan, np.float32)
+        of_inputs[LAYER] = 2 / GREATEST[scheme.activation]
+    return Problem(x, QuantizedArrays(values, scales, zeros, of_inputs), np.int32(LAYER))
+
+
+def inputs_of_product(problem: Problem, scheme: Scheme) -> np.ndarray:
+    """Activations in float64, rounded as the scheme says."""
+    x = np.asarray(problem.x, np.float64)
+    if scheme.activation is None:
+        return x
+    greatest = GREATEST[scheme.activation]
+    scale = np.abs(x).max(axis=1, keepdims=True) / greatest
+    if problem.matrices.input_scale is not None:
+        scale = problem.matrices.input_scale[LAYER].astype(np.float64)
+    scaled = np.clip(x / scale, -greatest, greatest)
+    if scheme.activation == "int8":
+        return np.round(scaled) * scale
+    return scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
 
 
 def numbers(program: Program, matrices: QuantizedArrays) -> np.ndarray:
@@ -88,7 +112,7 @@ def numbers(program: Program, matrices: QuantizedArrays) -> np.ndarray:
         values = np.sign(values) * MAGNITUDES[np.abs(values).astype(int)]
         scales = np.exp2(scales - 127)
     out = np.zeros_like(values)
-    size = program.scheme.group_size
+    size = program.scheme.group_size or program.inputs
     for group in range(len(scales)):
         rows = slice(group * size, (group + 1) * size)
         zero = 0 if matrices.zero_points is None else matrices.zero_points[LAYER, group]
@@ -112,14 +136,15 @@ def check(program, seed, run):
     problem = build(program, seed)
     result = simulate(run, problem)
     assert result.dtype == program.dtype
-    expected = np.asarray(problem.x, np.float64) @ numbers(program, problem.matrices)
+    rounded = inputs_of_product(problem, program.scheme)
+    expected = rounded @ numbers(program, problem.matrices)
     # To numbers of about one, as the comparison expects.
     scale = np.abs(expected).max()
     assert_close(np.asarray(result, np.float64) / scale, expected / scale, program.dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(program=st.sampled_from(PROGRAMS), seed=st.integers(0, 2**32 - 1))
 def test_a_matrix_in_groups_is_multiplied_as_its_numbers(mode, program, seed):
     check(program, seed, compiled(program, MODES[mode]))
