@@ -34,7 +34,8 @@ def _experts(
     # A chip's part of the inner width (180 with 16 chips) is padded to whole registers of a TPU;
     # otherwise its compiler copies all experts in each step, as with rows. Padding adds nothing:
     # gates and values are 0 there, and so are their products with `down`.
-    padded = -(-width // (SUBLANES * options.tp_size)) * SUBLANES * options.tp_size
+    multiple = SUBLANES * options.expert_slices
+    padded = -(-width // multiple) * multiple
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
     # Rows of gate and up lie in turn.
     both = _matrices(config, "gate_up_proj", (experts, 2 * width, hidden), swapped=True)
@@ -42,16 +43,20 @@ def _experts(
     both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
 
     def wider(part: Source) -> Source:
-        return Padded(part, padded, axis=1)
+        return Padded(options.all_experts(part), padded, axis=1)
 
     def longer(part: Source) -> Source:
         return wider(Padded(part, row_size(hidden), axis=2, on_every_mesh=True))
 
     def inwards(first: int) -> ExpertLinear:
         weight, bias = (Slice(part, 1, first, width, step=2) for part in (both, both_biases))
-        multiply = options.multiply_groups
         return ExpertLinear(
-            longer(weight), options.dtype, multiply, transposed=True, bias=wider(bias)
+            longer(weight),
+            options.dtype,
+            options.multiply_groups,
+            transposed=True,
+            bias=wider(bias),
+            expert_axes=options.expert_axes,
         )
 
     return MixtureOfExperts(
@@ -64,10 +69,12 @@ def _experts(
             options.multiply_groups,
             transposed=False,
             bias=Tensor("mlp.experts.down_proj_bias", (experts, hidden)),
+            expert_axes=options.expert_axes,
         ),
         num_experts=experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
+        moves=options.move_lines,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
     )
 

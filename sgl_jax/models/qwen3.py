@@ -28,7 +28,7 @@ def mixture_of_experts(
     Checkpoints store a tensor for each expert's matrix, or one for all experts.
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
-    require_divisible("moe_intermediate_size", width, options.tp_size)
+    require_divisible("moe_intermediate_size", width, options.expert_slices)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
     # [experts, width, hidden] all three: the layout of the grouped product.
@@ -43,8 +43,14 @@ def mixture_of_experts(
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
         names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        source = EitherWay(Stacked(names, one), together[name])
-        return ExpertLinear(source, dtype, options.multiply_groups, transposed=inwards)
+        source = options.all_experts(EitherWay(Stacked(names, one), together[name]))
+        return ExpertLinear(
+            source,
+            dtype,
+            options.multiply_groups,
+            transposed=inwards,
+            expert_axes=options.expert_axes,
+        )
 
     return MixtureOfExperts(
         Linear(router, dtype),
@@ -54,6 +60,7 @@ def mixture_of_experts(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
+        moves=options.move_lines,
         shared=_shared_expert(config, moe.shared_intermediate_size, options),
     )
 
