@@ -107,7 +107,7 @@ class MixtureOfExperts(nnx.Module):
 
         `weights` and `experts` are [top_k, T]. If experts are dealt out over ranks, each chip gets
         all ranks' tokens, and each rank gets the sums of its own. A token is sent once to each
-        rank, and not once for each of its experts: up to about top_k ranks that is no more bytes,
+        rank, and not once for each of its experts: up to about top_k chips that is no more bytes,
         and needs no more room for one choice of the router than for another.
         """
         axes = self.gate.expert_axes
@@ -134,7 +134,8 @@ class MixtureOfExperts(nnx.Module):
             return self.moves.add(out, weights, part)[:, :hidden_size]
 
         axes = self.gate.expert_axes
-        size = lines_at_once(lines, 1 if axes is None else lax.axis_size(axes))
+        num_chips = 1 if axes is None else lax.axis_size(axes)
+        size = lines_at_once(len(x), self.top_k, num_chips)
         return in_parts(lines, size, sums, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     def _inner(self, x: jax.Array, lines: ExpertLines) -> jax.Array:

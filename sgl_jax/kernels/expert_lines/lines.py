@@ -66,9 +66,9 @@ def sort_lines(experts: jax.Array, num_experts: int) -> ExpertLines:
     )
 
 
-def lines_at_once(lines: ExpertLines, num_chips: int) -> int:
+def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
     """The size of the parts for a chip that has one of `num_chips` shares of the experts."""
-    most, num_tokens = lines.tokens.size, lines.places.shape[1]
+    most = num_tokens * top_k
     if num_tokens <= UNDIVIDED_TOKENS:
         return most
     wanted = int(most * _SPARE) // num_chips

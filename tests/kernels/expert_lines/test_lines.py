@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from sgl_jax.kernels.expert_lines import lines as expert_lines
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
-from sgl_jax.kernels.expert_lines.lines import in_parts, lines_at_once, sort_lines
+from sgl_jax.kernels.expert_lines.lines import (
+    UNDIVIDED_TOKENS,
+    in_parts,
+    lines_at_once,
+    sort_lines,
+)
 
 NUM_EXPERTS = 6
 
@@ -71,9 +75,7 @@ def test_parts_of_any_size_add_up_to_the_whole(experts, size):
 
 
 def test_a_chip_takes_its_share_and_half_of_it_more_at_a_time():
-    lines = sort_lines(jnp.zeros((8, 2048), jnp.int32), NUM_EXPERTS)
-    assert lines_at_once(lines, 1) == 8 * 2048
-    assert lines_at_once(lines, 4) == 6144
-    assert lines_at_once(lines, 1024) == 64
-    few = sort_lines(jnp.zeros((8, expert_lines.UNDIVIDED_TOKENS), jnp.int32), NUM_EXPERTS)
-    assert lines_at_once(few, 4) == few.tokens.size
+    assert lines_at_once(2048, 8, num_chips=1) == 8 * 2048
+    assert lines_at_once(2048, 8, num_chips=4) == 6144
+    assert lines_at_once(2048, 8, num_chips=1024) == 64
+    assert lines_at_once(UNDIVIDED_TOKENS, 8, num_chips=4) == 8 * UNDIVIDED_TOKENS
