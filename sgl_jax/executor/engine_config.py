@@ -22,6 +22,7 @@ from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
+from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
@@ -65,11 +66,13 @@ class EngineConfig(NamedTuple):
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
         """Decide the open settings of `args`, for "cpu", "gpu" or "tpu".
 
-        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, a
-        backend that the platform lacks, or pages of a size or number that the attention kernel
-        cannot read.
+        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, experts
+        to be dealt out that are not there, a backend that the platform lacks, or pages of a size or
+        number that the attention kernel cannot read.
         """
         args = _resolve_for_model(resolve_for_device(args, platform), model)
+        if args.ep_size > 1 and model.moe is None:
+            raise ValueError(f"--ep-size {args.ep_size} needs a model with experts, this has none")
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -117,6 +120,7 @@ class EngineConfig(NamedTuple):
         recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
         return BuildOptions(
             dtype=self.dtype,
+            ep_size=self.args.ep_size,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
             qkv_heads=qkv_heads_implementation(
@@ -124,6 +128,7 @@ class EngineConfig(NamedTuple):
             ),
             multiply_quantized=quantized_matmul_implementation(self.platform, simulate=simulates),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
+            move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
             has_kv_scales=self.args.kv_cache_scales is not None,

@@ -15,7 +15,7 @@ from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrice
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxis, concatenate_over
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
 from sgl_jax.layers.sources import Part, PartKind, Shared, Source
 
@@ -86,7 +86,7 @@ class QuantizedExperts(nnx.Module):
         self,
         source: Source,
         dtype: DTypeLike,
-        by_expert: MeshAxis,
+        by_expert: MeshAxes,
         by_width: str | None,
         quantized: Quantized,
     ) -> None:
@@ -100,7 +100,7 @@ class QuantizedExperts(nnx.Module):
             name = next(iter(source.tensors()))
             raise ValueError(f"{name}: experts in activation order are not supported")
         is_input = source.input_axis == 1
-        group = _fitting_group(scheme, source, quantized.num_chips if is_input else 1)
+        group = _fitting_group(scheme, source, quantized.num_chips if is_input and by_width else 1)
         axes = (by_expert, by_width, None)
         own = _Parts.declare(source, scheme, dtype, group, axes, read="experts")
         self.values, self.scales, self.zero_points = own
@@ -132,7 +132,7 @@ class _Parts(NamedTuple):
         scheme: Scheme,
         dtype: DTypeLike,
         group: int | None,
-        axes: tuple[MeshAxis, ...],
+        axes: tuple[MeshAxes, ...],
         read: Read = "all",
     ) -> "_Parts":
         """The parts of `source`, its `axes` split over the mesh's; `group` inputs share a scale."""

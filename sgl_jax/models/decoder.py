@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.attention import xla as xla_attention
 from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
 from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
@@ -28,6 +29,7 @@ from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.mesh_axes import MESH_AXES, TENSOR_AXIS, MeshAxes
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -53,6 +55,7 @@ class BuildOptions(NamedTuple):
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    move_lines: LineMoves = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
@@ -61,8 +64,26 @@ class BuildOptions(NamedTuple):
     # the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1
     defers_sum: bool = False
+    ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
+
+    @property
+    def expert_axes(self) -> MeshAxes:
+        """The mesh axes that whole experts are dealt out over; None: chips share each expert."""
+        if self.ep_size == 1:
+            return None
+        return TENSOR_AXIS if self.ep_size == self.tp_size else MESH_AXES
+
+    def all_experts(self, part: Source) -> Source:
+        """`part` [experts, ...] with so many experts of zeros after it that the chips divide them;
+        no router chooses these."""
+        return Padded(part, -(-part.shape[0] // self.ep_size) * self.ep_size, axis=0)
+
+    @property
+    def expert_slices(self) -> int:
+        """Chips that share each expert's inner width."""
+        return 1 if self.expert_axes else self.tp_size
 
 
 class DecoderLayer(nnx.Module):
@@ -92,18 +113,24 @@ class DecoderLayer(nnx.Module):
         self.mlp_output_norm = mlp_output_norm
 
     def __call__(
-        self, hidden: jax.Array, reads: tuple[Any, ...], memory: Any, layer: jax.Array
+        self,
+        hidden: jax.Array,
+        is_token: jax.Array,
+        reads: tuple[Any, ...],
+        memory: Any,
+        layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
 
-        Attention reads its tokens' rotations and an `AttentionBatch`, and its memory is a KV pool;
-        a recurrence reads a `StateBatch`, and its memory is `LayerStates`. `layer` is the number
-        of this one among the layers of the memory.
+        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
+        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
+        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
         """
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
         attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
         hidden = hidden + _normalised(attended, self.attended_norm)
-        added = self.mlp(self.post_attention_norm(hidden))
+        mlp, normalised = self.mlp, self.post_attention_norm(hidden)
+        added = mlp(normalised) if isinstance(mlp, GatedMLP) else mlp(normalised, is_token)
         return hidden, _normalised(added, self.mlp_output_norm), memory
 
 
@@ -207,7 +234,7 @@ class CausalLM(nnx.Module):
         if self.defers_sum:
             terms = (hidden, jnp.zeros_like(hidden))
         for stretch in self.stretches:
-            terms, memories = self._run(stretch, (terms, memories), reads)
+            terms, memories = self._run(stretch, (terms, memories), batches[0].valid, reads)
         hidden, kv_pools = self.norm(reduce(jnp.add, terms)), memories[: len(kv_pools)]
         return hidden, kv_pools, memories[-1] if is_recurrent else None
 
@@ -229,7 +256,13 @@ class CausalLM(nnx.Module):
         size = self.config.head_dim
         return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
 
-    def _run(self, stretch: Stretch, carry: Carry, reads: Sequence[tuple[Any, ...]]) -> Carry:
+    def _run(
+        self,
+        stretch: Stretch,
+        carry: Carry,
+        is_token: jax.Array,
+        reads: Sequence[tuple[Any, ...]],
+    ) -> Carry:
         """All layers of a stretch; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
@@ -242,7 +275,11 @@ class CausalLM(nnx.Module):
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden, delta, memories[pool] = layer(
-                    reduce(jnp.add, terms), reads[place], memories[pool], first + turn * step
+                    reduce(jnp.add, terms),
+                    is_token,
+                    reads[place],
+                    memories[pool],
+                    first + turn * step,
                 )
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
             return (terms, tuple(memories)), None

@@ -15,12 +15,12 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
-    "recurrences + experts + collectives",
+    "recurrences + experts + their lines + collectives",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
-    "if those are more",
+    "if those are more; lines = instructions that sort, gather, gate and add them",
     "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
     "the matrix units' rate, if that is more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
@@ -41,7 +41,7 @@ def as_text(plan: Estimate) -> str:
     lines = [
         f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
         f"{topology.num_devices} devices, {topology.chip.device_kind}): "
-        f"dp {args.dp_size} x tp {args.tp_size}",
+        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args.ep_size)}",
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
@@ -84,6 +84,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "topology": topology.name,
         "dp_size": args.dp_size,
         "tp_size": args.tp_size,
+        "ep_size": args.ep_size,
         "num_chips": topology.num_chips,
         "workload": dataclasses.asdict(plan.request.workload),
         "memory": {**dataclasses.asdict(plan.memory), "num_pages": plan.memory.num_pages},
@@ -122,6 +123,10 @@ def _step_dict(step: StepEstimate) -> dict[str, Any]:
     }
 
 
+def _experts(ep_size: int) -> str:
+    return "" if ep_size == 1 else f", whole experts over {ep_size} devices"
+
+
 def _window_lines(plan: Estimate) -> list[str]:
     """The requests that windows add; empty for a model without windows."""
     full = plan.requests_without_windows
@@ -137,7 +142,9 @@ def _window_lines(plan: Estimate) -> list[str]:
 def _step_lines(title: str, step: StepEstimate) -> list[str]:
     time = step.time
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
-    experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
+    experts = ""
+    if time.experts_s:
+        experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",

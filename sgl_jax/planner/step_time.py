@@ -16,6 +16,7 @@ from sgl_jax.planner.kernel_time import (
     attention_time,
     experts_time,
     heads_time,
+    lines_time,
     recurrences_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
@@ -38,6 +39,7 @@ class StepTime:
     attention_s: float
     recurrences_s: float
     experts_s: float
+    lines_s: float  # bringing tokens to their experts' lines and back
     collectives_s: float
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
 
@@ -58,14 +60,15 @@ def estimate_step(
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
+    lines = lines_time(work.tokens, config, memory, chip)
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     heads = 0.0
     kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
     if kernel:
         sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
-    total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s
-    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads}
+    total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s + lines
+    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads + lines}
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in (attention, recurrences, experts):
         waits[part.bound] += part.total_s
@@ -77,6 +80,7 @@ def estimate_step(
         attention_s=attention.total_s,
         recurrences_s=recurrences.total_s,
         experts_s=experts.total_s,
+        lines_s=lines,
         collectives_s=collectives,
         bound=max(waits, key=lambda name: waits[name]),
     )

@@ -56,6 +56,7 @@ class Server:
         *,
         dp=1,
         tp=1,
+        ep=1,
         page_size=16,
         weight_sharding="replicated",
         attention_backend="auto",
@@ -68,6 +69,7 @@ class Server:
         args = ServerArgs(
             dp_size=dp,
             tp_size=tp,
+            ep_size=ep,
             page_size=page_size,
             weight_sharding=weight_sharding,
             attention_backend=attention_backend,

@@ -34,6 +34,7 @@ def plan_of(*words, concurrency=256, collectives_s=0.0):
         attention_s=0.0,
         recurrences_s=0.0,
         experts_s=0.0,
+        lines_s=0.0,
         collectives_s=collectives_s,
         bound="HBM",
     )

@@ -14,6 +14,7 @@ from sgl_jax.planner.kernel_time import (
     StepWork,
     experts_time,
     heads_time,
+    lines_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.step_time import ICI_HOP_S, collective_time, estimate_step
@@ -118,7 +119,8 @@ def test_a_step_waits_for_its_experts_beside_all_else():
     held = device(layers=ONE_GB, experts=57 * ONE_GB)
     time = estimate_step(cost(), work.tokens, work, MOE, held, CHIP)
     assert time.experts_s == experts_time(256, MOE, held, CHIP).total_s
-    assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
+    assert time.lines_s == lines_time(256, MOE, held, CHIP) > 0
+    assert time.total_s == pytest.approx(1 / 1640 + time.experts_s + time.lines_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"
 
