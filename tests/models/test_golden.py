@@ -24,6 +24,7 @@ class Setup(NamedTuple):
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
+    scattered: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -33,6 +34,9 @@ MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
+SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
+SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
+SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 
 
@@ -55,6 +59,9 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
+        *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
+        ("qwen3", SCATTERED_UNROLLED),
+        ("qwen2", SCATTERED_OVER_FOUR),
         ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_5", TWO_RANKS),

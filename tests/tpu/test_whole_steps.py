@@ -15,12 +15,13 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.layers.token_blocks import block_sizes
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import heads_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
-from sgl_jax.planner.step_time import collective_time
+from sgl_jax.planner.step_time import collective_time, exposed_time
 from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import lower_on, struct
 from tests.tpu.copies import copies, pools_of, shapes_kept
@@ -205,6 +206,13 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         assert exchanges == {}
         return
     assert {c.group_size for c in cost.collectives if c.num_bytes > 4} == {tp}
+    least = engine.config.scattered_tokens
+    if least is not None and bucket.tokens >= least:
+        _check_scattered(exchanges, len(block_sizes(bucket.tokens, tp)), config.num_layers)
+        assert sum(exposed_time(c, chip) for c in cost.collectives) < 0.8 * sum(
+            collective_time(c, chip) for c in cost.collectives
+        )
+        return
     in_layers = [c for c in cost.collectives if c.kind == "all-reduce" and c.in_loop]
     # Attention's output and the feed-forward layer's, of all tokens, in bfloat16.
     activations = bucket.tokens * config.hidden_size * 2
@@ -216,6 +224,17 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     assert exchanges == expected
+
+
+def _check_scattered(exchanges, num_blocks, num_layers):
+    """For each block a sum after the embedding, attention and the feed-forward layer; and a gather
+    before these and the head."""
+    by_kind = Counter[str]()
+    for (kind, _), times in exchanges.items():
+        by_kind[kind] += times
+    times = num_blocks * (2 * num_layers + 1)
+    # Each chip's best token is gathered as well.
+    assert by_kind == {"reduce-scatter": times, "all-gather": times + 1}
 
 
 def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
