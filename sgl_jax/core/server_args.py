@@ -66,10 +66,10 @@ class ServerArgs(SchedulerArgs):
         ("replicated", "data"),
     )
     hidden_sharding: str = setting(
-        "auto",
+        "replicated",
         "hidden states of long steps, between products: on every chip of a rank (replicated), or "
-        "each token's on one chip (tensor); auto is tensor on TPU, else replicated",
-        ("auto", "replicated", "tensor"),
+        "each token's on one chip (tensor)",
+        ("replicated", "tensor"),
     )
     attention_backend: str = setting(
         "auto",

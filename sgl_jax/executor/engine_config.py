@@ -324,11 +324,6 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         # On a CPU, steps and the compiler would take each other's cores and threads.
         warmup=("all" if on_cpu else "plain") if args.warmup == "auto" else args.warmup,
         attention_backend=backend,
-        hidden_sharding=(
-            ("tensor" if platform == "tpu" else "replicated")
-            if args.hidden_sharding == "auto"
-            else args.hidden_sharding
-        ),
         page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),
         max_running_requests=args.max_running_requests
         or (_CPU_RUNNING_REQUESTS if on_cpu else _ACCELERATOR_RUNNING_REQUESTS),
