@@ -78,6 +78,12 @@ class ServerArgs(SchedulerArgs):
         "each rank holds all weights (replicated), or gathers them layer by layer (data)",
         ("replicated", "data"),
     )
+    hidden_sharding: str = setting(
+        "replicated",
+        "hidden states of long steps, between products: on every chip of a rank (replicated), or "
+        "each token's on one chip (tensor)",
+        ("replicated", "tensor"),
+    )
     attention_backend: str = setting(
         "auto",
         "pallas: the TPU's kernels, simulated on a CPU; xla: XLA programs; auto is pallas on TPU, "

@@ -44,6 +44,8 @@ from sgl_jax.models.decoder import BuildOptions
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
+# Each block of fewer tokens would read all weights, and compute too little with them.
+_SCATTERED_TOKENS = 1024
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -142,7 +144,19 @@ class EngineConfig(NamedTuple):
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
+            scattered_tokens=self.scattered_tokens,
         )
+
+    @property
+    def scattered_tokens(self) -> int | None:
+        """See `BuildOptions`; None for a model with experts or recurrences.
+
+        Experts would be read once for each block, and recurrences run through all tokens.
+        """
+        scatters = self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
+        layers = self.model.layers
+        is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
+        return _SCATTERED_TOKENS if scatters and is_dense else None
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:
         """The settings that were open in `given`, with their values."""

@@ -19,6 +19,9 @@ MESH_AXES = (DATA_AXIS, TENSOR_AXIS)
 # The axes that one dimension of an array is split over.
 MeshAxes = str | tuple[str, ...] | None
 
+# Adds up the tensor chips' x [n, ...]: `sum_over_tensor` or `scatter_sum`.
+AddUp = Callable[[jax.Array], jax.Array]
+
 
 def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) -> jax.Array:
     result: jax.Array = x if lax.axis_size(axis) == 1 else exchange(x)
@@ -28,6 +31,15 @@ def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) ->
 def sum_over_tensor(x: jax.Array) -> jax.Array:
     """The sum of all tensor chips' x, on each of them."""
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
+
+
+def scatter_sum(x: jax.Array) -> jax.Array:
+    """This tensor chip's share of the rows of the sum of all tensor chips' x [n, ...].
+
+    Shares are in the order of the chips, whose number divides n.
+    """
+    exchange = partial(lax.psum_scatter, axis_name=TENSOR_AXIS, tiled=True)
+    return _exchanged(x, TENSOR_AXIS, exchange)
 
 
 def concatenate_over(mesh_axis: str, x: jax.Array, axis: int = 0) -> jax.Array:

@@ -29,7 +29,13 @@ from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
-from sgl_jax.layers.mesh_axes import MESH_AXES, TENSOR_AXIS, MeshAxes
+from sgl_jax.layers.mesh_axes import (
+    MESH_AXES,
+    TENSOR_AXIS,
+    MeshAxes,
+    concatenate_over,
+    scatter_sum,
+)
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -38,6 +44,7 @@ from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
+from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
@@ -65,6 +72,8 @@ class BuildOptions(NamedTuple):
     unrolled_layers: int = 1
     defers_sum: bool = False
     ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
+    # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
+    scattered_tokens: int | None = None
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -133,14 +142,43 @@ class DecoderLayer(nnx.Module):
         added = mlp(normalised) if isinstance(mlp, GatedMLP) else mlp(normalised, is_token)
         return hidden, _normalised(added, self.mlp_output_norm), memory
 
+    def on_blocks(
+        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
+    ) -> tuple[Blocks, Blocks, Any]:
+        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
+
+        Dense layers with attention only.
+        """
+        assert isinstance(self.attention, Attention)
+        normed = _gather(hidden, self.input_norm)
+        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
+        attended, memory = mix(normed, *reads, memory, layer)
+        hidden = _sum(hidden, tuple(_normalised(block, self.attended_norm) for block in attended))
+        normed = _gather(hidden, self.post_attention_norm)
+        return hidden, tuple(map(self._fed_forward, normed)), memory
+
+    def _fed_forward(self, normed: jax.Array) -> jax.Array:
+        assert isinstance(self.mlp, GatedMLP)
+        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
+
+
+def _sum(*terms: Any) -> Any:
+    """The sum of arrays, or block by block."""
+    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
+
+
+def _gather(hidden: Blocks, norm: RMSNorm) -> Blocks:
+    """Scattered hidden states, normalised, on every chip of the rank."""
+    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
+
 
 def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the memory of each
-# pool: KV pools, then the states if there are any.
-Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
+# One or two terms whose sum is the hidden state, [T, hidden_size] or its scattered blocks each; and
+# the memory of each pool: KV pools, then the states if there are any.
+Carry = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -172,6 +210,7 @@ class CausalLM(nnx.Module):
         self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
+        self.scattered_tokens = options.scattered_tokens
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -227,16 +266,38 @@ class CausalLM(nnx.Module):
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
-        hidden = self.embedding(token_ids)
-        if self.architecture.scales_embedding:  # by a number of the model's type
-            hidden = hidden * jnp.asarray(self.config.hidden_size**0.5, hidden.dtype)
-        terms: tuple[jax.Array, ...] = (hidden,)
+        sizes = self._block_sizes(len(token_ids))
+        hidden: Any = self._embed_blocks(token_ids, sizes) if sizes else self._embed(token_ids)
+        terms: tuple[Any, ...] = (hidden,)
         if self.defers_sum:
-            terms = (hidden, jnp.zeros_like(hidden))
+            terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
         for stretch in self.stretches:
             terms, memories = self._run(stretch, (terms, memories), batches[0].valid, reads)
-        hidden, kv_pools = self.norm(reduce(jnp.add, terms)), memories[: len(kv_pools)]
-        return hidden, kv_pools, memories[-1] if is_recurrent else None
+        if sizes:
+            hidden = join_blocks(_gather(_sum(*terms), self.norm))
+        else:
+            hidden = self.norm(_sum(*terms))
+        return hidden, memories[: len(kv_pools)], memories[-1] if is_recurrent else None
+
+    def _block_sizes(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each block in a step that scatters hidden states; () in others."""
+        least = self.scattered_tokens
+        if least is None or num_tokens < least:
+            return ()
+        return block_sizes(num_tokens, lax.axis_size(TENSOR_AXIS))
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        return self._scaled(self.embedding(token_ids))
+
+    def _embed_blocks(self, token_ids: jax.Array, sizes: tuple[int, ...]) -> Blocks:
+        parts = split_blocks(self.embedding.own_part(token_ids), sizes)
+        return tuple(self._scaled(scatter_sum(part)) for part in parts)
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        if not self.architecture.scales_embedding:
+            return vectors
+        # By a number of the model's type.
+        return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
 
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
@@ -274,14 +335,14 @@ class CausalLM(nnx.Module):
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
-                hidden, delta, memories[pool] = layer(
-                    reduce(jnp.add, terms),
-                    is_token,
-                    reads[place],
-                    memories[pool],
-                    first + turn * step,
+                hidden = _sum(*terms)
+                rest = (reads[place], memories[pool], first + turn * step)
+                hidden, delta, memories[pool] = (
+                    layer.on_blocks(hidden, *rest)
+                    if isinstance(hidden, tuple)
+                    else layer(hidden, is_token, *rest)
                 )
-                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
+                terms = (hidden, delta) if self.defers_sum else (_sum(hidden, delta),)
             return (terms, tuple(memories)), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)

@@ -15,8 +15,8 @@ from sgl_jax.planner.topology import Topology
 SERVER_SETTINGS = (
     *("model_path", "dtype", "quantization", "kv_cache_dtype", "context_length"),
     *("tp_size", "dp_size"),
-    *("ep_size", "weight_sharding", "attention_backend", "page_size"),
-    *("mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
+    *("ep_size", "weight_sharding", "hidden_sharding", "attention_backend"),
+    *("page_size", "mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
     *("max_running_requests", "chunked_prefill_size"),
     *("speculative_algorithm", "speculative_num_draft_tokens"),
 )

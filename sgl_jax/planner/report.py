@@ -2,6 +2,8 @@
 
 import dataclasses
 import shlex
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
@@ -15,7 +17,7 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
-    "recurrences + experts + their lines + collectives",
+    "recurrences + experts + their lines + exposed collectives",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
@@ -23,8 +25,9 @@ ASSUMPTIONS = (
     "if those are more; lines = instructions that sort, gather, gate and add them",
     "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
     "the matrix units' rate, if that is more",
-    f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
-    "nothing overlaps them",
+    f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, "
+    "those of SparseCores as well; exposed = a transfer less the program's cycles, without "
+    "kernels, between its start and its end in the compiler's schedule",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
     "the host is never waited for",
@@ -150,9 +153,17 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
         f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {heads}"
         f"attention {_ms(time.attention_s)}, {states}{experts}"
-        f"collectives {_ms(time.collectives_s)}",
-        *[f"  {_collective(collective)}" for collective in step.cost.collectives],
+        f"collectives {_ms(time.collectives_s)}, exposed {_ms(time.exposed_s)}",
+        *[f"  {_collective(collective)}" for collective in _alike(step.cost.collectives)],
     ]
+
+
+def _alike(collectives: Iterable[Collective]) -> list[Collective]:
+    """Merge entries whose only difference is the cycles beside them."""
+    times: Counter[Collective] = Counter()
+    for one in collectives:
+        times[one._replace(times=0, beside_cycles=0)] += one.times
+    return [one._replace(times=count) for one, count in times.items()]
 
 
 def _collective(collective: Collective) -> str:

@@ -61,6 +61,7 @@ class Server:
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
+        scattered=False,
         max_len=80,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
@@ -79,6 +80,8 @@ class Server:
             options = options._replace(
                 separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
             )
+        if scattered:
+            options = options._replace(scattered_tokens=1)
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))

@@ -25,6 +25,7 @@ class Setup(NamedTuple):
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
+    scattered: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -34,6 +35,9 @@ MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
+SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
+SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
+SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
@@ -58,6 +62,9 @@ EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
+        *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
+        ("qwen3", SCATTERED_UNROLLED),
+        ("qwen2", SCATTERED_OVER_FOUR),
         ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_5", TWO_RANKS),

@@ -18,12 +18,13 @@ from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.layers.token_blocks import block_sizes
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import heads_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
-from sgl_jax.planner.step_time import collective_time
+from sgl_jax.planner.step_time import collective_time, exposed_time
 from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import lower_on, struct
 from tests.tpu.copies import copies, pools_of, shapes_kept
@@ -222,6 +223,26 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     assert exchanges == expected
+
+
+@pytest.mark.long
+def test_exchanges_of_scattered_hidden_states_run_beside_products():
+    settings = {"hidden_sharding": "tensor"}
+    engine, program, bucket = _compile("qwen3-32b", "v6e-8", 1, 8, "mixed", **settings)
+    cost, chip = program_cost(program), Topology.parse("v6e-8").chip
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    exchanges = Counter()
+    for collective in cost.collectives:
+        exchanges[collective.kind] += collective.times
+    # For each block: after the embedding, attention and the feed-forward layer.
+    times = len(block_sizes(bucket.tokens, 8)) * (2 * engine.config.model.num_layers + 1)
+    # Each chip's best token is gathered as well.
+    assert exchanges == {"reduce-scatter": times, "all-gather": times + 1}
+    exposed, whole = (
+        sum(time(collective, chip) for collective in cost.collectives)
+        for time in (exposed_time, collective_time)
+    )
+    assert exposed < whole / 2
 
 
 def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
