@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.kv_scales import KV_SCALES_FILE, stored_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.checkpoint.orbax_format import save_orbax
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
@@ -22,12 +23,16 @@ from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
+from sgl_jax.models.quantization import AT_LOAD
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def convert(model_path: Path, output: Path, dtype: str) -> None:
+def convert(model_path: Path, output: Path, dtype: str, quantization: str = "none") -> None:
     """Write `output`, a new folder, from the safetensors in `model_path`.
+
+    Matrices that are quantized stay as they are; with `quantization` (int8, fp8, int4) floats are
+    quantized, and the folder is served with the same `--quantization`.
 
     Raises:
         CheckpointError: `output` exists, or `model_path` has no weights that fit its config.
@@ -35,16 +40,20 @@ def convert(model_path: Path, output: Path, dtype: str) -> None:
     """
     if output.exists():
         raise CheckpointError(f"{str(output)!r} exists already")
-    config = ModelConfig.from_path(model_path)
+    config = ModelConfig.from_path(model_path).quantized(quantization)
     devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
     mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
     placed = place_model(config, mesh, BuildOptions(jnp.dtype(dtype)))
     params = load_params(placed, model_path, "safetensors")
+    has_kv_scales = config.quantization is not None and config.quantization.has_kv_scales
+    kv_scales = stored_kv_scales(model_path, config) if has_kv_scales else None
     output.mkdir(parents=True)
     for pattern in _SIDE_FILES:
         for file in sorted(model_path.glob(pattern)):
             if file.name != INDEX_FILE:
                 shutil.copyfile(file, output / file.name)
+    if kv_scales is not None:
+        write_kv_scales(output / KV_SCALES_FILE, kv_scales, config)
     save_orbax(output, params)
 
 
@@ -53,9 +62,15 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--quantization",
+        default="none",
+        choices=("none", *AT_LOAD),
+        help="quantize matrices; serve the folder with the same flag",
+    )
     args = parser.parse_args()
     try:
-        convert(args.model_path, args.output, args.dtype)
+        convert(args.model_path, args.output, args.dtype, args.quantization)
     except (CheckpointError, ModelConfigError) as error:
         parser.error(str(error))
 

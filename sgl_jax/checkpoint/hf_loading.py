@@ -62,7 +62,7 @@ def load_safetensors(
         found = {
             name: (shape, files.type_of(name))
             for name, shape in files.shapes.items()
-            if name in expected or not is_spare(name)
+            if name in expected or not (is_spare(name) or stored.is_spare(name))
         }
         check_tensors(folder, expected, found)
         total = sum(files.nbytes(name) for name in expected)

@@ -1,7 +1,8 @@
-"""The file of scales for an 8-bit KV cache: written once per model, read by its servers.
+"""Scales of an 8-bit KV cache: those of a file, and those that a checkpoint has.
 
-It is JSON with the cache's dtype, the model's shape, and a scale for each layer and KV head,
-separately for K and V. A file whose shape is not the served model's is refused.
+The file is written once per model, and read by its servers. It is JSON with the cache's dtype, the
+model's shape, and a scale for each layer and KV head, separately for K and V. A file whose shape is
+not the served model's is refused.
 """
 
 import json
@@ -14,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, GREATEST, cache_dtype_name
 from sgl_jax.layers.parameter import Declaration
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.config import ModelConfig
 
+KV_SCALES_FILE = "kv_scales.json"
 KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
 
 
@@ -79,6 +82,36 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
         if not (np.isfinite(array) & (array > 0)).all():
             raise CheckpointError(f"KV scales must be above 0, {str(path)!r} has others")
     return scales
+
+
+def stored_kv_scales(folder: Path, config: ModelConfig) -> ScalesByHead:
+    """The scales of a checkpoint, one number a layer for K and one for V.
+
+    They are tensors `self_attn.k_scale` and `self_attn.v_scale` of layers with KV; an orbax
+    checkpoint has them in `KV_SCALES_FILE`.
+
+    Raises:
+        CheckpointError: scales are missing, or no numbers above 0.
+    """
+    if (folder / KV_SCALES_FILE).is_file():
+        return read_kv_scales(folder / KV_SCALES_FILE, config)
+    scales = np.ones((2, config.num_layers, config.num_kv_heads), np.float32)
+    with TensorFiles(folder) as files:
+        for kind, own in zip("kv", scales, strict=True):
+            for layer, spec in enumerate(config.layers):
+                if spec.recurrence is None:
+                    own[layer] = _stored_scale(files, f".layers.{layer}.self_attn.{kind}_scale")
+    return ScalesByHead(*scales)
+
+
+def _stored_scale(files: TensorFiles, suffix: str) -> float:
+    name = next((own for own in files.shapes if own.endswith(suffix)), None)
+    if name is None:
+        raise CheckpointError(f"no tensor *{suffix}, though config.json has a kv_cache_scheme")
+    tensor = np.asarray(files.read(name, ()), np.float32)
+    if tensor.size != 1 or not np.isfinite(tensor).all() or tensor.min() <= 0:
+        raise CheckpointError(f"{name} must be one number above 0")
+    return float(tensor.reshape(()))
 
 
 def place_kv_scales(

@@ -12,7 +12,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import load_safetensors
-from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales
+from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales, stored_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
@@ -42,7 +42,7 @@ def load_params(
         load_format: one of `LOAD_FORMATS`; see `detect_format`.
         seed: seed of dummy weights.
         kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
-            that was placed with `has_kv_scales`.
+            that was placed with `has_kv_scales`. None: such a model has those of its checkpoint.
         check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
         progress: gets the phase "loading".
 
@@ -59,8 +59,12 @@ def load_params(
         raise ValueError(f"load_format must be one of {known}, got {load_format!r}")
     config = placed.model.config
     # Read before the weights, since it is quick and may fail.
-    kv_scales = None if kv_cache_scales is None else read_kv_scales(Path(kv_cache_scales), config)
     folder, progress = Path(model_path), progress or Progress()
+    kv_scales = None
+    if kv_cache_scales is not None:
+        kv_scales = read_kv_scales(Path(kv_cache_scales), config)
+    elif load_format != "dummy" and any(own.source is None for own in placed.declared.values()):
+        kv_scales = stored_kv_scales(folder, config)
     sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
     if load_format == "dummy":
         params = _dummy_params(placed.declared, config.initializer_range, seed, progress)

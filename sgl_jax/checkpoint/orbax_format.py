@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
@@ -24,6 +25,7 @@ from sgl_jax.layers.sources import Source
 
 # 2 is the format's version: it has one stack for each place in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
+_CAST = {jnp.dtype(own) for own in (jnp.float32, jnp.float16, jnp.bfloat16)}
 
 
 def save_orbax(folder: Path, params: ParamTree) -> None:
@@ -51,8 +53,11 @@ def load_orbax(
             "orbax_params) must be converted again, by python -m sgl_jax.checkpoint.convert"
         )
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
-        check_shapes(folder, stored, _stored_shapes(checkpointer, path))
+        wanted = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
+        stored = _stored_arrays(checkpointer, path)
+        check_shapes(folder, wanted, {name: tuple(own.shape) for name, own in stored.items()})
+        for name, (array, _) in declared.items():
+            _check_type(path, "/".join(name), array.dtype, stored["/".join(name)].dtype)
         targets = {name: _as_stored(*own) for name, own in declared.items()}
         total = sum(array.size * array.dtype.itemsize for array in targets.values())
         with progress.phase("loading", total, "bytes") as phase:
@@ -66,12 +71,21 @@ def load_orbax(
     return {name: _fit(restored[name], *own) for name, own in declared.items()}
 
 
-def _stored_shapes(checkpointer: Any, path: Path) -> dict[str, tuple[int, ...]]:
+def _stored_arrays(checkpointer: Any, path: Path) -> dict[str, Any]:
+    """The shape and dtype of each array by name."""
     try:
-        found = flatten_mapping(checkpointer.metadata(path).item_metadata.tree, sep="/")
+        return dict(flatten_mapping(checkpointer.metadata(path).item_metadata.tree, sep="/"))
     except (AttributeError, ValueError, FileNotFoundError) as error:
         raise CheckpointError(f"{str(path)!r} is not a readable orbax checkpoint") from error
-    return {name: tuple(array.shape) for name, array in found.items()}
+
+
+def _check_type(path: Path, name: str, wanted: Any, stored: Any) -> None:
+    """Floats may be cast to another type of floats, but quantized values are of one scheme."""
+    if wanted != stored and not {jnp.dtype(wanted), jnp.dtype(stored)} <= _CAST:
+        raise CheckpointError(
+            f"parameter {name} in {str(path)!r} is {stored} instead of {wanted}: the checkpoint "
+            "was converted with another --quantization"
+        )
 
 
 def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:

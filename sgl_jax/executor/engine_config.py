@@ -21,7 +21,7 @@ from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
-from sgl_jax.kernels.attention.cache_dtype import cache_dtype
+from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache_dtype_name
 from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
@@ -49,6 +49,7 @@ _SCATTERED_TOKENS = 1024
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
+_EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
 _ACCELERATOR_RUNNING_REQUESTS = 256
 
 
@@ -72,6 +73,8 @@ class EngineConfig(NamedTuple):
         to be dealt out that are not there, a backend that the platform lacks, or pages of a size or
         number that the attention kernel cannot read.
         """
+        if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
+            args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
         args = _resolve_for_model(resolve_for_device(args, platform), model)
         if args.ep_size > 1 and model.moe is None:
             raise ValueError(f"--ep-size {args.ep_size} needs a model with experts, this has none")
@@ -133,7 +136,7 @@ class EngineConfig(NamedTuple):
             move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
-            has_kv_scales=self.args.kv_cache_scales is not None,
+            has_kv_scales=self._has_kv_scales,
             # Elsewhere, a program reads a layer's weights out of the stack in place.
             separates_layers=self.platform == "cpu"
             and not simulates
@@ -157,6 +160,13 @@ class EngineConfig(NamedTuple):
         layers = self.model.layers
         is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
         return _SCATTERED_TOKENS if scatters and is_dense else None
+
+    @property
+    def _has_kv_scales(self) -> bool:
+        """True if the cache has scales, from a file or from the checkpoint."""
+        if self.args.kv_cache_scales is not None:
+            return True
+        return self.args.kv_cache_dtype == _EIGHT_BITS and _stores_kv_scales(self.model)
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:
         """The settings that were open in `given`, with their values."""
@@ -261,7 +271,7 @@ class EngineConfig(NamedTuple):
     def warnings(self, sizes: EngineSizes) -> list[str]:
         """Warnings to users about settings that work, but not well."""
         texts = []
-        if self.args.kv_cache_dtype == "fp8_e4m3" and self.args.kv_cache_scales is None:
+        if self.args.kv_cache_dtype == _EIGHT_BITS and not self._has_kv_scales:
             texts.append(
                 "K and V are cached in 8 bits as they are, at most 448: "
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
@@ -337,6 +347,10 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         chunked_prefill_size=args.chunked_prefill_size
         or (_CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS),
     )
+
+
+def _stores_kv_scales(model: ModelConfig) -> bool:
+    return model.quantization is not None and model.quantization.has_kv_scales
 
 
 def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:

@@ -53,13 +53,16 @@ class QuantizedMatrix(nnx.Module):
         group = _fitting_group(scheme, source, quantized.num_chips if by_input else 1)
         own = _Parts.declare(source, scheme, dtype, group, (by_input, by_output))
         self.values, self.scales, self.zero_points = own
-        self.order = self.input_scale = None
-        if scheme.has_input_order:
-            order = _shared(source, "order", source.shape[source.input_axis])
-            self.order = parameter(order, jnp.int32, by_input, initial="order")
-        if scheme.has_input_scale:
-            scale = replace(_shared(source, "input_scale", 1), is_greatest=True)
-            self.input_scale = parameter(scale, jnp.float32, initial="ones")
+        order = _shared(source, "order", source.shape[source.input_axis])
+        self.order = (
+            parameter(order, jnp.int32, by_input, initial="order")
+            if scheme.has_input_order
+            else None
+        )
+        input_scale = replace(_shared(source, "input_scale", 1), is_greatest=True)
+        self.input_scale = (
+            parameter(input_scale, jnp.float32, initial="ones") if scheme.has_input_scale else None
+        )
         self.scheme = scheme
         self.multiply = quantized.multiply
         self.is_split_by_input = by_input is not None

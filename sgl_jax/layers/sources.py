@@ -334,4 +334,6 @@ class Shared(Source):
             if self.is_greatest:
                 np.maximum(out, found, out=out)
             elif not np.array_equal(found, out):
-                raise ValueError(f"{first} and {other} differ; they must be equal")
+                (one, part), (two, _) = Part.parse(first), Part.parse(other)
+                kind = part.kind if part else "number"
+                raise ValueError(f"{one} and {two} make one matrix: they need the same {kind}")

@@ -1,4 +1,4 @@
-"""The file of KV scales: written and read for one model, refused for another, placed by head."""
+"""KV scales, of a file and of a checkpoint: refused for another model, placed by head."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, read_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
+from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QWEN3 = ModelConfig.from_path(GOLDEN / "qwen3")  # two layers, two KV heads
@@ -97,3 +99,56 @@ def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, 
             chip = shard.device.id
             heads = [chip * 2 // tp] if tp > 1 else [0, 1]
             np.testing.assert_array_equal(shard.data, scales[:, heads])
+
+
+STORED = QUANTIZED / "ct_fp8_kv_scales"
+
+
+def load_quantized(folder, load_format="safetensors", **options):
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
+    placed = place_model(ModelConfig.from_path(folder), mesh, BUILT)
+    params = load_params(placed, folder, load_format, **options)
+    return params["layers"]["0"]["attention"]["kv_scales"]
+
+
+def test_a_checkpoints_scales_serve_each_head_of_their_layer(tmp_path):
+    tensors = read_tensors(STORED)
+    convert(STORED, tmp_path / "orbax", "float32")
+    for loaded in (load_quantized(STORED), load_quantized(tmp_path / "orbax", "orbax")):
+        for kind in "kv":
+            stored = [tensors[f"model.layers.{i}.self_attn.{kind}_scale"] for i in range(2)]
+            expected = np.repeat(np.array(stored, np.float32), 2, axis=1)
+            np.testing.assert_array_equal(loaded[kind], expected)
+
+
+def test_a_file_of_scales_wins_over_the_checkpoints(tmp_path):
+    config = ModelConfig.from_path(STORED)
+    scales = ScalesByHead(np.full((2, 2), 4, np.float32), np.full((2, 2), 8, np.float32))
+    write_kv_scales(tmp_path / "scales.json", scales, config)
+    loaded = load_quantized(STORED, kv_cache_scales=tmp_path / "scales.json")
+    np.testing.assert_array_equal(loaded["k"], scales.k)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (None, r"no tensor \*\.layers\.1\.self_attn\.v_scale"),
+        (np.float32([0]), "v_scale must be one number above 0"),
+        (np.float32([1, 2]), "v_scale must be one number above 0"),
+        (np.float32(np.nan), "v_scale must be one number above 0"),
+    ],
+    ids=str,
+)
+def test_a_scale_of_a_checkpoint_that_is_missing_or_no_scale_is_named(stored, words, tmp_path):
+    name = "model.layers.1.self_attn.v_scale"
+    folder = changed_copy(tmp_path / "model", "ct_fp8_kv_scales", {name: stored})
+    with pytest.raises(CheckpointError, match=words):
+        load_quantized(folder)
+
+
+def test_a_cache_of_another_type_leaves_the_checkpoints_scales_unread():
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    built = BUILT._replace(has_kv_scales=False)
+    placed = place_model(ModelConfig.from_path(STORED), mesh, built)
+    params = load_params(placed, STORED, "safetensors")
+    assert "kv_scales" not in params["layers"]["0"]["attention"]

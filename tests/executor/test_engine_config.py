@@ -6,6 +6,7 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.models.quantization import QuantizationConfig
 from sgl_jax.planner.arguments import read_config
 
 LLAMA = read_config("llama-3.1-8b")
@@ -90,6 +91,25 @@ def test_what_was_asked_for_stays():
     config = resolve("cpu", kv_cache_dtype="fp8_e4m3", **asked)
     assert {name: getattr(config.args, name) for name in asked} == asked
     assert config.args.kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("args", "dtype", "has_scales"),
+    [
+        ({}, "fp8_e4m3", True),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3", True),
+        ({"kv_cache_dtype": "bfloat16"}, "bfloat16", False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_checkpoints_kv_scales_choose_a_cache_of_8_bits(platform, args, dtype, has_scales):
+    quantization = QuantizationConfig((), has_kv_scales=True)
+    model = dataclasses.replace(LLAMA, quantization=quantization)
+    config = EngineConfig.resolve(ServerArgs(**args), model, platform)
+    assert config.args.kv_cache_dtype == dtype
+    assert config.build_options.has_kv_scales == has_scales
+    assert not any("as they are" in text for text in config.warnings(config.sizes((100,))))
 
 
 def test_what_was_decided_is_told_and_nothing_else():

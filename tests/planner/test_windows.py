@@ -2,6 +2,7 @@
 
 import pytest
 
+from sgl_jax.core.quantization import MXFP4_GROUP
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import parse_plan_request
@@ -54,8 +55,12 @@ def test_a_chips_part_of_gpt_oss_experts_is_whole_registers(tp_size):
     mesh = topology_mesh(request.topology, request.args.dp_size, tp_size)
     options = EngineConfig.resolve(request.args, request.config, "tpu").build_options
     declared = place_model(request.config, mesh, options).declared.values()
-    experts = [own.array.shape for own in declared if own.read == "experts"]
-    assert experts
-    for shape in experts:
-        assert shape[-2] % (8 * tp_size) == shape[-1] % 128 == 0, shape
+    experts = [own for own in declared if own.read == "experts"]
+    values = [own.array.shape for own in experts if own.initial == "values"]
+    scales = [own.array.shape for own in experts if own.initial == "scales"]
+    assert len(values) == len(scales) == 6  # gate, up and down, of two kinds of layers
+    for shape in values:
+        assert shape[-2] % (MXFP4_GROUP * tp_size) == shape[-1] % 128 == 0, shape
         assert shape[-2] < 1.1 * 2880
+    for shape in scales:
+        assert shape[-2] % tp_size == 0, shape

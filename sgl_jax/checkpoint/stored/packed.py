@@ -61,16 +61,18 @@ class CompressedReader:
     def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "order":
             return {beside(weight, "weight_g_idx"): Expected((shape,), _WORDS)}
-        outputs, inputs = shape
+        *experts, outputs, inputs = shape
         if part.kind == "values":
-            packed = Expected(((outputs, _words_of(inputs)),), _WORDS)
+            packed = Expected(((*experts, outputs, _words_of(inputs)),), _WORDS)
             return {beside(weight, "weight_packed"): packed}
         groups = inputs
         if self._group is not None:
             groups = -(-inputs * (part.group or 1) // self._group)
         if part.kind == "scales":
-            return {beside(weight, "weight_scale"): Expected(((outputs, groups),), FLOATS)}
-        zeros = Expected(((_words_of(outputs), groups),), _WORDS)
+            return {
+                beside(weight, "weight_scale"): Expected(((*experts, outputs, groups),), FLOATS)
+            }
+        zeros = Expected(((*experts, _words_of(outputs), groups),), _WORDS)
         return {beside(weight, "weight_zero_point"): zeros}
 
     def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
@@ -115,19 +117,21 @@ class InputsFirstReader:
     def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "order":
             return {beside(weight, "g_idx"): Expected((shape,), _WORDS)}
-        outputs, inputs = shape
+        *experts, outputs, inputs = shape
         if part.kind == "values":
-            packed = (inputs, _words_of(outputs))
+            packed = (*experts, inputs, _words_of(outputs))
             if not self._is_awq:
-                packed = (_words_of(inputs), outputs)
+                packed = (*experts, _words_of(inputs), outputs)
             return {beside(weight, "qweight"): Expected((packed,), _WORDS)}
         groups = inputs
         if self._group is not None:
             groups = -(-inputs * (part.group or 1) // self._group)
-        zeros = {beside(weight, "qzeros"): Expected(((groups, _words_of(outputs)),), _WORDS)}
+        zeros = {
+            beside(weight, "qzeros"): Expected(((*experts, groups, _words_of(outputs)),), _WORDS)
+        }
         if part.kind == "zero_points":
             return zeros
-        scales = {beside(weight, "scales"): Expected(((groups, outputs),), FLOATS)}
+        scales = {beside(weight, "scales"): Expected(((*experts, groups, outputs),), FLOATS)}
         # Symmetric files have zero points all the same.
         return scales if self._has_zero_points else scales | zeros
 

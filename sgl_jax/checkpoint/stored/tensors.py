@@ -21,6 +21,13 @@ _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
     "gptq": InputsFirstReader,
     "mxfp4": Mxfp4Reader,
 }
+# Tensors beside a quantized matrix that may lie in files, though no part is made from them. The
+# groups of inputs are stored even where they are neighbours.
+_SPARE: Mapping[Packing, frozenset[str]] = {
+    "plain": frozenset({"input_scale"}),
+    "compressed": frozenset({"weight_shape", "weight_g_idx"}),
+    "gptq": frozenset({"g_idx"}),
+}
 
 
 class QuantizedTensors:
@@ -44,6 +51,16 @@ class QuantizedTensors:
         if part is None:
             return files.read(name, index)
         return self._reader(weight).read(files, weight, part, index)
+
+    def is_spare(self, name: str) -> bool:
+        """True for a tensor that a quantized checkpoint may hold although no part needs it."""
+        if self._config is None:
+            return False
+        module, _, own = name.rpartition(".")
+        if self._config.has_kv_scales and own in ("k_scale", "v_scale"):
+            return True
+        rule = self._config.rule_of(module)
+        return rule is not None and own in _SPARE.get(rule.stored.packing, ())
 
     def _reader(self, weight: str) -> Reader:
         assert self._config is not None

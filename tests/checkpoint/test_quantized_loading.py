@@ -1,0 +1,146 @@
+"""Quantized checkpoints arrive whole on any mesh, in any format, or every problem is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.nnx.traversals import flatten_mapping
+from jax.sharding import Mesh
+
+from sgl_jax.checkpoint.convert import convert
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.kernels.quantized_matmul.numbers import dequantized
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.placement import place_model
+from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
+
+PARTS = ("values", "scales")
+FLOATS = QUANTIZED.parent / "qwen3"
+
+
+def load(folder, *, tp=1, quantization="none", load_format=None, **options):
+    mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
+    config = ModelConfig.from_path(folder).quantized(quantization)
+    placed = place_model(config, mesh, BuildOptions(jnp.float32))
+    return flatten_mapping(
+        load_params(placed, folder, load_format or detect_format(folder), **options)
+    )
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for path, array in expected.items():
+        assert actual[path].dtype == array.dtype
+        np.testing.assert_array_equal(np.asarray(actual[path]), np.asarray(array), str(path))
+
+
+UP = "model.layers.1.mlp.up_proj"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "words"),
+    [
+        ("ct_int8_mixed", f"{UP}.weight_scale", None, "up_proj.weight_scale is missing"),
+        (
+            "ct_int8_weight_only",
+            f"{UP}.weight_scale",
+            lambda own: own[:7],
+            r"up_proj.weight_scale has shape \[7, 1\] instead of \[192, 1\]",
+        ),
+        (
+            "fp8_block",
+            f"{UP}.weight_scale_inv",
+            lambda own: own[:1],
+            r"weight_scale_inv has shape \[1, 2\] instead of \[3, 2\]",
+        ),
+        ("ct_int8_weight_only", f"{UP}.weight_scale", lambda own: own * np.nan, "weight_scale' in"),
+        ("ct_int4_group32", f"{UP}.weight_scale", lambda own: own * np.inf, "no finite numbers"),
+        ("fp8_block", f"{UP}.weight_scale_inv", lambda own: own * np.nan, "no finite numbers"),
+        (
+            "ct_fp8_static",
+            f"{UP}.weight",
+            lambda own: np.where(own > 0, own.dtype.type(np.nan), own),
+            "up_proj.weight' in .* no finite numbers",
+        ),
+        (
+            "ct_int8_weight_only",
+            f"{UP}.weight",
+            lambda own: own.astype(np.float32),
+            "up_proj.weight' has type F32; supported: I8",
+        ),
+        (
+            "ct_int8_weight_only",
+            f"{UP}.weight_scale",
+            lambda own: own.astype(np.int32),
+            "weight_scale' has type I32; supported: BF16, F16, F32",
+        ),
+        (
+            "awq_group32",
+            f"{UP}.qweight",
+            lambda own: own.astype(np.int64),
+            "qweight' has type I64; supported: I32",
+        ),
+        (
+            "gptq_act_order_group32",
+            f"{UP}.g_idx",
+            lambda own: own * 0,
+            "g_idx does not deal its inputs into groups of 32",
+        ),
+        (
+            "gptq_act_order_group32",
+            f"{Q}.g_idx",
+            lambda own: own[::-1],
+            "q_proj.weight and .*k_proj.weight make one matrix: they need the same order",
+        ),
+        ("gptq_group32", f"{UP}.qzeros", lambda own: own * 0, "zero points other than 8"),
+        (
+            "ct_int4_group32",
+            f"{UP}.bias",
+            lambda own: np.zeros(192, np.float32),
+            "bias is unexpected",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_scheme_is_named_in_one_line(
+    name, tensor, change, words, tmp_path
+):
+    found = read_tensors(QUANTIZED / name).get(tensor)
+    changed = None if change is None else change(found)
+    folder = changed_copy(tmp_path / name, name, {tensor: changed})
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["ct_int4_group32", "ct_fp8_static", "ct_int8_mixed", "gptq_act_order_group32"]
+)
+def test_a_converted_checkpoint_is_the_same_on_any_mesh(name, tmp_path):
+    convert(QUANTIZED / name, tmp_path / "orbax", "float32")
+    assert_same(load(tmp_path / "orbax", tp=2), load(QUANTIZED / name, tp=2))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+def test_floats_quantized_at_load_may_be_converted_first(quantization, tmp_path):
+    convert(FLOATS, tmp_path / "orbax", "float32", quantization)
+    whole = load(FLOATS, quantization=quantization)
+    assert_same(load(tmp_path / "orbax", quantization=quantization), whole)
+    if quantization != "int4":  # whose groups of 128 inputs are cut to the 64 of a chip
+        assert_same(load(FLOATS, tp=2, quantization=quantization), whole)
+    other = "fp8" if quantization == "int8" else "int8"
+    for wrong in (other, "none"):
+        with pytest.raises(CheckpointError, match=r"another --quantization|do not match"):
+            load(tmp_path / "orbax", quantization=wrong)
+
+
+@pytest.mark.parametrize("name", ["ct_int8_dynamic", "ct_int4_group32", "fp8_block"])
+def test_dummies_are_as_large_as_those_of_floats(name):
+    config = ModelConfig.from_path(QUANTIZED / name)
+    params = load(QUANTIZED / name, load_format="dummy")
+    values, scales = (params["layers", "0", "mlp", "up", "weight", own] for own in PARTS)
+    weight = config.layers[0].rules[0][1].scheme.weight
+    numbers = dequantized(values, scales, None, weight, jnp.float32)
+    assert 0.7 < float(numbers.std()) / config.initializer_range < 1.4

@@ -1,0 +1,62 @@
+"""Quantized checkpoints, as public tools write them, give the logits of their dequantized weights.
+
+Golden data: tests/golden/quantized, made by scripts/make_quantized_golden.py. Its reference
+computes in float64, and quantizes activations where the checkpoint does.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from sgl_jax.models.config import ModelConfig
+from tests.models.golden_server import GOLDEN, Chunk, Server, golden
+
+FOLDERS = sorted(folder.name for folder in (GOLDEN / "quantized").iterdir())
+TOLERANCE = 1e-3  # of the logits' range
+# With two chips, each quantizes its own part of the inputs of `o_proj` and `down_proj` by a scale
+# of its own; and sums in another order put a number near the boundary of two roundings on its
+# other side. Both are errors of quantization, as large as those that the reference has.
+TOLERANCE_OF_TWO_CHIPS = 0.06
+ON_TWO_CHIPS = ("ct_int8_dynamic", "ct_int4_asymmetric_group32", "gptq_act_order_group32")
+
+
+def tolerance(name, tp=1, dp=1):
+    config = ModelConfig.from_path(GOLDEN / "quantized" / name)
+    is_weight_only = all(rule.scheme.activation is None for _, rule in config.layers[0].rules)
+    return TOLERANCE if is_weight_only or tp == 1 else TOLERANCE_OF_TWO_CHIPS
+
+
+@pytest.mark.parametrize(
+    ("name", "chips"),
+    [
+        *[(name, {}) for name in FOLDERS],
+        *[
+            pytest.param(
+                name,
+                {"tp": 2},
+                marks=() if name in ON_TWO_CHIPS or "moe_" in name else pytest.mark.long,
+            )
+            for name in FOLDERS
+        ],
+        ("ct_int4_group32", {"dp": 2}),
+    ],
+    ids=str,
+)
+def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
+    data = golden(f"quantized/{name}")
+    server = Server(GOLDEN / "quantized" / name, **chips)
+    ranks, prompt = chips.get("dp", 1), data["prompt"]
+    allowed = tolerance(name, **chips) * np.ptp(data["prompt_logits"])
+
+    def check(chunks, expected, *, num_decode):
+        for logits in server.step([chunks] * ranks, num_decode):
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=allowed)
+
+    check([Chunk(0, 0, prompt)], data["prompt_logits"], num_decode=0)
+    for start, stop in pairwise((0, 7, 23, len(prompt))):
+        chunk = Chunk(1, start, prompt[start:stop])
+        check([chunk], data["prompt_logits"][start:stop], num_decode=0)
+    for step, token in enumerate(data["greedy"][:-1]):
+        rows = [Chunk(request, len(prompt) + step, np.array([token])) for request in range(2)]
+        check(rows, data["greedy_logits"][[step + 1] * 2], num_decode=2)
