@@ -17,7 +17,7 @@ def check_tensors(
     folder: Path, expected: Mapping[str, Expected], found: Mapping[str, tuple[Shape, str]]
 ) -> None:
     """Raise CheckpointError, which names them, for missing, unexpected and misshapen tensors, and
-    for those of other types; `found` has each tensor's shape and type."""
+    for tensors of other types; `found` has each tensor's shape and type."""
     for name in expected.keys() & found.keys():
         allowed, stored = expected[name].types, found[name][1]
         if stored not in allowed:

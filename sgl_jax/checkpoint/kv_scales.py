@@ -1,4 +1,4 @@
-"""Scales of an 8-bit KV cache: those of a file, and those that a checkpoint has.
+"""Scales of an 8-bit KV cache, from a file or from a checkpoint.
 
 The file is written once per model, and read by its servers. It is JSON with the cache's dtype, the
 model's shape, and a scale for each layer and KV head, separately for K and V. A file whose shape is

@@ -42,7 +42,7 @@ def load_params(
         load_format: one of `LOAD_FORMATS`; see `detect_format`.
         seed: seed of dummy weights.
         kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
-            that was placed with `has_kv_scales`. None: such a model has those of its checkpoint.
+            that was placed with `has_kv_scales`. None: such a model takes its checkpoint's scales.
         check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
         progress: gets the phase "loading".
 
@@ -128,7 +128,7 @@ def _dummy_params(
 
 
 def _constant(own: Declaration, initializer_range: float) -> float:
-    """Of a parameter that has one value: factors are 1, offsets 0, scales fit dummy values."""
+    """The value of a constant parameter: factors are 1, offsets 0, scales fit dummy values."""
     if own.initial != "scales":
         return 1 if own.initial == "ones" else 0
     scale = initializer_range / _DUMMY_VALUE

@@ -1,4 +1,4 @@
-"""The record of a quantization scheme: how weights are stored, and what they multiply."""
+"""The record of a quantization scheme: the formats of weights and activations."""
 
 from typing import Literal, NamedTuple
 

@@ -67,10 +67,22 @@ class ServerArgs(SchedulerArgs):
         1, "chips of one data-parallel rank (tensor parallelism)", bounds=(1, 4096)
     )
     dp_size: int = setting(1, "data-parallel ranks; devices used = dp x tp", bounds=(1, 4096))
+    ep_size: int = setting(
+        1,
+        "chips that whole experts are dealt out to: --tp-size, or dp x tp; 1: the chips of a rank "
+        "share each expert",
+        bounds=(1, 4096),
+    )
     weight_sharding: str = setting(
         "replicated",
         "each rank holds all weights (replicated), or gathers them layer by layer (data)",
         ("replicated", "data"),
+    )
+    hidden_sharding: str = setting(
+        "replicated",
+        "hidden states of long steps, between products: on every chip of a rank (replicated), or "
+        "each token's on one chip (tensor)",
+        ("replicated", "tensor"),
     )
     attention_backend: str = setting(
         "auto",
@@ -244,6 +256,12 @@ class ServerArgs(SchedulerArgs):
         super().__post_init__()
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"--page-size must be a power of two, got {self.page_size}")
+        ep_sizes = sorted({1, self.tp_size, self.num_devices})
+        if self.ep_size not in ep_sizes:
+            raise ValueError(
+                f"--ep-size must be one of {', '.join(map(str, ep_sizes))} (1, --tp-size, dp x tp),"
+                f" got {self.ep_size}"
+            )
         for name in ("max_total_tokens", "context_length"):
             value = getattr(self, name)
             if value is not None and value < max(1, self.page_size):

@@ -18,10 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.layers.mesh_axes import MESH_AXES
 
 logger = logging.getLogger(__name__)
-
-MESH_AXES = ("data", "tensor")
 
 
 def make_mesh(args: ServerArgs) -> Mesh:

@@ -22,6 +22,7 @@ from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache_dtype_name
+from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
@@ -43,6 +44,8 @@ from sgl_jax.models.decoder import BuildOptions
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
+# Each block of fewer tokens would read all weights, and compute too little with them.
+_SCATTERED_TOKENS = 1024
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -66,13 +69,15 @@ class EngineConfig(NamedTuple):
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
         """Decide the open settings of `args`, for "cpu", "gpu" or "tpu".
 
-        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, a
-        backend that the platform lacks, or pages of a size or number that the attention kernel
-        cannot read.
+        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, experts
+        to be dealt out that are not there, a backend that the platform lacks, or pages of a size or
+        number that the attention kernel cannot read.
         """
         if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
         args = _resolve_for_model(resolve_for_device(args, platform), model)
+        if args.ep_size > 1 and model.moe is None:
+            raise ValueError(f"--ep-size {args.ep_size} needs a model with experts, this has none")
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -120,6 +125,7 @@ class EngineConfig(NamedTuple):
         recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
         return BuildOptions(
             dtype=self.dtype,
+            ep_size=self.args.ep_size,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
             qkv_heads=qkv_heads_implementation(
@@ -127,6 +133,7 @@ class EngineConfig(NamedTuple):
             ),
             multiply_quantized=quantized_matmul_implementation(self.platform, simulate=simulates),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
+            move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
             has_kv_scales=self._has_kv_scales,
@@ -140,7 +147,19 @@ class EngineConfig(NamedTuple):
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
+            scattered_tokens=self.scattered_tokens,
         )
+
+    @property
+    def scattered_tokens(self) -> int | None:
+        """See `BuildOptions`; None for a model with experts or recurrences.
+
+        Experts would be read once for each block, and recurrences run through all tokens.
+        """
+        scatters = self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
+        layers = self.model.layers
+        is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
+        return _SCATTERED_TOKENS if scatters and is_dense else None
 
     @property
     def _has_kv_scales(self) -> bool:

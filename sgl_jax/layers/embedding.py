@@ -31,12 +31,16 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Vectors [T, hidden] of token_ids, int32 [T]; each chip adds the rows it has."""
+        return sum_over_tensor(self.own_part(token_ids))
+
+    def own_part(self, token_ids: jax.Array) -> jax.Array:
+        """This chip's part of the vectors, zeros for rows that others have."""
         rows = self.weight.shape[0]
         local = token_ids - lax.axis_index(TENSOR_AXIS) * rows
         vectors = (
             self.weight[...].at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         )
-        return sum_over_tensor(vectors[:, : self.hidden_size])
+        return vectors[:, : self.hidden_size]
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Logits when embedding and head are tied; as `LMHead`."""

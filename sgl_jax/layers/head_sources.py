@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, OfPart, Part, Shape, Source, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, OfPart, Shape, Source, Tensors
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class FusedHeads(Source):
     def input_axis(self) -> int:
         return 0
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         inputs = (part.inputs(self.inputs[0]),)
         return replace(self, names=tuple(map(part.name, self.names)), inputs=inputs)
 
@@ -174,7 +174,7 @@ class ByHead(Source):
     def input_axis(self) -> int:
         return 0
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         parts = tuple(replace(rows, name=part.name(rows.name)) for rows in self.parts)
         return replace(self, parts=parts, inputs=(part.inputs(self.inputs[0]),))
 

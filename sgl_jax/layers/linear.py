@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, AddUp, MeshAxes, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.quantized_matrix import Quantized, QuantizedExperts, QuantizedMatrix
 from sgl_jax.layers.sources import Source
@@ -43,11 +43,14 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else parameter(bias, dtype, by_output)
         self.split = split
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, in] -> [T, out]; this chip's columns if the outputs are split."""
+    def __call__(self, x: jax.Array, add_up: AddUp = sum_over_tensor) -> jax.Array:
+        """x [T, in] -> [T, out]; this chip's columns if the outputs are split.
+
+        If the inputs are, `add_up` makes the result of the chips' parts.
+        """
         out = self.product(x)
         if self.split == "inputs":
-            out = sum_over_tensor(out)
+            out = add_up(out)
         return out if self.bias is None else out + self.bias[...]
 
     def product(self, x: jax.Array) -> jax.Array:
@@ -58,10 +61,11 @@ class Linear(nnx.Module):
 
 
 class ExpertLinear(nnx.Module):
-    """A matrix for each expert, split over the tensor axis along its axis before the last.
+    """A matrix for each expert: [experts, out, in] if `transposed`, else [experts, in, out].
 
-    [experts, out, in] if `transposed`, else [experts, in, out]. Results of the latter are sums of
-    this chip's inputs only: the caller adds them up over the tensor axis, and then their biases.
+    The axis before the last is split over the tensor axis, or the experts over `expert_axes`, whole
+    experts to each chip. If not `transposed`, results are sums of this chip's inputs or experts
+    only: the caller adds them up over the chips, and then their biases, which each chip has.
     """
 
     def __init__(
@@ -72,22 +76,28 @@ class ExpertLinear(nnx.Module):
         *,
         transposed: bool,
         bias: Source | None = None,
+        expert_axes: MeshAxes = None,
         quantized: Quantized | None = None,
     ) -> None:
         """`bias` is [experts, out]."""
+        by_width = None if expert_axes else TENSOR_AXIS
         self.weight: nnx.Param[Any] | QuantizedExperts
         if quantized is None:
-            self.weight = parameter(weight, dtype, None, TENSOR_AXIS, read="experts")
+            self.weight = parameter(weight, dtype, expert_axes, by_width, read="experts")
         else:
-            self.weight = QuantizedExperts(weight, dtype, None, TENSOR_AXIS, quantized)
-        by_output = TENSOR_AXIS if transposed else None
-        self.bias = None if bias is None else parameter(bias, dtype, None, by_output)
+            self.weight = QuantizedExperts(weight, dtype, expert_axes, by_width, quantized)
+        bias_axes = (expert_axes, by_width) if transposed else (None, None)
+        self.bias = None if bias is None else parameter(bias, dtype, *bias_axes)
+        self.expert_axes = expert_axes
         self.row_size = weight.shape[-1]
         self.multiply = multiply
         self.transposed = transposed
 
     def __call__(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """lines [n, in], group_sizes[e] of them for expert e -> [n, out]."""
+        """lines [n, in], group_sizes[e] of them for this chip's expert e -> [n, out].
+
+        Results are arbitrary after the last group.
+        """
 
         if isinstance(self.weight, QuantizedExperts):
             own = self.weight

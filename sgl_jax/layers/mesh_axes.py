@@ -12,10 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MeshAxis = str | tuple[str, ...] | None  # over which an array's axis is split; None: none
-
 DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
+MESH_AXES = (DATA_AXIS, TENSOR_AXIS)
+
+# The axes that one dimension of an array is split over.
+MeshAxes = str | tuple[str, ...] | None
+
+# Adds up the tensor chips' x [n, ...]: `sum_over_tensor` or `scatter_sum`.
+AddUp = Callable[[jax.Array], jax.Array]
 
 
 def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) -> jax.Array:
@@ -28,10 +33,24 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 
 
+def scatter_sum(x: jax.Array) -> jax.Array:
+    """This tensor chip's share of the rows of the sum of all tensor chips' x [n, ...].
+
+    Shares are in the order of the chips, whose number divides n.
+    """
+    exchange = partial(lax.psum_scatter, axis_name=TENSOR_AXIS, tiled=True)
+    return _exchanged(x, TENSOR_AXIS, exchange)
+
+
 def concatenate_over(mesh_axis: str, x: jax.Array, axis: int = 0) -> jax.Array:
     """The x of all chips along `mesh_axis`, one after the other along `axis`."""
     gather = partial(lax.all_gather, axis_name=mesh_axis, axis=axis, tiled=True)
     return _exchanged(x, mesh_axis, gather)
+
+
+def own_rank_sum(x: jax.Array) -> jax.Array:
+    """This rank's share of the rows of the sum of all ranks' x [ranks * n, ...]: [n, ...]."""
+    return _exchanged(x, DATA_AXIS, lambda x: lax.psum_scatter(x, DATA_AXIS, tiled=True))
 
 
 def split_rows_over_tensor(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from sgl_jax.layers.mesh_axes import DATA_AXIS, MeshAxis
+from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, MeshAxes
 from sgl_jax.layers.sources import Shape, Source, Stacked
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
@@ -40,11 +40,11 @@ class Declaration(NamedTuple):
 def parameter(
     source: Source | Shape,
     dtype: DTypeLike,
-    *axes: MeshAxis,
+    *axes: MeshAxes,
     initial: Initial = "normal",
     read: Read = "all",
 ) -> nnx.Param[Any]:
-    """Declare a parameter of the whole model; `axes` name the mesh axis of each dimension.
+    """Declare a parameter of the whole model; `axes` name the mesh axes of each dimension.
 
     `source` is a shape for parameters that no checkpoint holds.
     """
@@ -72,12 +72,13 @@ def stack_layers(
 
     `prefix`, with a layer's number, stands before the names of its tensors. With `data_shards`
     above 1 each parameter is also split over 'data', along its first axis that is whole and
-    divides; a parameter without such an axis stays replicated.
+    divides; a parameter without such an axis stays replicated, and experts that are dealt out over
+    'data' stay as they are.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         declared = param.get_value()
         axes = list(param.spec)
-        if data_shards > 1:
+        if data_shards > 1 and MESH_AXES not in axes:
             for dim, size in enumerate(declared.shape):
                 if axes[dim] is None and size % data_shards == 0:
                     axes[dim] = DATA_AXIS

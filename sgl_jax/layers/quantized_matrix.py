@@ -15,15 +15,15 @@ from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrice
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxis, concatenate_over
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
-from sgl_jax.layers.sources import Part, PartKind, Shared, Source
+from sgl_jax.layers.sources import MatrixPart, PartKind, Shared, Source
 
 _LEAST_GROUP = 8
 
 
 class Quantized(NamedTuple):
-    """How a matrix is quantized, and the choices of its mesh and platform."""
+    """A matrix's scheme, and the choices of its mesh and platform."""
 
     scheme: Scheme
     multiply: QuantizedMatmul
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 class QuantizedMatrix(nnx.Module):
-    """A matrix [in, out] as values, scales, and what else its scheme has.
+    """A matrix [in, out] as values, scales, and the other arrays of its scheme.
 
     With an order of inputs, the matrix's row i multiplies input order[i]: so rows of a group are
     neighbours, as GPTQ's activation order does not leave them (arXiv 2210.17323).
@@ -89,7 +89,7 @@ class QuantizedExperts(nnx.Module):
         self,
         source: Source,
         dtype: DTypeLike,
-        by_expert: MeshAxis,
+        by_expert: MeshAxes,
         by_width: str | None,
         quantized: Quantized,
     ) -> None:
@@ -103,7 +103,7 @@ class QuantizedExperts(nnx.Module):
             name = next(iter(source.tensors()))
             raise ValueError(f"{name}: experts in activation order are not supported")
         is_input = source.input_axis == 1
-        group = _fitting_group(scheme, source, quantized.num_chips if is_input else 1)
+        group = _fitting_group(scheme, source, quantized.num_chips if is_input and by_width else 1)
         axes = (by_expert, by_width, None)
         own = _Parts.declare(source, scheme, dtype, group, axes, read="experts")
         self.values, self.scales, self.zero_points = own
@@ -135,7 +135,7 @@ class _Parts(NamedTuple):
         scheme: Scheme,
         dtype: DTypeLike,
         group: int | None,
-        axes: tuple[MeshAxis, ...],
+        axes: tuple[MeshAxes, ...],
         read: Read = "all",
     ) -> "_Parts":
         """The parts of `source`, its `axes` split over the mesh's; `group` inputs share a scale."""
@@ -143,7 +143,8 @@ class _Parts(NamedTuple):
         if group is None:
             by_group[source.input_axis] = None
         values, scales, zero_points = (
-            source.quantized(Part(kind, group)) for kind in ("values", "scales", "zero_points")
+            source.quantized(MatrixPart(kind, group))
+            for kind in ("values", "scales", "zero_points")
         )
         of_values = value_dtype(scheme.weight)
         of_scales = scale_dtype(scheme.weight, dtype, in_groups=group is not None)
@@ -171,7 +172,7 @@ def _use_present(parts: tuple[nnx.Param[Any] | None, ...], use: Any) -> jax.Arra
 
 
 def _shared(source: Source, kind: PartKind, size: int) -> Shared:
-    return Shared(tuple(map(Part(kind).name, source.tensors())), (size,))
+    return Shared(tuple(map(MatrixPart(kind).name, source.tensors())), (size,))
 
 
 def _fitting_group(scheme: Scheme, source: Source, num_chips: int) -> int | None:

@@ -27,10 +27,10 @@ Has = Callable[[str, Shape], bool]  # True for a tensor, by its name and shape, 
 PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """One of the arrays that hold a quantized matrix, for the name of its tensor.
 
-    How a checkpoint stores it is left to the reader of the format (`checkpoint.stored`).
+    Readers of formats (`checkpoint.stored`) make it from the tensors of a checkpoint.
     """
 
     kind: PartKind
@@ -41,7 +41,7 @@ class Part(NamedTuple):
         return f"{tensor}:{self.kind}/{self.group or 'all'}"
 
     @classmethod
-    def parse(cls, name: str) -> "tuple[str, Part | None]":
+    def parse(cls, name: str) -> "tuple[str, MatrixPart | None]":
         """The tensor and the part that `name` stands for; (name, None) for a tensor."""
         tensor, colon, rest = name.rpartition(":")
         if not colon:
@@ -86,7 +86,7 @@ class Source(ABC):
         """The axis of a matrix's inputs, the first axis being 0."""
 
     @abstractmethod
-    def quantized(self, part: Part) -> "Source":
+    def quantized(self, part: MatrixPart) -> "Source":
         """The source of a part of the matrix, if the checkpoint has it quantized: in place of
         inputs it has their groups."""
 
@@ -123,7 +123,7 @@ class Tensor(Source):
     def input_axis(self) -> int:
         return len(self.dims) - (2 if self.transposed else 1)
 
-    def quantized(self, part: Part) -> "Tensor":
+    def quantized(self, part: MatrixPart) -> "Tensor":
         groups = part.inputs(self.dims[self.input_axis])
         dims = _with_axis(self.dims, self.input_axis, groups)
         return replace(self, name=part.name(self.name), dims=dims)
@@ -160,7 +160,7 @@ class OfPart(Source):
     def input_axis(self) -> int:
         return self.part.input_axis
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         return replace(self, part=self.part.quantized(part))
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
@@ -186,7 +186,7 @@ class Slice(OfPart):
     def shape(self) -> Shape:
         return _with_axis(self.part.shape, self.axis, self.size)
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         assert self.axis != self.input_axis, "a slice of outputs"
         return super().quantized(part)
 
@@ -203,7 +203,7 @@ class EitherWay(OfPart):
 
     other: Source
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         return EitherWay(self.part.quantized(part), self.other.quantized(part))
 
     def as_stored(self, has: Has, prefix: str = "") -> Source:
@@ -231,7 +231,7 @@ class Stacked(Source):
     def input_axis(self) -> int:
         return 1 + self.part.input_axis
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         return replace(self, part=self.part.quantized(part))
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
@@ -278,7 +278,7 @@ class Padded(OfPart):
     def plain_shape(self) -> Shape:
         return self.shape if self.on_every_mesh else self.part.plain_shape
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         own = self.part.quantized(part)
         if self.axis != self.input_axis:
             return replace(self, part=own)
@@ -319,7 +319,7 @@ class Shared(Source):
     def input_axis(self) -> int:
         return 0
 
-    def quantized(self, part: Part) -> Source:
+    def quantized(self, part: MatrixPart) -> Source:
         raise NotImplementedError("vectors are not quantized")
 
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
@@ -334,6 +334,6 @@ class Shared(Source):
             if self.is_greatest:
                 np.maximum(out, found, out=out)
             elif not np.array_equal(found, out):
-                (one, part), (two, _) = Part.parse(first), Part.parse(other)
+                (one, part), (two, _) = MatrixPart.parse(first), MatrixPart.parse(other)
                 kind = part.kind if part else "number"
                 raise ValueError(f"{one} and {two} make one matrix: they need the same {kind}")

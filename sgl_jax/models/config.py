@@ -112,7 +112,7 @@ class ModelConfig:
         return tuple(groups)
 
     def quantized(self, scheme: str) -> "ModelConfig":
-        """The model with its matrices quantized at load, as `--quantization` says.
+        """The model with its matrices quantized at load to the `scheme` of `--quantization`.
 
         Raises ModelConfigError if they are quantized in the checkpoint, or cannot be.
         """

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.attention import xla as xla_attention
 from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
 from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
@@ -28,6 +29,13 @@ from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.mesh_axes import (
+    MESH_AXES,
+    TENSOR_AXIS,
+    MeshAxes,
+    concatenate_over,
+    scatter_sum,
+)
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -36,6 +44,7 @@ from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
+from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.stretches import Stretch, find_stretches
@@ -53,6 +62,7 @@ class BuildOptions(NamedTuple):
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    move_lines: LineMoves = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
@@ -61,8 +71,28 @@ class BuildOptions(NamedTuple):
     # the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1
     defers_sum: bool = False
+    ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
+    # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
+    scattered_tokens: int | None = None
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
+
+    @property
+    def expert_axes(self) -> MeshAxes:
+        """The mesh axes that whole experts are dealt out over; None: chips share each expert."""
+        if self.ep_size == 1:
+            return None
+        return TENSOR_AXIS if self.ep_size == self.tp_size else MESH_AXES
+
+    def all_experts(self, part: Source) -> Source:
+        """`part` [experts, ...] with so many experts of zeros after it that the chips divide them;
+        no router chooses these."""
+        return Padded(part, -(-part.shape[0] // self.ep_size) * self.ep_size, axis=0)
+
+    @property
+    def expert_slices(self) -> int:
+        """Chips that share each expert's inner width."""
+        return 1 if self.expert_axes else self.tp_size
 
 
 class DecoderLayer(nnx.Module):
@@ -92,28 +122,63 @@ class DecoderLayer(nnx.Module):
         self.mlp_output_norm = mlp_output_norm
 
     def __call__(
-        self, hidden: jax.Array, reads: tuple[Any, ...], memory: Any, layer: jax.Array
+        self,
+        hidden: jax.Array,
+        is_token: jax.Array,
+        reads: tuple[Any, ...],
+        memory: Any,
+        layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
 
-        Attention reads its tokens' rotations and an `AttentionBatch`, and its memory is a KV pool;
-        a recurrence reads a `StateBatch`, and its memory is `LayerStates`. `layer` is the number
-        of this one among the layers of the memory.
+        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
+        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
+        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
         """
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
         attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
         hidden = hidden + _normalised(attended, self.attended_norm)
-        added = self.mlp(self.post_attention_norm(hidden))
+        mlp, normalised = self.mlp, self.post_attention_norm(hidden)
+        added = mlp(normalised) if isinstance(mlp, GatedMLP) else mlp(normalised, is_token)
         return hidden, _normalised(added, self.mlp_output_norm), memory
+
+    def on_blocks(
+        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
+    ) -> tuple[Blocks, Blocks, Any]:
+        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
+
+        Dense layers with attention only.
+        """
+        assert isinstance(self.attention, Attention)
+        normed = _gather(hidden, self.input_norm)
+        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
+        attended, memory = mix(normed, *reads, memory, layer)
+        hidden = _sum(hidden, tuple(_normalised(block, self.attended_norm) for block in attended))
+        normed = _gather(hidden, self.post_attention_norm)
+        return hidden, tuple(map(self._fed_forward, normed)), memory
+
+    def _fed_forward(self, normed: jax.Array) -> jax.Array:
+        assert isinstance(self.mlp, GatedMLP)
+        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
+
+
+def _sum(*terms: Any) -> Any:
+    """The sum of arrays, or block by block."""
+    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
+
+
+def _gather(hidden: Blocks, norm: RMSNorm) -> Blocks:
+    """Scattered hidden states, normalised, on every chip of the rank."""
+    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
 
 
 def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] each; and the memory of each
-# pool: KV pools, then the states if there are any.
-Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
+# One or two terms whose sum is the hidden state, [T, hidden_size] or its scattered blocks each; and
+# the memory of each pool: KV pools, then the states if there are any.
+Carry = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -145,6 +210,7 @@ class CausalLM(nnx.Module):
         self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
+        self.scattered_tokens = options.scattered_tokens
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -200,16 +266,38 @@ class CausalLM(nnx.Module):
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
-        hidden = self.embedding(token_ids)
-        if self.architecture.scales_embedding:  # by a number of the model's type
-            hidden = hidden * jnp.asarray(self.config.hidden_size**0.5, hidden.dtype)
-        terms: tuple[jax.Array, ...] = (hidden,)
+        sizes = self._block_sizes(len(token_ids))
+        hidden: Any = self._embed_blocks(token_ids, sizes) if sizes else self._embed(token_ids)
+        terms: tuple[Any, ...] = (hidden,)
         if self.defers_sum:
-            terms = (hidden, jnp.zeros_like(hidden))
+            terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
         for stretch in self.stretches:
-            terms, memories = self._run(stretch, (terms, memories), reads)
-        hidden, kv_pools = self.norm(reduce(jnp.add, terms)), memories[: len(kv_pools)]
-        return hidden, kv_pools, memories[-1] if is_recurrent else None
+            terms, memories = self._run(stretch, (terms, memories), batches[0].valid, reads)
+        if sizes:
+            hidden = join_blocks(_gather(_sum(*terms), self.norm))
+        else:
+            hidden = self.norm(_sum(*terms))
+        return hidden, memories[: len(kv_pools)], memories[-1] if is_recurrent else None
+
+    def _block_sizes(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each block in a step that scatters hidden states; () in others."""
+        least = self.scattered_tokens
+        if least is None or num_tokens < least:
+            return ()
+        return block_sizes(num_tokens, lax.axis_size(TENSOR_AXIS))
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        return self._scaled(self.embedding(token_ids))
+
+    def _embed_blocks(self, token_ids: jax.Array, sizes: tuple[int, ...]) -> Blocks:
+        parts = split_blocks(self.embedding.own_part(token_ids), sizes)
+        return tuple(self._scaled(scatter_sum(part)) for part in parts)
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        if not self.architecture.scales_embedding:
+            return vectors
+        # By a number of the model's type.
+        return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
 
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
@@ -229,7 +317,13 @@ class CausalLM(nnx.Module):
         size = self.config.head_dim
         return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
 
-    def _run(self, stretch: Stretch, carry: Carry, reads: Sequence[tuple[Any, ...]]) -> Carry:
+    def _run(
+        self,
+        stretch: Stretch,
+        carry: Carry,
+        is_token: jax.Array,
+        reads: Sequence[tuple[Any, ...]],
+    ) -> Carry:
         """All layers of a stretch; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
@@ -241,10 +335,14 @@ class CausalLM(nnx.Module):
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
-                hidden, delta, memories[pool] = layer(
-                    reduce(jnp.add, terms), reads[place], memories[pool], first + turn * step
+                hidden = _sum(*terms)
+                rest = (reads[place], memories[pool], first + turn * step)
+                hidden, delta, memories[pool] = (
+                    layer.on_blocks(hidden, *rest)
+                    if isinstance(hidden, tuple)
+                    else layer(hidden, is_token, *rest)
                 )
-                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
+                terms = (hidden, delta) if self.defers_sum else (_sum(hidden, delta),)
             return (terms, tuple(memories)), None
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)

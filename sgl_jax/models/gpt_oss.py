@@ -37,7 +37,7 @@ def _experts(
     # gates and values are 0 there, and so are their products with `down`. With MXFP4 the part is
     # padded to whole blocks.
     is_packed = bool(spec.rules)
-    multiple = (MXFP4_GROUP if is_packed else SUBLANES) * options.tp_size
+    multiple = (MXFP4_GROUP if is_packed else SUBLANES) * options.expert_slices
     padded = -(-width // multiple) * multiple
     row = row_size(hidden)
     if is_packed:
@@ -49,20 +49,20 @@ def _experts(
     both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
 
     def wider(part: Source) -> Source:
-        return Padded(part, padded, axis=1)
+        return Padded(options.all_experts(part), padded, axis=1)
 
     def longer(part: Source) -> Source:
         return wider(Padded(part, row, axis=2, on_every_mesh=True))
 
     def inwards(first: int) -> ExpertLinear:
         weight, bias = (Slice(part, 1, first, width, step=2) for part in (both, both_biases))
-        multiply = options.multiply_groups
         return ExpertLinear(
             longer(weight),
             options.dtype,
-            multiply,
+            options.multiply_groups,
             transposed=True,
             bias=wider(bias),
+            expert_axes=options.expert_axes,
             quantized=quantization_of(spec, options, both),
         )
 
@@ -76,11 +76,13 @@ def _experts(
             options.multiply_groups,
             transposed=False,
             bias=Tensor("mlp.experts.down_proj_bias", (experts, hidden)),
+            expert_axes=options.expert_axes,
             quantized=quantization_of(spec, options, down),
         ),
         num_experts=experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
+        moves=options.move_lines,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
     )
 

@@ -26,7 +26,7 @@ def linear(
 
 
 def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Quantized | None:
-    """How a layer's matrix is quantized; None: not. Raises ModelConfigError as `linear` does."""
+    """The scheme and product of a layer's matrix; None: floats. Raises as `linear` does."""
     rule = _rule(spec, weight)
     if rule is None:
         return None

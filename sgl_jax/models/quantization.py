@@ -37,7 +37,7 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 class Stored(NamedTuple):
-    """How files hold the parts of a quantized matrix."""
+    """The layout of a quantized matrix's parts in files."""
 
     packing: Packing
     scales: str = "weight_scale"  # the name of scales, in place of "weight"

@@ -30,7 +30,7 @@ def mixture_of_experts(
     Checkpoints store a tensor for each expert's matrix, or one for all experts.
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
-    require_divisible("moe_intermediate_size", width, options.tp_size)
+    require_divisible("moe_intermediate_size", width, options.expert_slices)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
     # [experts, width, hidden] all three: the layout of the grouped product.
@@ -45,11 +45,16 @@ def mixture_of_experts(
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
         names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        source = EitherWay(Stacked(names, one), together[name])
+        source = options.all_experts(EitherWay(Stacked(names, one), together[name]))
         one_expert = replace(one, name=names[0] + one.name)
-        quantized = quantization_of(spec, options, one_expert)
-        multiply = options.multiply_groups
-        return ExpertLinear(source, dtype, multiply, transposed=inwards, quantized=quantized)
+        return ExpertLinear(
+            source,
+            dtype,
+            options.multiply_groups,
+            transposed=inwards,
+            expert_axes=options.expert_axes,
+            quantized=quantization_of(spec, options, one_expert),
+        )
 
     return MixtureOfExperts(
         Linear(router, dtype),
@@ -59,6 +64,7 @@ def mixture_of_experts(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         norm_topk_prob=moe.norm_topk_prob,
+        moves=options.move_lines,
         shared=_shared_expert(config, spec, moe.shared_intermediate_size, options),
     )
 

@@ -26,7 +26,7 @@ def advise(plan: Estimate) -> list[str]:
         found.append(
             f"half a page of each request is unused, {waste:.0%} of its KV: a smaller --page-size"
         )
-    share = plan.decode.time.collectives_s / plan.decode.time.total_s
+    share = plan.decode.time.exposed_s / plan.decode.time.total_s
     if share > _MAX_COLLECTIVES:
         found.append(
             f"collectives take {share:.0%} of a decode step: less --tp-size, more --dp-size"

@@ -34,7 +34,10 @@ def engine_programs(
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
     sizes = config.sizes(pool_pages)
-    programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
+    programs = Programs(
+        *(placed.graphdef, placed.params, state, row_params, sizes, mesh),
+        config.scattered_tokens,
+    )
     return EngineProgramsOnPaper(config, placed, state, programs)
 
 
@@ -48,5 +51,5 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def _bits(dtype: jnp.dtype) -> int:
-    """Of a number in a TPU's memory; numpy has those of 4 bits in a byte each."""
+    """Bits of a number in a TPU's memory; numpy has numbers of 4 bits in a byte each."""
     return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

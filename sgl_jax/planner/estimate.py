@@ -160,6 +160,8 @@ def device_bytes(
         kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
+        expert_devices=request.args.ep_size,
+        expert_ranks=request.args.dp_size if request.args.ep_size > request.args.tp_size else 1,
     )
 
 

@@ -5,11 +5,14 @@ memory, and the instructions of its schedule, one a cycle. The instructions were
 schedules (docs/inside/kernels.md), not measured on a chip.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, lines_at_once
+from sgl_jax.kernels.expert_lines.tpu import TILE_LINES
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
@@ -40,7 +43,9 @@ class DeviceBytes:
     itemsize: int  # of an activation
     kv_token_bytes: int  # of all layers
     kv_itemsize: int
-    tp_size: int  # devices that share the heads and each expert
+    tp_size: int  # devices that share the heads, and each expert if `expert_devices` is 1
+    expert_devices: int = 1  # that whole experts are dealt out to
+    expert_ranks: int = 1  # whose tokens these experts serve
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 
 
@@ -137,19 +142,23 @@ _PRODUCTS = 3  # gate, up, down
 def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> KernelTime:
     """The time of a step's experts: three grouped products in each layer; zero without experts.
 
-    The bytes are of experts in use and of lines. A visit of the kernel computes a whole tile of
-    lines, though its group may have only one there (`kernels.grouped_matmul`).
+    `tokens` are of a rank. The bytes are of experts in use and of lines. A visit of the kernel
+    computes a whole tile of lines, though its group may have only one there
+    (`kernels.grouped_matmul`). Experts that are dealt out are as likely, so devices do alike.
     """
     moe, itemsize = config.moe, memory.itemsize
     if moe is None:
         return KernelTime(0.0, 0.0)
+    tokens, devices = tokens * memory.expert_ranks, memory.expert_devices
     touched = experts_touched(tokens, moe)
-    lines, inner = tokens * moe.top_k, moe.intermediate_size // memory.tp_size
+    experts, lines = -(-moe.num_experts // devices), tokens * moe.top_k / devices
+    inner = moe.intermediate_size // (memory.tp_size if devices == 1 else 1)
     products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize
-    tile = choose_tiles(lines, moe.num_experts, config.hidden_size, inner, itemsize).lines
+    room = lines_at_once(tokens, moe.top_k, devices)
+    tile = choose_tiles(room, experts, config.hidden_size, inner, itemsize).lines
     # A tile that does not end where a group does is visited by the next group, too.
-    visits = moe.num_experts * touched + -(-lines // tile) - 1
+    visits = experts * touched + math.ceil(lines / tile) - 1
     bundles, weights = VISIT_BUNDLES[chip.device_kind], config.hidden_size * inner
     visit = (
         bundles.any
@@ -166,6 +175,52 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
 def experts_touched(tokens: int, moe: MoeConfig) -> float:
     """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
     return 1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens
+
+
+class LineBundles(NamedTuple):
+    """Instructions that bring tokens to lines and back."""
+
+    once: int  # of 256 tokens, 2048 wide
+    tile: int  # 128 lines from these tokens, and back
+    gate: int  # the lines' inner values, 768 wide
+    gathered_row: int  # of 2048, where XLA gathers
+    sorted_key: float
+
+
+LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": LineBundles(1372, 2431, 632, 12, 0.8),
+        "TPU v6 lite": LineBundles(1055, 1710, 389, 14, 0.7),
+        "TPU v5": LineBundles(1372, 2541, 685, 12, 0.8),
+        "TPU7x": LineBundles(1035, 1661, 384, 14, 0.7),
+    }
+)
+_LINE_KERNELS = 4  # a layer: visits, gather, gate, add
+_SORTS = 2
+
+
+def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> float:
+    """Seconds in which lines of experts are sorted, gathered, gated and added, of all layers.
+
+    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA gathers, and the program's cycles have the
+    sums and gates.
+    """
+    moe = config.moe
+    if moe is None:
+        return 0.0
+    tokens, width = tokens * memory.expert_ranks, config.hidden_size / 2048
+    own, count = tokens * moe.top_k / memory.expert_devices, LINE_BUNDLES[chip.device_kind]
+    cycles = _SORTS * tokens * moe.top_k * count.sorted_key
+    if tokens > UNDIVIDED_TOKENS:
+        room = lines_at_once(tokens, moe.top_k, memory.expert_devices)
+        cycles += (room + tokens * moe.top_k) * width * count.gathered_row
+    else:
+        inner = moe.intermediate_size / (memory.tp_size if memory.expert_devices == 1 else 1)
+        tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width
+        cycles += (count.once + tiles * count.tile) * block + tiles * count.gate * inner / 768
+        cycles += _LINE_KERNELS * HEADS_CYCLES[chip.device_kind].call
+    layers = sum(spec.moe is not None for spec in config.layers)
+    return layers * cycles / chip.clock_hz
 
 
 # -- recurrences ----------------------------------------------------------------------------------

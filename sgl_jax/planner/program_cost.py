@@ -10,6 +10,7 @@ cycles: in an engine's step it is the one of plain greedy rows.
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
     *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
 )
+# Starts an exchange that goes on within the fusions after it.
+_ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
@@ -32,6 +35,9 @@ class Collective(NamedTuple):
     group_size: int  # devices that take part together
     times: int  # per step
     in_loop: bool  # whether it runs once for each layer
+    # The program's cycles while it is under way; 0 if the program waits for it at once. Cycles
+    # beside several exchanges count for the one that started first.
+    beside_cycles: int = 0
 
 
 class ProgramCost(NamedTuple):
@@ -102,11 +108,35 @@ class _Walk:
     def visit(self, name: str, in_loop: bool) -> tuple[int, Counter[Collective]]:
         """Cycles of one run of a computation, and how often it runs each collective of one time."""
         cycles, counts = 0, Counter[Collective]()
+        under_way: dict[str, list[Collective]] = {}  # by the instruction that started them
         for instruction in self._computations.get(name, []):
+            done = _ended(instruction, under_way)
+            if done is not None:
+                counts.update(under_way.pop(done))
+                continue
             more_cycles, more_counts = self._of(instruction, in_loop)
             cycles += more_cycles
+            if instruction.opcode.endswith("-start") or self._holds(instruction, _ASYNC_START):
+                if more_counts:
+                    under_way[instruction.name] = list(more_counts.elements())
+                continue
             counts.update(more_counts)
+            if under_way:
+                first = next(iter(under_way))
+                under_way[first] = [
+                    one._replace(beside_cycles=one.beside_cycles + more_cycles)
+                    for one in under_way[first]
+                ]
+        for started in under_way.values():
+            counts.update(started)
         return cycles, counts
+
+    def _holds(self, instruction: _Instruction, target: str) -> bool:
+        """True for a fusion that holds a custom call of this target."""
+        called = re.search(r"calls=%([\w.-]+)", instruction.text)
+        if instruction.opcode != "fusion" or called is None:
+            return False
+        return any(target in inner.text for inner in self._computations.get(called[1], []))
 
     def _of(self, instruction: _Instruction, in_loop: bool) -> tuple[int, Counter[Collective]]:
         text, opcode = instruction.text, instruction.opcode
@@ -138,6 +168,8 @@ class _Walk:
         if called is None:
             return cycles, Counter()
         inner_cycles, counts = self.visit(called[1], in_loop)
+        if own and opcode == "fusion":
+            counts = Counter()  # a part of an exchange that another instruction started
         # A fusion's estimate is of all it holds; other callers have none of their own.
         return cycles if own or opcode == "fusion" else inner_cycles, counts
 
@@ -164,6 +196,16 @@ class _Walk:
             if called := re.search(r"calls=%([\w.-]+)", instruction.text):
                 found += self._reached(called[1])
         return found
+
+
+def _ended(instruction: _Instruction, under_way: Mapping[str, object]) -> str | None:
+    """The instruction under way whose end this one waits for."""
+    if instruction.opcode.endswith("-done"):
+        operand = re.search(r"-done\((?:\([^)]*\) |\S+ )?%([\w.-]+)", instruction.text)
+        return operand[1] if operand and operand[1] in under_way else None
+    if instruction.opcode == "fusion" and "async-collective-done" in instruction.name:
+        return next(iter(under_way), None)
+    return None
 
 
 def _exchanged(counts: Counter[Collective]) -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import shlex
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
@@ -15,16 +17,17 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
-    "recurrences + experts + collectives",
+    "recurrences + experts + their lines + exposed collectives",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
-    "if those are more",
+    "if those are more; lines = instructions that sort, gather, gate and add them",
     "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
     "the matrix units' rate, if that is more",
-    f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, and "
-    "nothing overlaps them",
+    f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, "
+    "those of SparseCores as well; exposed = a transfer less the program's cycles, without "
+    "kernels, between its start and its end in the compiler's schedule",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
     "the host is never waited for",
@@ -41,7 +44,7 @@ def as_text(plan: Estimate) -> str:
     lines = [
         f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
         f"{topology.num_devices} devices, {topology.chip.device_kind}): "
-        f"dp {args.dp_size} x tp {args.tp_size}",
+        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args.ep_size)}",
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
@@ -84,6 +87,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "topology": topology.name,
         "dp_size": args.dp_size,
         "tp_size": args.tp_size,
+        "ep_size": args.ep_size,
         "num_chips": topology.num_chips,
         "workload": dataclasses.asdict(plan.request.workload),
         "memory": {**dataclasses.asdict(plan.memory), "num_pages": plan.memory.num_pages},
@@ -122,6 +126,10 @@ def _step_dict(step: StepEstimate) -> dict[str, Any]:
     }
 
 
+def _experts(ep_size: int) -> str:
+    return "" if ep_size == 1 else f", whole experts over {ep_size} devices"
+
+
 def _window_lines(plan: Estimate) -> list[str]:
     """The requests that windows add; empty for a model without windows."""
     full = plan.requests_without_windows
@@ -137,15 +145,25 @@ def _window_lines(plan: Estimate) -> list[str]:
 def _step_lines(title: str, step: StepEstimate) -> list[str]:
     time = step.time
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
-    experts = f"experts {_ms(time.experts_s)}, " if time.experts_s else ""
+    experts = ""
+    if time.experts_s:
+        experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
         f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {heads}"
         f"attention {_ms(time.attention_s)}, {states}{experts}"
-        f"collectives {_ms(time.collectives_s)}",
-        *[f"  {_collective(collective)}" for collective in step.cost.collectives],
+        f"collectives {_ms(time.collectives_s)}, exposed {_ms(time.exposed_s)}",
+        *[f"  {_collective(collective)}" for collective in _alike(step.cost.collectives)],
     ]
+
+
+def _alike(collectives: Iterable[Collective]) -> list[Collective]:
+    """Merge entries whose only difference is the cycles beside them."""
+    times: Counter[Collective] = Counter()
+    for one in collectives:
+        times[one._replace(times=0, beside_cycles=0)] += one.times
+    return [one._replace(times=count) for one, count in times.items()]
 
 
 def _collective(collective: Collective) -> str:

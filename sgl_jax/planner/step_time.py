@@ -1,7 +1,8 @@
 """The time of one step, from its compiled program and the rates of the chip.
 
 A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
-(the bytes of weights over the bandwidth), plus the kernels (`kernel_time.py`), plus collectives.
+(the bytes of weights over the bandwidth), plus the kernels (`kernel_time.py`), plus the exposed
+time of collectives: a transfer less the program's cycles between its start and its end.
 Nothing of this was measured on a chip: it is the time of a step in which nothing waits for
 anything else.
 """
@@ -16,6 +17,7 @@ from sgl_jax.planner.kernel_time import (
     attention_time,
     experts_time,
     heads_time,
+    lines_time,
     recurrences_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
@@ -38,7 +40,9 @@ class StepTime:
     attention_s: float
     recurrences_s: float
     experts_s: float
-    collectives_s: float
+    lines_s: float  # bringing tokens to their experts' lines and back
+    collectives_s: float  # transfers
+    exposed_s: float  # of these, the time with nothing else to compute
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
 
 
@@ -58,26 +62,30 @@ def estimate_step(
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
+    lines = lines_time(work.tokens, config, memory, chip)
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
+    exposed = sum(exposed_time(collective, chip) for collective in cost.collectives)
     heads = 0.0
     kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
     if kernel:
         sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
-    total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s
-    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": collectives, "instructions": heads}
+    total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s + lines
+    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in (attention, recurrences, experts):
         waits[part.bound] += part.total_s
     return StepTime(
-        total_s=total + collectives,
+        total_s=total + exposed,
         program_s=program,
         weights_s=weights,
         heads_s=heads,
         attention_s=attention.total_s,
         recurrences_s=recurrences.total_s,
         experts_s=experts.total_s,
+        lines_s=lines,
         collectives_s=collectives,
+        exposed_s=exposed,
         bound=max(waits, key=lambda name: waits[name]),
     )
 
@@ -87,6 +95,12 @@ def _bound_of(seconds: float, hbm: float, mxu: float) -> str:
     if max(hbm, mxu) < seconds / 2:
         return "instructions"
     return "HBM" if hbm >= mxu else "MXU"
+
+
+def exposed_time(collective: Collective, chip: Chip) -> float:
+    """The part of `collective_time` in which the program has nothing else to compute."""
+    beside = collective.times * collective.beside_cycles / chip.clock_hz
+    return max(0.0, collective_time(collective, chip) - beside)
 
 
 def collective_time(collective: Collective, chip: Chip) -> float:

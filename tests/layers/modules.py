@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax.nnx.traversals import unflatten_mapping
 
+from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts, silu_gated
@@ -30,14 +31,30 @@ def gated_mlp(hidden, width, activation="silu"):
 
 
 def mixture_of_experts(
-    multiply, *, norm_topk_prob, has_biases=False, gated=silu_gated, shared=None
+    multiply,
+    *,
+    norm_topk_prob,
+    has_biases=False,
+    gated=silu_gated,
+    shared=None,
+    moves=XLA_MOVES,
+    expert_axes=None,
+    num_stored=5,
 ):
-    """Of 5 experts, 2 of them for each token, hidden 8, width 12."""
+    """Of 5 experts, 2 of them for each token, hidden 8, width 12; `num_stored` is a multiple of the
+    chips that they are dealt out to."""
 
     def experts(name, *, transposed):
-        source = Tensor(name, (5, 12, 8))
-        bias = Tensor(f"{name}_bias", (5, 12 if transposed else 8)) if has_biases else None
-        return ExpertLinear(source, jnp.float32, multiply, transposed=transposed, bias=bias)
+        source = Tensor(name, (num_stored, 12, 8))
+        bias = Tensor(f"{name}_bias", (num_stored, 12) if transposed else (5, 8))
+        return ExpertLinear(
+            source,
+            jnp.float32,
+            multiply,
+            transposed=transposed,
+            bias=bias if has_biases else None,
+            expert_axes=expert_axes,
+        )
 
     return MixtureOfExperts(
         Linear(Tensor("router", (8, 5)), jnp.float32),
@@ -47,6 +64,7 @@ def mixture_of_experts(
         num_experts=5,
         top_k=2,
         norm_topk_prob=norm_topk_prob,
+        moves=moves,
         gated=gated,
         shared=shared,
     )

@@ -80,6 +80,11 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def are_tokens(x):
+    """That no row of x is padding."""
+    return jnp.ones(len(x), bool)
+
+
 def test_rms_norm():
     x = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
     actual, params = run(RMSNorm(Tensor("norm", (16,)), 1e-3, jnp.float32), "__call__", x)
@@ -116,7 +121,7 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
     multiply = grouped_matmul_implementation("cpu", simulate=simulate)
     module = mixture_of_experts(multiply, norm_topk_prob=norm_topk_prob)
-    actual, params = run(module, "__call__", x, tp=tp)
+    actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     expected = np.zeros_like(x, np.float64)
     for token, vector in enumerate(x.astype(np.float64)):
         logits = vector @ params["router"]["weight"]
@@ -137,10 +142,10 @@ def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
     alone = mixture_of_experts(multiply, norm_topk_prob=True)
     shared = SharedExpert(gated_mlp(8, 6), Linear(Tensor("gate", (8, 1)), jnp.float32))
     module = mixture_of_experts(multiply, norm_topk_prob=True, shared=shared)
-    actual, params = run(module, "__call__", x, tp=tp)
+    actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     own = params.pop("shared")
     gate, up, down = (own["expert"][name]["weight"] for name in ("gate", "up", "down"))
-    routed, _ = run(alone, "__call__", x, params=params)
+    routed, _ = run(alone, "__call__", x, are_tokens(x), params=params)
     weight = 1 / (1 + np.exp(-(x @ own["gate"]["weight"])))
     expected = routed + weight * (silu(x @ gate) * (x @ up) @ down)
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
@@ -153,7 +158,7 @@ def test_experts_with_biases_and_clamped_gates(simulate, tp):
     multiply = grouped_matmul_implementation("cpu", simulate=simulate)
     gated = partial(clamped_swiglu, limit=0.5, alpha=1.7)
     module = mixture_of_experts(multiply, norm_topk_prob=True, has_biases=True, gated=gated)
-    actual, params = run(module, "__call__", x, tp=tp)
+    actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     expected = np.zeros_like(x, np.float64)
     for token, vector in enumerate(x.astype(np.float64)):
         logits = vector @ params["router"]["weight"]
@@ -182,7 +187,7 @@ class ExpertLayers(nnx.Module):
 
         def run_layer(x, index):
             layer = nnx.merge(graphdef, weights_of_layer(weights, index))
-            return (x + layer(x)) / 8, None
+            return (x + layer(x, are_tokens(x))) / 8, None
 
         return lax.scan(run_layer, x, jnp.arange(3))[0]
 

@@ -56,10 +56,12 @@ class Server:
         *,
         dp=1,
         tp=1,
+        ep=1,
         page_size=16,
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
+        scattered=False,
         max_len=80,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
@@ -68,6 +70,7 @@ class Server:
         args = ServerArgs(
             dp_size=dp,
             tp_size=tp,
+            ep_size=ep,
             page_size=page_size,
             weight_sharding=weight_sharding,
             attention_backend=attention_backend,
@@ -77,6 +80,8 @@ class Server:
             options = options._replace(
                 separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
             )
+        if scattered:
+            options = options._replace(scattered_tokens=1)
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))

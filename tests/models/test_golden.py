@@ -20,10 +20,12 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WIN
 class Setup(NamedTuple):
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     page_size: int = 16
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
+    scattered: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -33,7 +35,12 @@ MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
+SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
+SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
+SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
+EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
+EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +62,18 @@ SIMULATED_TPU = Setup(attention_backend="pallas")
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
+        *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
+        ("qwen3", SCATTERED_UNROLLED),
+        ("qwen2", SCATTERED_OVER_FOUR),
         ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_5", TWO_RANKS),
         ("gpt_oss", SPLIT_WEIGHTS),
+        *[
+            (family, setup)
+            for family in ("qwen3_moe", "gpt_oss", "qwen3_next")
+            for setup in (EXPERTS_OVER_A_RANK, EXPERTS_OVER_RANKS)
+        ],
         ("gpt_oss_mxfp4", Setup()),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)

@@ -25,7 +25,7 @@ def crowded_plan(*words):
     return plan_of(*words, concurrency=1)
 
 
-def plan_of(*words, concurrency=256, collectives_s=0.0):
+def plan_of(*words, concurrency=256, exposed_s=0.0):
     """A plan of a decode step of a second, bound by memory."""
     request = parse_plan_request([*LLAMA, *words])
     time = StepTime(
@@ -34,7 +34,9 @@ def plan_of(*words, concurrency=256, collectives_s=0.0):
         attention_s=0.0,
         recurrences_s=0.0,
         experts_s=0.0,
-        collectives_s=collectives_s,
+        lines_s=0.0,
+        collectives_s=exposed_s,
+        exposed_s=exposed_s,
         bound="HBM",
     )
     rows = request.args.max_running_requests or concurrency
@@ -67,7 +69,7 @@ def test_a_rank_gets_more_devices_only_where_there_are_some_and_heads_to_split(m
     ],
 )
 def test_what_stands_out_is_said(words, share, advice):
-    lines = advise(plan_of(*words, collectives_s=share))
+    lines = advise(plan_of(*words, exposed_s=share))
     assert sum(advice in line for line in lines) == 1
 
 

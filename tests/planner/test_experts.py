@@ -6,10 +6,13 @@ import pytest
 
 from sgl_jax.planner.arguments import read_config
 from sgl_jax.planner.kernel_time import (
+    HEADS_CYCLES,
+    LINE_BUNDLES,
     VISIT_BUNDLES,
     DeviceBytes,
     experts_time,
     experts_touched,
+    lines_time,
 )
 from sgl_jax.planner.topology import CHIPS
 
@@ -18,8 +21,8 @@ MOE = read_config("qwen3-30b-a3b")  # 48 layers, hidden 2048, 128 experts of 768
 ONE_GB = 10**9
 
 
-def device(expert_bytes=0):
-    return DeviceBytes(0, 0, expert_bytes, 2, 0, 2, tp_size=4)
+def device(expert_bytes=0, **dealt_out):
+    return DeviceBytes(0, 0, expert_bytes, 2, 0, 2, tp_size=4, **dealt_out)
 
 
 def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():
@@ -56,6 +59,32 @@ def test_only_layers_that_have_experts_wait_for_them():
     mixed = dataclasses.replace(MOE, layers=(dense, *MOE.layers[:3]) * 12)
     whole, part = (experts_time(64, config, device(ONE_GB), CHIP) for config in (MOE, mixed))
     assert part.instructions_s == pytest.approx(whole.instructions_s * 3 / 4)
+
+
+def test_whole_experts_take_a_share_of_the_lines_in_longer_visits():
+    one_rank = device(ONE_GB, expert_devices=4)
+    time = experts_time(4096, MOE, one_rank, CHIP)
+    lines = 48 * 3 * 4096 * 8 / 4 * (2048 + 768) * 2
+    assert time.hbm_s == pytest.approx((ONE_GB + lines) / 1640e9)
+    fixed, per_mib, per_gflop = VISIT_BUNDLES["TPU v6 lite"]
+    # 32 experts, 12,288 lines of which a third more than is in use have room, tiles of 512.
+    visit = fixed + per_mib * 3 + per_gflop * 2 * 512 * 2048 * 768 / 1e9
+    assert time.instructions_s == pytest.approx(48 * 3 * (32 + 16 - 1) * visit / 1.75e9)
+    of_ranks = device(ONE_GB, expert_devices=4, expert_ranks=2)
+    both = experts_time(2048, MOE, of_ranks, CHIP)
+    assert both.instructions_s == pytest.approx(time.instructions_s)
+
+
+def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_gathered_row_by_row():
+    count = LINE_BUNDLES["TPU v6 lite"]
+    decode = lines_time(256, MOE, device(expert_devices=4), CHIP)
+    cycles = count.once + 4 * (count.tile + count.gate)
+    cycles += 2 * 2048 * count.sorted_key + 4 * HEADS_CYCLES["TPU v6 lite"].call
+    assert decode == pytest.approx(48 * cycles / 1.75e9)
+    chunk = lines_time(2048, MOE, device(expert_devices=4), CHIP)
+    cycles = 2 * 16384 * count.sorted_key + (6144 + 16384) * count.gathered_row
+    assert chunk == pytest.approx(48 * cycles / 1.75e9)
+    assert lines_time(64, read_config("llama-3.1-8b"), device(), CHIP) == 0
 
 
 def test_a_model_without_experts_waits_for_none():

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.executor.programs import ASYNC_FUSIONS, SPARSE_CORE_EXCHANGES
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import Topology, topology_mesh
 
@@ -17,13 +18,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compile_for(mesh, function, *shapes, donate=()):
+def compile_for(mesh, function, *shapes, donate=(), options=None):
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in shapes
     ]
     with jax.set_mesh(mesh):
-        return jax.jit(function, donate_argnums=donate).lower(*arrays).compile()
+        lowered = jax.jit(function, donate_argnums=donate).lower(*arrays)
+        return lowered.compile(compiler_options=options)
 
 
 def layers_cost(slice_name, num_devices, num_layers, tokens, width):
@@ -70,6 +72,36 @@ def test_every_generation_counts_the_exchange_of_each_layer(slice_name):
     assert reduced.in_loop
     assert reduced.num_bytes == 128 * 4096 * 2
     assert 0 < cost.estimated_cycles < 1_000_000  # a SparseCore's are not the program's
+
+
+def product_beside_gather(slice_name, options):
+    """The exchange in a program that gathers x while it multiplies something else."""
+    mesh = topology_mesh(Topology.parse(slice_name), 1, 4)
+
+    def program(x, y, weights):
+        return lax.all_gather(x, "tensor", tiled=True) @ weights, y @ weights
+
+    sharded = jax.shard_map(
+        program, mesh=mesh, in_specs=(P("tensor"), P(), P()), out_specs=P(), check_vma=False
+    )
+    shapes = (((1024, 2048), P("tensor")), ((2048, 2048), P()), ((2048, 2048), P()))
+    cost = program_cost(compile_for(mesh, sharded, *shapes, options=options))
+    (gathered,) = (c for c in cost.collectives if c.kind == "all-gather")
+    assert gathered.times == 1
+    return gathered
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "options"),
+    [("v6e-4", SPARSE_CORE_EXCHANGES), ("v5e-4", ASYNC_FUSIONS)],
+    ids=["SparseCore", "fusions"],
+)
+def test_cycles_between_the_start_and_the_end_of_an_exchange_are_beside_it(slice_name, options):
+    alone = product_beside_gather(slice_name, {"xla_enable_async_all_gather": False})
+    beside = product_beside_gather(slice_name, dict.fromkeys(options, True))
+    assert alone.beside_cycles == 0
+    assert beside.beside_cycles > 10_000
+    assert beside._replace(beside_cycles=0) == alone
 
 
 def test_of_a_conditional_the_cheapest_branch_counts():

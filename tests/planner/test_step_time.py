@@ -14,9 +14,10 @@ from sgl_jax.planner.kernel_time import (
     StepWork,
     experts_time,
     heads_time,
+    lines_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
-from sgl_jax.planner.step_time import ICI_HOP_S, collective_time, estimate_step
+from sgl_jax.planner.step_time import ICI_HOP_S, collective_time, estimate_step, exposed_time
 from sgl_jax.planner.topology import CHIPS
 
 CHIP = CHIPS["v6e"]
@@ -97,6 +98,21 @@ def test_an_all_reduce_goes_round_twice_its_halves_once():
     assert collective_time(reduce._replace(group_size=1), CHIP) == 0
 
 
+def test_a_step_waits_only_for_the_exposed_part_of_an_exchange():
+    reduce = Collective("all-reduce", "", 4_000_000, group_size=4, times=10, in_loop=True)
+    transfer = collective_time(reduce, CHIP) / 10
+    half, more = int(transfer / 2 * CHIP.clock_hz), int(transfer * 2 * CHIP.clock_hz)
+    beside = [reduce._replace(beside_cycles=cycles) for cycles in (0, half, more)]
+    exposed = [exposed_time(each, CHIP) for each in beside]
+    assert exposed == pytest.approx([10 * transfer, 5 * transfer, 0], rel=1e-4)
+    time = estimate_step(
+        cost(collectives=beside), 8, StepWork(8, 0, 0), LLAMA, device(layers=ONE_GB), CHIP
+    )
+    assert time.collectives_s == pytest.approx(30 * transfer)
+    assert time.exposed_s == pytest.approx(15 * transfer, rel=1e-4)
+    assert time.total_s == pytest.approx(time.weights_s + time.exposed_s)
+
+
 def test_an_all_to_all_costs_as_much_as_an_all_gather_where_all_are_near():
     gather = Collective("all-gather", "", 8_000_000, group_size=4, times=1, in_loop=False)
     exchange = gather._replace(kind="all-to-all")
@@ -118,7 +134,8 @@ def test_a_step_waits_for_its_experts_beside_all_else():
     held = device(layers=ONE_GB, experts=57 * ONE_GB)
     time = estimate_step(cost(), work.tokens, work, MOE, held, CHIP)
     assert time.experts_s == experts_time(256, MOE, held, CHIP).total_s
-    assert time.total_s == pytest.approx(1 / 1640 + time.experts_s)
+    assert time.lines_s == lines_time(256, MOE, held, CHIP) > 0
+    assert time.total_s == pytest.approx(1 / 1640 + time.experts_s + time.lines_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"
 

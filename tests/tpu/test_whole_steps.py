@@ -12,15 +12,19 @@ import pytest
 from jax import lax
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
+from sgl_jax.kernels.expert_lines.tpu import ADD_NAME, GATE_NAME, GATHER_NAME
+from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.layers.token_blocks import block_sizes
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import heads_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
-from sgl_jax.planner.step_time import collective_time
+from sgl_jax.planner.step_time import collective_time, exposed_time
 from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import lower_on, struct
 from tests.tpu.copies import copies, pools_of, shapes_kept
@@ -141,8 +145,8 @@ def _compiled_layers(engine):
     return compiled, outside
 
 
-def _expected_kernels(engine, is_normal):
-    """How often the program has each of a layer's kernels, but for those of experts."""
+def _expected_kernels(engine, is_normal, num_tokens):
+    """How often the program has each of a layer's kernels; every layer has experts or none."""
     model = engine.config.model
     compiled, _ = _compiled_layers(engine)
     recurrent = sum(spec.recurrence is not None for spec in model.layers) * compiled
@@ -151,9 +155,14 @@ def _expected_kernels(engine, is_normal):
     if model.head_dim % LANES == 0:
         kernels.append(NORMALISED_NAME if is_normal else PLAIN_NAME)
     of_states = ("causal_conv", "gated_delta_decode", "gated_delta_prefill")
-    return Counter(
+    expected = Counter(
         dict.fromkeys(kernels, compiled - recurrent) | dict.fromkeys(of_states, recurrent)
     )
+    if model.moe is not None:
+        expected |= {NAME: 3 * compiled, PLAN_NAME: compiled}
+        if num_tokens <= UNDIVIDED_TOKENS:
+            expected |= dict.fromkeys((GATHER_NAME, GATE_NAME, ADD_NAME), compiled)
+    return expected
 
 
 def _print_figures(cost, heads_s, chip):
@@ -190,11 +199,9 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         # A head that is the embedding gives them by columns: drawing then begins with a copy.
         rows_of_logits = ROWS * (1 + config.tie_word_embeddings) + 6 * BLOCK_ROWS
         assert cost.temp_bytes < 4 * config.vocab_size * rows_of_logits + 48 * 2**20
-    compiled, outside = _compiled_layers(engine)
-    products = [name for name in cost.kernels if name == "grouped_matmul"]
-    assert len(products) == (3 * compiled if config.moe else 0)
-    others = Counter(name for name in cost.kernels if name != "grouped_matmul")
-    assert others == _expected_kernels(engine, model.startswith(("qwen3", "gemma-3")))
+    _, outside = _compiled_layers(engine)
+    is_normal = model.startswith(("qwen3", "gemma-3"))
+    assert Counter(cost.kernels) == _expected_kernels(engine, is_normal, bucket.tokens)
     assert cost.estimated_cycles > 0
 
     exchanges: Counter[tuple[str, bool]] = Counter()
@@ -218,6 +225,26 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     assert exchanges == expected
 
 
+@pytest.mark.long
+def test_exchanges_of_scattered_hidden_states_run_beside_products():
+    settings = {"hidden_sharding": "tensor"}
+    engine, program, bucket = _compile("qwen3-32b", "v6e-8", 1, 8, "mixed", **settings)
+    cost, chip = program_cost(program), Topology.parse("v6e-8").chip
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    exchanges = Counter()
+    for collective in cost.collectives:
+        exchanges[collective.kind] += collective.times
+    # For each block: after the embedding, attention and the feed-forward layer.
+    times = len(block_sizes(bucket.tokens, 8)) * (2 * engine.config.model.num_layers + 1)
+    # Each chip's best token is gathered as well.
+    assert exchanges == {"reduce-scatter": times, "all-gather": times + 1}
+    exposed, whole = (
+        sum(time(collective, chip) for collective in cost.collectives)
+        for time in (exposed_time, collective_time)
+    )
+    assert exposed < whole / 2
+
+
 def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
     mesh = topology_mesh(Topology.parse("tpu7x-2"), 1, 1)
     weights = struct(jnp.bfloat16, 4, 2048, 2048)
@@ -232,6 +259,46 @@ def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
 
     assert found({"xla_tpu_control_large_2nd_minor_layout_for_x16": False}) == []
     assert "bf16[4,2048,2048]" in " ".join(found({}))
+
+
+# Model, slice, dp, tp, ep: whole experts over a rank, and over ranks.
+DEALT_OUT = (
+    ("qwen3-30b-a3b", "v6e-4", 1, 4, 4),
+    ("qwen3-30b-a3b", "v5e-4", 2, 2, 4),
+    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4),
+    ("qwen3-30b-a3b", "v5p-8", 4, 1, 4),
+    ("qwen3-30b-a3b", "tpu7x-8", 2, 2, 4),
+    ("gpt-oss-20b", "v6e-4", 2, 2, 4),
+    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, 8),
+)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case[1:4] == ("v6e-4", 2, 2) else pytest.mark.long)
+        for case in DEALT_OUT
+    ],
+    ids=str,
+)
+def test_dealt_out_experts_are_not_copied_and_ranks_exchange_tokens_alone(case, step):
+    model, topology_name, dp, tp, ep = case
+    layers = read_config(model).layers[:4]
+    engine, program, bucket = _compile(model, topology_name, dp, tp, step, layers, ep_size=ep)
+    cost, config = program_cost(program), engine.config.model
+    _print_figures(cost, 0.0, Topology.parse(topology_name).chip)
+    experts = [own for own in engine.placed.declared.values() if own.read == "experts"]
+    for own in experts:
+        shard = own.array.sharding.shard_shape(own.array.shape)
+        assert shard[1] == config.moe.num_experts // ep
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    assert cost.temp_bytes < GIB
+    if ep > tp:
+        gathered = [c for c in cost.collectives if c.kind == "all-gather" and c.group_size == dp]
+        tokens = dp * bucket.tokens * config.hidden_size * 2
+        assert tokens in {c.num_bytes for c in gathered}
+        assert max(c.num_bytes for c in gathered) == tokens
 
 
 @pytest.mark.long
@@ -259,6 +326,6 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert _compiled_layers(engine) == (4 + 4, 4)
     kernels = Counter(cost.kernels)
     assert kernels["paged_decode"] == 4 + 4
-    assert kernels["grouped_matmul"] == 3 * 2
+    assert kernels[NAME] == 3 * 2
     exchanges = sum(c.times for c in cost.collectives if c.kind == "all-reduce")
     assert exchanges == 2 * len(layers) + 1  # the embedding's, too

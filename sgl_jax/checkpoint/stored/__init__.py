@@ -1,1 +1,1 @@
-"""How files hold quantized matrices: a reader for each packing, chosen by `readers`."""
+"""Readers of quantized matrices in files, one for each packing; `tensors` chooses."""

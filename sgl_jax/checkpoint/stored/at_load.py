@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected
 from sgl_jax.core.quantization import GREATEST
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Rule
 
 _TYPES = {"int8": np.int8, "int4": ml_dtypes.int4, "fp8": ml_dtypes.float8_e4m3fn}
@@ -25,14 +25,14 @@ class AtLoadReader:
         self._sizes: dict[str, int] = {}  # inputs of each tensor
         self._scales: dict[tuple[str, tuple[Any, ...]], NDArray[np.float32]] = {}
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "values":
             self._sizes[weight] = shape[-1]
             return {weight: Expected((shape,), FLOATS)}
         shapes = () if part.group is None else ((*shape[:-1], shape[-1] * part.group),)
         return {weight: Expected(shapes, FLOATS)}
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         *outer, inputs = index
         size = self._sizes[weight] if part.group is None else part.group
         if part.kind == "scales":
@@ -49,7 +49,7 @@ class AtLoadReader:
         return scaled.reshape(floats.shape).astype(dtype)
 
     def _scales_of(
-        self, files: Tensors, weight: str, part: Part, outer: Index, inputs: slice, size: int
+        self, files: Tensors, weight: str, part: MatrixPart, outer: Index, inputs: slice, size: int
     ) -> NDArray[np.float32]:
         """Scales [*experts, out, groups] of groups of `size` inputs."""
         key = (weight, tuple((own.start, own.stop, own.step) for own in outer))

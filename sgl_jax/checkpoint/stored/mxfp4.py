@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import Expected, positions, read_positions
 from sgl_jax.core.quantization import MXFP4_GROUP
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Rule
 
 _BYTES = frozenset({"U8"})
@@ -32,14 +32,14 @@ class Mxfp4Reader:
     def __init__(self, rule: Rule) -> None:
         assert rule.scheme.group_size == MXFP4_GROUP
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "values":
             blocks = (*shape[:-1], -(-shape[-1] // MXFP4_GROUP), MXFP4_GROUP // _PER_BYTE)
             return {weight + "_blocks": Expected((blocks,), _BYTES)}
         scales = (*shape[:-1], -(-shape[-1] * (part.group or 1) // MXFP4_GROUP))
         return {weight + "_scales": Expected((scales,), _BYTES)}
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         *outer, inputs = index
         if part.kind == "values":
             return np.stack(

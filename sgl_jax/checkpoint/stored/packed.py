@@ -19,13 +19,13 @@ from sgl_jax.checkpoint.stored.reader import (
     positions,
     read_positions,
 )
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Rule
 
 _BITS, _PER_WORD, _ZERO = 4, 8, 8
 _WORDS = frozenset({"I32"})
 _IN_TURN = tuple(range(_PER_WORD))
-# Of each column in a word of AWQ: its place, the lowest bits being the first.
+# Each column's place in a word of AWQ, the lowest bits being the first.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -58,7 +58,7 @@ class CompressedReader:
         self._group = rule.scheme.group_size
         self._has_order = rule.scheme.has_input_order
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "order":
             return {beside(weight, "weight_g_idx"): Expected((shape,), _WORDS)}
         *experts, outputs, inputs = shape
@@ -75,7 +75,7 @@ class CompressedReader:
         zeros = Expected(((*experts, _words_of(outputs), groups),), _WORDS)
         return {beside(weight, "weight_zero_point"): zeros}
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "order":
             return _order(files, beside(weight, "weight_g_idx"), self._group)[index]
         rows = positions(index[0])
@@ -114,7 +114,7 @@ class InputsFirstReader:
         self._is_awq = rule.stored.packing == "awq"
         self._zero_shift = 1 if rule.stored.zero_points_less_one else 0
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "order":
             return {beside(weight, "g_idx"): Expected((shape,), _WORDS)}
         *experts, outputs, inputs = shape
@@ -135,7 +135,7 @@ class InputsFirstReader:
         # Symmetric files have zero points all the same.
         return scales if self._has_zero_points else scales | zeros
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "order":
             return _order(files, beside(weight, "g_idx"), self._group)[index]
         rows = positions(index[0])
@@ -182,7 +182,7 @@ class InputsFirstReader:
         return _signed(shifted)
 
 
-def _stored_groups(groups: slice, part: Part, stored: int | None) -> NDArray[np.intp]:
+def _stored_groups(groups: slice, part: MatrixPart, stored: int | None) -> NDArray[np.intp]:
     """The stored groups that the slice's groups lie in."""
     if stored is None:
         return positions(groups)

@@ -17,7 +17,7 @@ from sgl_jax.checkpoint.stored.reader import (
     positions,
     read_positions,
 )
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Rule
 
 
@@ -30,7 +30,7 @@ class PlainReader:
         self._group = rule.scheme.group_size
         self._block = rule.stored.block
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "values":
             return {weight: Expected((shape,), frozenset({"I8" if self._is_int else "F8_E4M3"}))}
         if part.kind == "input_scale":
@@ -45,7 +45,7 @@ class PlainReader:
         per_output = (*outer, outputs)
         return {name: Expected(((*per_output, 1), per_output, (*outer, 1), tuple(outer)), FLOATS)}
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "values":
             return files.read(weight, index)
         if part.kind == "input_scale":

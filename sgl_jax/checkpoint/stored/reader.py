@@ -1,6 +1,6 @@
 """The interface of readers of quantized matrices, and the reading of scales in blocks.
 
-A reader makes the parts of a matrix as if they were tensors (`layers.sources.Part`): values
+A reader makes the parts of a matrix as if they were tensors (`layers.sources.MatrixPart`): values
 [*experts, out, in], scales and zero points [*experts, out, groups], the order of inputs [in], the
 scale of inputs [1].
 """
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 class Expected(NamedTuple):
-    """What a tensor in the files must be."""
+    """The shapes and types that a tensor in the files may have."""
 
     shapes: tuple[Shape, ...]  # one of these; none: another part has the shape
     types: frozenset[str]  # and one of these, as safetensors names them
@@ -26,7 +26,7 @@ class Expected(NamedTuple):
 class Reader(Protocol):
     """Reads the parts of matrices from tensors of one packing."""
 
-    def tensors(self, weight: str, part: Part, shape: Shape) -> Mapping[str, Expected]:
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         """The tensors that make a part.
 
         Args:
@@ -36,7 +36,7 @@ class Reader(Protocol):
         """
         ...
 
-    def read(self, files: Tensors, weight: str, part: Part, index: Index) -> NDArray[Any]:
+    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         """The part's slice `index`. Raises ValueError, which names it, for a tensor whose contents
         do not fit the scheme."""
         ...

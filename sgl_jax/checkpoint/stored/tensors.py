@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, those of quantized matrices by their parts."""
+"""The tensors of a checkpoint, and the parts of its quantized matrices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
 from sgl_jax.checkpoint.stored.plain import PlainReader
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Reader
-from sgl_jax.layers.sources import Index, Part, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
 
 _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
@@ -31,23 +31,23 @@ _SPARE: Mapping[Packing, frozenset[str]] = {
 
 
 class QuantizedTensors:
-    """Finds and reads tensors, and parts of quantized matrices (`Part`), by name."""
+    """Finds and reads tensors, and parts of quantized matrices (`MatrixPart`), by name."""
 
     def __init__(self, config: QuantizationConfig | None) -> None:
-        """`config` is the checkpoint's, or says how to quantize its floats."""
+        """`config` is the checkpoint's, or has the schemes to quantize its floats to."""
         self._config = config
         self._readers: dict[Rule, Reader] = {}
 
     def expected(self, name: str, shape: Shape) -> Mapping[str, Expected]:
         """The tensors in files that `name`, of shape `shape`, is made from."""
-        weight, part = Part.parse(name)
+        weight, part = MatrixPart.parse(name)
         if part is None:
             return {name: Expected((shape,), FLOATS)}
         return self._reader(weight).tensors(weight, part, shape)
 
     def read(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
         """The slice `index` of a tensor or part. Raises ValueError for contents that do not fit."""
-        weight, part = Part.parse(name)
+        weight, part = MatrixPart.parse(name)
         if part is None:
             return files.read(name, index)
         return self._reader(weight).read(files, weight, part, index)

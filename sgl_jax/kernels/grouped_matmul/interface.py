@@ -62,11 +62,11 @@ class GroupedMatmul(Protocol):
             lines: [n, k], the first group_sizes[0] of the first group, and so on.
             matrices: of all layers.
             layer: int32 [] which layer's matrices.
-            group_sizes: int32 [groups], their sum n.
+            group_sizes: int32 [groups], their sum at most n.
             transposed: whether matrices are stored as [out, in].
 
         Returns:
-            [n, m] in the dtype of `lines`.
+            [n, m] in the dtype of `lines`; arbitrary for lines after the last group.
         """
         ...
 

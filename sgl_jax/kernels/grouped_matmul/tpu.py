@@ -34,6 +34,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequ
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # of a tile
+NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # of the kernels, in compiled programs
 MAX_MATRIX_BYTES = 4 << 20  # of one of the two buffers
 
 
@@ -77,33 +78,49 @@ class _Visits(NamedTuple):
 
 
 def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile: int) -> _Visits:
-    """Find the visits by comparisons and sums, which XLA fuses; a gather is a kernel of its own."""
-    num_groups = len(group_sizes)
-    group = jnp.arange(num_groups)
-    until = group[:, None] >= group  # [group, groups up to it]
-
-    def running_sum(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(until, values, 0), axis=1)
-
-    stops = running_sum(group_sizes)
-    starts = stops - group_sizes
-    first_tiles = starts // tile
-    counts = jnp.where(group_sizes > 0, (stops - 1) // tile - first_tiles + 1, 0)
-    after = running_sum(counts)  # visits of this group and of those before it
-    before = after - counts
-    visit = jnp.minimum(jnp.arange(max_visits(num_lines, num_groups, tile)), after[-1] - 1)
-    is_of = (before <= visit[:, None]) & (visit[:, None] < after)  # [visit, group]
-
-    def of_visits(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(is_of, values, 0), axis=1).astype(jnp.int32)
-
-    return _Visits(
-        sizes=jnp.stack([layer, after[-1]]).astype(jnp.int32),
-        group=of_visits(group),
-        tile=of_visits(first_tiles - before) + visit,
-        first=of_visits(starts),
-        stop=of_visits(stops),
+    """Find the visits in scalar memory: XLA makes ten operations of it, of 2,100 cycles each."""
+    most = max_visits(num_lines, len(group_sizes), tile)
+    kernel = pl.pallas_call(
+        partial(_list_visits, tile=tile),
+        name=PLAN_NAME,
+        out_shape=_Visits(*(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, *[most] * 4))),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2,
+        out_specs=_Visits(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 5),
     )
+    visits: _Visits = kernel(group_sizes, layer.astype(jnp.int32)[None])
+    return visits
+
+
+def _list_visits(group_sizes: Any, layer: Any, *visits: Any, tile: int) -> None:
+    sizes, *by_visit = visits
+
+    def write(visit: Any, values: tuple[Any, ...]) -> None:
+        for array, value in zip(by_visit, values, strict=True):
+            array[visit] = value
+
+    def visit_group(group: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        visit, first, last = state
+        stop = first + group_sizes[group]
+        tiles = lax.div(first, jnp.int32(tile)), lax.div(stop + tile - 1, jnp.int32(tile))
+        num_tiles = jnp.where(stop > first, tiles[1] - tiles[0], 0)
+
+        @pl.loop(0, num_tiles)
+        def _(number: jax.Array) -> None:
+            write(visit + number, (group, tiles[0] + number, first, stop))
+
+        new = (group, tiles[1] - 1, first, stop)
+        last = tuple(jnp.where(num_tiles > 0, a, b) for a, b in zip(new, last, strict=True))
+        return visit + num_tiles, stop, last
+
+    zero = jnp.int32(0)
+    state = (zero, zero, (zero,) * 4)
+    count, _stop, last = lax.fori_loop(0, group_sizes.shape[0], visit_group, state)
+
+    @pl.loop(count, by_visit[0].shape[0])
+    def _(visit: jax.Array) -> None:
+        write(visit, last)
+
+    sizes[0], sizes[1] = layer[0], count
 
 
 def _kernel(
@@ -191,7 +208,7 @@ def tpu_grouped_matmul(
 
     kernel = pl.pallas_call(
         partial(_kernel, transposed=transposed, weight=matrices.weight),
-        name="grouped_matmul",
+        name=NAME,
         out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

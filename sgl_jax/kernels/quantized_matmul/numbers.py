@@ -41,7 +41,7 @@ def as_numbers(values: jax.Array, weight: WeightFormat, dtype: DTypeLike) -> jax
     numbers = values.astype(dtype)
     if weight != "mxfp4":
         return numbers
-    # Of 0 to 7 this makes 0, 1, 2, 3, 4, 6, 8 and 12, and of their negatives the negatives.
+    # 0 to 7 become 0, 1, 2, 3, 4, 6, 8 and 12, and their negatives the negatives.
     return 4 * numbers - jnp.clip(numbers, -4, 4) - 2 * jnp.clip(numbers, -6, 6)
 
 

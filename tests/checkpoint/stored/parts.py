@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 
 
 class Arrays(dict):
@@ -30,7 +30,7 @@ def numbers(reader, tensors, weight, index, group, *, has_zero_points=False):
         own = np.arange(inputs.start, inputs.stop) // group - groups.start
 
     def part(kind, along_inputs):
-        found = reader.read(tensors, weight, Part(kind, group), (*outer, along_inputs))
+        found = reader.read(tensors, weight, MatrixPart(kind, group), (*outer, along_inputs))
         return np.asarray(found).astype(np.float64)
 
     values, scales = part("values", inputs), part("scales", groups)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from sgl_jax.checkpoint.stored.at_load import AtLoadReader
 from sgl_jax.core.quantization import GREATEST, Scheme
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 from tests.checkpoint.stored.parts import Arrays, check_shapes, numbers, slices
 
@@ -23,8 +23,8 @@ def reader_of(scheme, tensors=TENSORS):
     reader = AtLoadReader(Rule(scheme, Stored("float")))
     groups = 1 if scheme.group_size is None else INPUTS // scheme.group_size
     shapes = {
-        Part("values", scheme.group_size): (OUTPUTS, INPUTS),
-        Part("scales", scheme.group_size): (OUTPUTS, groups),
+        MatrixPart("values", scheme.group_size): (OUTPUTS, INPUTS),
+        MatrixPart("scales", scheme.group_size): (OUTPUTS, groups),
     }
     check_shapes(reader, tensors, WEIGHT, shapes)
     return reader

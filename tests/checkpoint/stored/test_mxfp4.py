@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.core.quantization import MXFP4_GROUP, Scheme
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -46,8 +46,8 @@ def read(tensors, index, group=MXFP4_GROUP):
     """The numbers of a slice, from its values and from the scales of its groups."""
     *outer, inputs = index
     groups = slice(inputs.start // group, -(-inputs.stop // group))
-    values = READER.read(tensors, "w", Part("values", group), index)
-    scales = READER.read(tensors, "w", Part("scales", group), (*outer, groups))
+    values = READER.read(tensors, "w", MatrixPart("values", group), index)
+    scales = READER.read(tensors, "w", MatrixPart("scales", group), (*outer, groups))
     own = np.arange(inputs.start, inputs.stop) // group - groups.start
     numbers = np.asarray(as_numbers(jnp.asarray(values), "mxfp4", jnp.float32))
     return numbers * np.asarray(as_scales(jnp.asarray(scales), jnp.float32))[..., own]
@@ -55,7 +55,7 @@ def read(tensors, index, group=MXFP4_GROUP):
 
 def test_its_tensors_are_bytes_of_blocks_and_scales(tensors):
     for kind, size, name in (("values", COLUMNS, "w_blocks"), ("scales", 3, "w_scales")):
-        found = READER.tensors("w", Part(kind, MXFP4_GROUP), (EXPERTS, ROWS, size))
+        found = READER.tensors("w", MatrixPart(kind, MXFP4_GROUP), (EXPERTS, ROWS, size))
         assert {own: stored.shapes for own, stored in found.items()} == {
             name: (tensors[name].shape,)
         }
@@ -79,4 +79,4 @@ def test_any_part_may_be_read(tensors, index, group):
 def test_a_scale_that_stands_for_no_number_is_named(tensors):
     tensors["w_scales"][2, 1, 0] = 255
     with pytest.raises(ValueError, match="w_scales holds scales that are no finite numbers"):
-        READER.read(tensors, "w", Part("scales", 32), (slice(0, 3), slice(0, 2), slice(0, 3)))
+        READER.read(tensors, "w", MatrixPart("scales", 32), (slice(0, 3), slice(0, 2), slice(0, 3)))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 from tests.checkpoint.stored.parts import Arrays, check_shapes, numbers, slices
 
@@ -107,11 +107,14 @@ def test_any_part_is_the_matrix_by_the_formats_words(layout, group, outputs, inp
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_its_tensors_are_those_of_the_format(layout):
     reader, tensors, _ = layout
-    shapes = {Part("values", GROUP): (OUTPUTS, INPUTS), Part("scales", 8): (OUTPUTS, INPUTS // 8)}
+    shapes = {
+        MatrixPart("values", GROUP): (OUTPUTS, INPUTS),
+        MatrixPart("scales", 8): (OUTPUTS, INPUTS // 8),
+    }
     if any("zero" in name for name in tensors):
-        shapes[Part("zero_points", 8)] = (OUTPUTS, INPUTS // 8)
+        shapes[MatrixPart("zero_points", 8)] = (OUTPUTS, INPUTS // 8)
     if any("g_idx" in name for name in tensors):
-        shapes[Part("order")] = (INPUTS,)
+        shapes[MatrixPart("order")] = (INPUTS,)
     check_shapes(reader, tensors, WEIGHT, shapes)
 
 
@@ -126,7 +129,7 @@ def test_inputs_dealt_unevenly_to_groups_are_refused(name, owner):
     key = next(own for own in tensors if "g_idx" in own)
     changed = Arrays(tensors | {key: owner.astype(np.int32)})
     with pytest.raises(ValueError, match=r"g_idx does not deal its inputs into groups of 32"):
-        reader.read(changed, WEIGHT, Part("order"), (slice(0, INPUTS),))
+        reader.read(changed, WEIGHT, MatrixPart("order"), (slice(0, INPUTS),))
 
 
 def symmetric_gptq(zeros):
@@ -135,7 +138,7 @@ def symmetric_gptq(zeros):
     reader = InputsFirstReader(Rule(Scheme("int4", GROUP), stored))
     changed = Arrays(tensors | {"q.qzeros": np.full_like(tensors["q.qzeros"], zeros)})
     index = (slice(0, OUTPUTS), slice(0, GROUPS))
-    return reader.read(changed, WEIGHT, Part("scales", GROUP), index)
+    return reader.read(changed, WEIGHT, MatrixPart("scales", GROUP), index)
 
 
 def test_symmetric_gptq_has_eights_as_zero_points():
@@ -149,4 +152,4 @@ def test_a_zero_point_above_15_is_refused():
     changed = Arrays(tensors | {"q.qzeros": np.full_like(tensors["q.qzeros"], -1)})
     index = (slice(0, OUTPUTS), slice(0, GROUPS))
     with pytest.raises(ValueError, match=r"q\.qzeros has zero points above 15"):
-        reader.read(changed, WEIGHT, Part("zero_points", GROUP), index)
+        reader.read(changed, WEIGHT, MatrixPart("zero_points", GROUP), index)

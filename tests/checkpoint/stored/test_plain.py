@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from sgl_jax.checkpoint.stored.plain import PlainReader
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 from tests.checkpoint.stored.parts import Arrays, check_shapes, numbers, slices
 
@@ -56,7 +56,10 @@ def test_its_tensors_are_values_and_scales(case):
     reader, tensors, _, group = case
     part = None if group is None else 16
     groups = 1 if group is None else INPUTS // 16
-    shapes = {Part("values", part): (OUTPUTS, INPUTS), Part("scales", part): (OUTPUTS, groups)}
+    shapes = {
+        MatrixPart("values", part): (OUTPUTS, INPUTS),
+        MatrixPart("scales", part): (OUTPUTS, groups),
+    }
     check_shapes(reader, tensors, WEIGHT, shapes)
 
 
@@ -64,7 +67,7 @@ def test_its_tensors_are_values_and_scales(case):
 def test_the_scale_of_inputs_is_one_number(shape):
     reader, *_ = LAYOUTS["the matrix"]
     tensors = Arrays({"q.input_scale": np.full(shape, 0.5, np.float32)})
-    check_shapes(reader, tensors, WEIGHT, {Part("input_scale"): (1,)})
+    check_shapes(reader, tensors, WEIGHT, {MatrixPart("input_scale"): (1,)})
     np.testing.assert_array_equal(
-        reader.read(tensors, WEIGHT, Part("input_scale"), (slice(0, 1),)), [0.5]
+        reader.read(tensors, WEIGHT, MatrixPart("input_scale"), (slice(0, 1),)), [0.5]
     )

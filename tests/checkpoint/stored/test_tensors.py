@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.layers.sources import Part
+from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
 from tests.checkpoint.stored.parts import Arrays
 
@@ -19,7 +19,7 @@ TENSORS = QuantizedTensors(CONFIG)
 
 
 def test_each_matrix_has_the_tensors_of_its_rule():
-    values = Part("values").name
+    values = MatrixPart("values").name
     assert TENSORS.expected(values("a.q_proj.weight"), (8, 32)).keys() == {"a.q_proj.weight"}
     assert TENSORS.expected(values("a.k_proj.weight"), (8, 32)).keys() == {"a.k_proj.qweight"}
     assert TENSORS.expected("a.o_proj.weight", (8, 32)).keys() == {"a.o_proj.weight"}

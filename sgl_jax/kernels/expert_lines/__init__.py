@@ -1,0 +1,1 @@
+"""Lines of a mixture of experts, from tokens and back: layers call `interface`."""

@@ -1,0 +1,94 @@
+"""Lines of a mixture of experts: one for each token and each of its experts, sorted by expert.
+
+A chip that holds some of the experts has lines of the others, too: they come last and belong to no
+group, so nothing is computed of them. The longest list is static, the lines that are in use are
+not: so a chip takes a number at a time that is enough if experts are chosen about alike, and goes
+on until none is left. No token is ever dropped.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Tokens whose lines are all taken at once: the TPU's kernels skip unused lines, and a loop costs
+# more than the room for them.
+UNDIVIDED_TOKENS = 512
+_SPARE = 1.5  # lines taken at a time, relative to a chip's share of all
+_MULTIPLE = 64  # of lines: the smallest tile of the TPU's grouped product
+
+
+# The inner values of a gate's and an up's results.
+Gated = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class ExpertLines(NamedTuple):
+    """Lines of a chip's experts, and where each token finds its own."""
+
+    tokens: jax.Array  # int32 [lines] the token of each
+    places: jax.Array  # int32 [top_k, tokens] the line of each token's experts
+    group_sizes: jax.Array  # int32 [experts] lines of each
+
+    @property
+    def num_used(self) -> jax.Array:
+        """int32 [] lines that belong to an expert of this chip."""
+        return jnp.sum(self.group_sizes)
+
+    def part(self, first: jax.Array, size: int) -> "ExpertLines":
+        """The `size` lines from `first` on, a multiple of it; places outside are not in [0, size)
+        or not below `num_used`."""
+        tokens = jnp.pad(self.tokens, (0, -len(self.tokens) % size))
+        stops = jnp.cumsum(self.group_sizes)
+        bounds = jnp.clip(jnp.stack([stops - self.group_sizes, stops]) - first, 0, size)
+        return ExpertLines(
+            lax.dynamic_slice_in_dim(tokens, first, size),
+            self.places - first,
+            bounds[1] - bounds[0],
+        )
+
+
+def sort_lines(experts: jax.Array, num_experts: int) -> ExpertLines:
+    """Lines for int32 experts [top_k, T] in [0, num_experts); others stand for no expert here.
+
+    By the TPU compiler's schedules a sort of so few keys costs less than to count the lines before
+    each one (docs/measurements/kernels.md). Tokens lie along lanes, where sums over other axes are
+    cheap.
+    """
+    num_tokens = experts.shape[1]
+    keys = experts.reshape(-1)
+    order = jnp.argsort(keys)
+    return ExpertLines(
+        tokens=order % num_tokens,
+        places=jnp.argsort(order).reshape(experts.shape),
+        group_sizes=jnp.sum(keys == jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32),
+    )
+
+
+def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
+    """The size of the parts for a chip that has one of `num_chips` shares of the experts."""
+    most = num_tokens * top_k
+    if num_tokens <= UNDIVIDED_TOKENS:
+        return most
+    wanted = int(most * _SPARE) // num_chips
+    return min(-(-wanted // _MULTIPLE) * _MULTIPLE, most)
+
+
+def in_parts(
+    lines: ExpertLines,
+    size: int,
+    run: Callable[[ExpertLines], jax.Array],
+    result: jax.ShapeDtypeStruct,
+) -> jax.Array:
+    """The sum of `run` over parts of `size` lines, until all lines in use had their turn."""
+    if size == len(lines.tokens):
+        return run(lines)
+    count = lines.num_used
+
+    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, total = state
+        return first + size, total + run(lines.part(first, size))
+
+    start = jnp.int32(0), jnp.zeros(result.shape, result.dtype)
+    return lax.while_loop(lambda state: state[0] < count, turn, start)[1]

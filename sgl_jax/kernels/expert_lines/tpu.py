@@ -1,0 +1,183 @@
+"""Tokens to lines and back for TPU, as products with matrices of zeros and ones; and the gates.
+
+A gather of rows takes some 14 instructions a row, however few tokens there are; the matrix unit
+multiplies a tile of lines with all of a decode step's tokens in less. Its other matrix, [lines,
+tokens], is made of the places by comparisons: tokens lie along lanes, so a place is compared with
+a tile's lines without moving anything. Tiles without a line in use are neither computed nor
+moved.
+
+A product has a term for each token, if only times zero. So that a token's NaN or infinity stays its
+own, inputs that are not finite are replaced: by 0 on the way in, since its residual keeps them, and
+by the largest number on the way out.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, ExpertLines, Gated
+from sgl_jax.kernels.expert_lines.xla import xla_add, xla_gather
+from sgl_jax.kernels.pallas_tpu import product
+from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
+
+MAX_TOKENS = UNDIVIDED_TOKENS  # products grow with the tokens, gathers do not
+TILE_LINES = 128
+MAX_WIDTH = 2048  # columns at once
+
+# The kernels' names in compiled programs.
+GATHER_NAME, GATE_NAME, ADD_NAME = "gather_expert_lines", "gate_expert_lines", "add_expert_lines"
+
+
+def tpu_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
+    """See `interface.GatherLines`."""
+    num_tokens, width = x.shape
+    if num_tokens > MAX_TOKENS:
+        return xla_gather(x, lines)
+    num_lines = len(lines.tokens)
+    tile, columns = min(TILE_LINES, num_lines), min(MAX_WIDTH, width)
+    kernel = pl.pallas_call(
+        _gather,
+        name=GATHER_NAME,
+        out_shape=jax.ShapeDtypeStruct((num_lines, width), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(width, columns), pl.cdiv(num_lines, tile)),
+            in_specs=[
+                pl.BlockSpec(lines.places.shape, lambda *_: (0, 0)),
+                pl.BlockSpec((num_tokens, columns), lambda column, _, count: (0, column)),
+            ],
+            out_specs=pl.BlockSpec((tile, columns), partial(_used_tile, tile=tile)),
+            scratch_shapes=[pltpu.VMEM((num_tokens, columns), x.dtype)],
+        ),
+        compiler_params=_OPTIONS,
+    )
+    result: jax.Array = kernel(lines.num_used[None], lines.places, x)
+    return result
+
+
+def tpu_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -> jax.Array:
+    """See `interface.GateLines`; computed in float32."""
+    num_lines, width = gate.shape
+    if lines.places.shape[1] > MAX_TOKENS:
+        return gated(gate, up)
+    tile, columns = min(TILE_LINES, num_lines), min(MAX_WIDTH, width)
+    block = pl.BlockSpec((tile, columns), partial(_used_tile, tile=tile))
+    kernel = pl.pallas_call(
+        partial(_gate, gated=gated),
+        name=GATE_NAME,
+        out_shape=jax.ShapeDtypeStruct((num_lines, width), gate.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(width, columns), pl.cdiv(num_lines, tile)),
+            in_specs=[block, block],
+            out_specs=block,
+        ),
+        compiler_params=_OPTIONS,
+    )
+    result: jax.Array = kernel(lines.num_used[None], gate, up)
+    return result
+
+
+def tpu_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
+    """See `interface.AddLines`."""
+    num_lines, width = results.shape
+    num_tokens = weights.shape[1]
+    if num_tokens > MAX_TOKENS:
+        return xla_add(results, weights, lines)
+    tile, columns = min(TILE_LINES, num_lines), min(MAX_WIDTH, width)
+    whole = pl.BlockSpec(weights.shape, lambda *_: (0, 0))
+    kernel = pl.pallas_call(
+        _add,
+        name=ADD_NAME,
+        out_shape=jax.ShapeDtypeStruct((num_tokens, width), results.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(width, columns), pl.cdiv(num_lines, tile)),
+            in_specs=[
+                whole,
+                whole,
+                pl.BlockSpec((tile, columns), partial(_used_tile, tile=tile)),
+            ],
+            out_specs=pl.BlockSpec((num_tokens, columns), lambda column, _, count: (0, column)),
+            scratch_shapes=[pltpu.VMEM((num_tokens, columns), jnp.float32)],
+        ),
+        compiler_params=_OPTIONS,
+    )
+    result: jax.Array = kernel(lines.num_used[None], lines.places, weights, results)
+    return result
+
+
+_OPTIONS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+)
+
+
+def _used_tile(column: Any, number: Any, count: Any, *, tile: int) -> Any:
+    """The block of a tile of lines; of unused ones the last used, which moves nothing."""
+    last = jnp.maximum(lax.div(count[0] - 1, jnp.int32(tile)), 0)
+    return jnp.minimum(number, last), column
+
+
+def _finite(x: Any, other: float) -> Any:
+    """x, with `other` for NaN and infinities."""
+    most = float(jnp.finfo(x.dtype).max)
+    values = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(values) <= most, values, other).astype(x.dtype)
+
+
+def _first_line(tile: int) -> Any:
+    return pl.program_id(1) * tile
+
+
+def _gather(count: Any, places: Any, x: Any, out: Any, finite: Any) -> None:
+    """places [top_k, T] and x [T, columns] into out [tile, columns]."""
+    first = _first_line(out.shape[0])
+
+    @pl.when(first == 0)
+    def _() -> None:
+        finite[...] = _finite(x[...], 0.0)
+
+    @pl.when(first < count[0])
+    def _() -> None:
+        line = first + lax.broadcasted_iota(jnp.int32, (out.shape[0], x.shape[0]), 0)
+        chosen = jnp.zeros(line.shape, jnp.float32)
+        for k in range(places.shape[0]):
+            chosen = jnp.where(places[k : k + 1] == line, 1.0, chosen)
+        out[...] = product(chosen.astype(x.dtype), finite[...], (1, 0)).astype(out.dtype)
+
+
+def _gate(count: Any, gate: Any, up: Any, out: Any, *, gated: Gated) -> None:
+    @pl.when(_first_line(out.shape[0]) < count[0])
+    def _() -> None:
+        values = gated(gate[...].astype(jnp.float32), up[...].astype(jnp.float32))
+        out[...] = values.astype(out.dtype)
+
+
+def _add(count: Any, places: Any, weights: Any, results: Any, out: Any, total: Any) -> None:
+    """results [tile, columns] times weights [top_k, T], at places [top_k, T], onto total."""
+    tile, num_tokens = results.shape[0], out.shape[0]
+    first = _first_line(tile)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when(first < count[0])
+    def _() -> None:
+        line = first + lax.broadcasted_iota(jnp.int32, (tile, num_tokens), 0)
+        shares = jnp.zeros((tile, num_tokens), jnp.float32)
+        for k in range(places.shape[0]):  # a line is one of the token's at most
+            shares = jnp.where(places[k : k + 1] == line, weights[k : k + 1], shares)
+        own = first + lax.broadcasted_iota(jnp.int32, results.shape, 0) < count[0]
+        rows = _finite(results[...], float(jnp.finfo(results.dtype).max))
+        rows = jnp.where(own, rows, 0).astype(results.dtype)
+        total[...] += product(shares.astype(rows.dtype), rows, (0, 0))
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)

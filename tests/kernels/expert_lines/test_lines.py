@@ -1,0 +1,81 @@
+"""Lines are sorted by expert, and each token finds its own; parts of them add up to all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
+from sgl_jax.kernels.expert_lines.lines import (
+    UNDIVIDED_TOKENS,
+    in_parts,
+    lines_at_once,
+    sort_lines,
+)
+
+NUM_EXPERTS = 6
+
+
+@st.composite
+def choices(draw):
+    """Experts [top_k, T] of a chip, unlike for each token; NUM_EXPERTS is another chip's."""
+    top_k, num_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    orders = st.permutations([*range(NUM_EXPERTS), *[NUM_EXPERTS] * 4])
+    one_for_all = draw(st.booleans())
+    first = draw(orders)[:top_k]
+    tokens = [first if one_for_all else draw(orders)[:top_k] for _ in range(num_tokens)]
+    return np.array(tokens, np.int32).T
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices())
+def test_places_are_those_of_a_stable_sort(experts):
+    lines = sort_lines(jnp.array(experts), NUM_EXPERTS)
+    flat = experts.reshape(-1)
+    counts = [int((flat == expert).sum()) for expert in range(NUM_EXPERTS)]
+    assert_array_equal(lines.group_sizes, counts)
+    assert lines.num_used == sum(counts)
+    lower = np.array([(flat < one).sum() for one in flat])
+    earlier = np.array([(flat[:i] == one).sum() for i, one in enumerate(flat)])
+    assert_array_equal(np.ravel(lines.places), lower + earlier)
+    token = np.broadcast_to(np.arange(experts.shape[1]), experts.shape)
+    assert_array_equal(np.asarray(lines.tokens)[lines.places], token)
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices(), st.integers(1, 5))
+def test_parts_of_any_size_add_up_to_the_whole(experts, size):
+    lines = sort_lines(jnp.array(experts), NUM_EXPERTS)
+    rng = np.random.default_rng(0)
+    num_tokens = experts.shape[1]
+    x = rng.normal(size=(num_tokens, 3)).astype(np.float32)
+    weights = rng.normal(size=experts.shape).astype(np.float32)
+    seen = []
+
+    def run(part):
+        """Tokens times the number of their line's expert, from 1 on."""
+        stops = jnp.cumsum(part.group_sizes)
+        line = jnp.arange(len(part.tokens))
+        factors = 1 + jnp.sum(line[:, None] >= stops, axis=1)
+        jax.debug.callback(lambda used: seen.append(int(used)), part.num_used)
+        gathered = XLA_MOVES.gather(jnp.array(x), part)
+        # Arbitrary from the last line in use on.
+        results = jnp.where((line < part.num_used)[:, None], gathered * factors[:, None], jnp.nan)
+        return XLA_MOVES.add(results, jnp.array(weights), part)
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total = in_parts(lines, min(size, experts.size), run, shape)
+    factors = np.where(experts < NUM_EXPERTS, experts + 1, 0)
+    expected = x * (factors * weights).sum(axis=0)[:, None]
+    np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
+    jax.effects_barrier()
+    assert sum(seen) == lines.num_used
+
+
+def test_a_chip_takes_its_share_and_half_of_it_more_at_a_time():
+    assert lines_at_once(2048, 8, num_chips=1) == 8 * 2048
+    assert lines_at_once(2048, 8, num_chips=4) == 6144
+    assert lines_at_once(2048, 8, num_chips=1024) == 64
+    assert lines_at_once(UNDIVIDED_TOKENS, 8, num_chips=4) == 8 * UNDIVIDED_TOKENS

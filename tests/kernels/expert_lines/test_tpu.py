@@ -1,0 +1,124 @@
+"""The TPU's moves of lines, simulated on the CPU, against numpy."""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
+
+from sgl_jax.kernels.expert_lines import tpu
+from sgl_jax.kernels.expert_lines.lines import sort_lines
+from sgl_jax.layers.moe import silu_gated
+from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
+from tests.quick_compilation import quick_jit
+
+TOP_K, EXPERTS = 3, 5
+SIZES = ((1, 16), (40, 16), (64, 200))  # tokens and columns
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def move(interpret):
+    @quick_jit
+    def run(x, weights, experts):
+        """Lines, their gates, and the weighted sums of lines times 2."""
+        lines = sort_lines(experts, EXPERTS)
+        with force_tpu_interpret_mode(interpret):
+            gathered = tpu.tpu_gather(x, lines)
+            gates = tpu.tpu_gate(silu_gated, gathered, gathered, lines)
+            return gathered, gates, tpu.tpu_add(gathered * 2, weights, lines)
+
+    return run
+
+
+compiled = lru_cache(move)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setattr(tpu, "TILE_LINES", 16)
+    monkeypatch.setattr(tpu, "MAX_WIDTH", 128)
+
+
+def draw_case(num_tokens, width, dtype, share, seed):
+    """Tokens, weights and experts: `share` of the choices are this chip's experts."""
+    rng = np.random.default_rng(seed)
+    experts = np.argsort(rng.random((EXPERTS, num_tokens)), axis=0)[:TOP_K]
+    experts = np.where(rng.random(experts.shape) < share, experts, EXPERTS).astype(np.int32)
+    x = rng.normal(size=(num_tokens, width)).astype(dtype)
+    return x, rng.random((TOP_K, num_tokens)).astype(np.float32), experts
+
+
+def check(case, run):
+    x, weights, experts = case
+    gathered, gates, sums = simulate(run, *case)
+    flat = experts.reshape(-1)
+    order = np.argsort(flat, kind="stable")[: (flat < EXPERTS).sum()]
+    values = np.asarray(x, np.float64)
+    lines = values[order % len(x)]
+    dtype = x.dtype
+    assert_close(gathered[: len(lines)], lines, dtype)
+    expected = lines / (1 + np.exp(-lines)) * lines
+    atol = 0.05 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(
+        np.asarray(gates[: len(lines)], np.float64), expected, rtol=0, atol=atol
+    )
+    shares = np.where(experts < EXPERTS, np.asarray(weights, np.float64), 0).sum(axis=0)
+    np.testing.assert_allclose(
+        np.asarray(sums, np.float64), 2 * values * shares[:, None], rtol=0, atol=2 * atol
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from(DTYPES),
+    st.sampled_from((0.0, 0.1, 0.5, 1.0)),
+    st.integers(0, 2**32 - 1),
+)
+def test_tokens_reach_their_lines_and_come_back(mode, size, dtype, share, seed):
+    check(draw_case(*size, dtype, share, seed), compiled(MODES[mode]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
+    x, weights, experts = draw_case(40, 16, jnp.float32, 1.0, seed=1)
+    _, _, expected = simulate(compiled(EAGER), x, weights, experts)
+    x[7] = bad
+    _, _, sums = simulate(compiled(EAGER), x, weights, experts)
+    others = np.arange(40) != 7
+    np.testing.assert_array_equal(sums[others], expected[others])
+
+
+def test_a_result_that_is_not_finite_spoils_its_own_token_alone():
+    _, weights, experts = draw_case(40, 16, jnp.float32, 1.0, seed=2)
+    lines = sort_lines(jnp.array(experts), EXPERTS)
+    results = np.ones((lines.tokens.size, 16), np.float32)
+    results[lines.places[0, 7], 3] = np.nan
+    with force_tpu_interpret_mode(EAGER):
+        sums = np.array(tpu.tpu_add(jnp.array(results), jnp.array(weights), lines))
+    assert abs(sums[7, 3]) > 1e37
+    sums[7, 3] = weights[:, 7].sum()
+    expected = np.broadcast_to(weights.sum(axis=0)[:, None], sums.shape)
+    np.testing.assert_allclose(sums, expected, atol=1e-5)
+
+
+def skip_the_last_tile(monkeypatch):
+    """Not the tile whose first line is the last in use."""
+    monkeypatch.setattr(tpu, "_first_line", lambda tile: tpu.pl.program_id(1) * tile + tile)
+
+
+def fetch_the_first_tile_only(monkeypatch):
+    monkeypatch.setattr(tpu, "_used_tile", lambda column, number, count, tile: (0, column))
+
+
+@pytest.mark.parametrize("fault", [skip_the_last_tile, fetch_the_first_tile_only])
+def test_a_seeded_fault_is_noticed(fault, monkeypatch):
+    case = draw_case(40, 16, jnp.float32, 0.5, seed=3)
+    check(case, move(EAGER))
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case, move(EAGER))

@@ -1,0 +1,206 @@
+"""Whole experts on some chips of a mesh compute the same as slices of all on each."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.kernels.expert_lines import lines as expert_lines
+from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
+from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.layers.moe import clamped_swiglu
+from tests.layers.modules import declared_shapes, declared_specs, mixture_of_experts
+from tests.models.configs import EXPERTS, read
+
+TOKENS, HIDDEN = 12, 8  # of a rank
+NUM_EXPERTS = 5
+
+
+class Layout(NamedTuple):
+    dp: int
+    tp: int
+    over_ranks: bool
+
+    @property
+    def axes(self):
+        return ("data", "tensor") if self.over_ranks else "tensor"
+
+    @property
+    def num_stored(self):
+        """Experts, and zeros after them, that the chips divide."""
+        chips = self.tp * (self.dp if self.over_ranks else 1)
+        return -(-NUM_EXPERTS // chips) * chips
+
+
+LAYOUTS = (
+    Layout(1, 4, False),
+    Layout(2, 2, False),
+    Layout(2, 1, True),
+    Layout(2, 2, True),
+)
+
+
+def weights(has_biases):
+    module = mixture_of_experts(None, norm_topk_prob=True, has_biases=has_biases)
+    rng = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda own: rng.normal(size=own.shape), declared_shapes(module))
+    return jax.tree.map(np.float32, drawn)
+
+
+def padded(params, num_stored):
+    """Rows of the experts' parameters that are split over chips, with zeros after them."""
+
+    def pad(path, array):
+        is_shared = path[0].key == "router" or [key.key for key in path] == ["down", "bias"]
+        zeros = [(0, 0 if is_shared else num_stored - NUM_EXPERTS)]
+        return np.pad(array, zeros + [(0, 0)] * (array.ndim - 1))
+
+    return jax.tree.map_with_path(pad, params)
+
+
+def run(layout, x, is_token, params, *, axes=None, simulate=False, **options):
+    """x [ranks, T, hidden] through a layer whose experts are dealt out over `axes`."""
+    num_stored = NUM_EXPERTS if axes is None else layout.num_stored
+    module = mixture_of_experts(
+        grouped_matmul_implementation("cpu", simulate=simulate),
+        norm_topk_prob=True,
+        moves=line_moves_implementation("cpu", simulate=simulate),
+        expert_axes=axes,
+        num_stored=num_stored,
+        **options,
+    )
+    graphdef = nnx.graphdef(module)
+    devices = np.array(jax.devices()[: layout.dp * layout.tp]).reshape(layout.dp, layout.tp)
+
+    def local(params, x, is_token):
+        return nnx.merge(graphdef, params)(x[0], is_token[0])[None]
+
+    call = jax.shard_map(
+        local,
+        mesh=Mesh(devices, ("data", "tensor")),
+        in_specs=(declared_specs(module), P("data"), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    return np.asarray(jax.jit(call)(padded(params, num_stored), x, is_token))
+
+
+def tokens(layout, seed=1):
+    x = np.random.default_rng(seed).normal(size=(layout.dp, TOKENS, HIDDEN)) / 4
+    return x.astype(np.float32), np.ones(x.shape[:2], bool)
+
+
+def any_tokens(x, is_token, params):
+    """Nothing special."""
+
+
+def all_to_two_experts(x, is_token, params):
+    x[:] = x[0, 0]
+
+
+def one_chips_experts_alone(x, is_token, params):
+    """The last experts' logits are lowest; experts 0 and 1 lie on the first chip."""
+    params["router"]["weight"][:] = [5, 4, -1, -2, -3]
+    x[:] = abs(x)
+
+
+def ties(x, is_token, params):
+    params["router"]["weight"][:] = 0
+
+
+def an_idle_rank(x, is_token, params):
+    is_token[-1] = False
+    x[-1] = np.nan
+
+
+def one_token(x, is_token, params):
+    is_token[:] = False
+    is_token[0, 0] = True
+
+
+CHOICES = (
+    any_tokens,
+    all_to_two_experts,
+    one_chips_experts_alone,
+    ties,
+    an_idle_rank,
+    one_token,
+)
+
+
+def check(layout, choose, *, has_biases=False, **options):
+    params = weights(has_biases)
+    x, is_token = tokens(layout)
+    choose(x, is_token, params)
+    options["has_biases"] = has_biases
+    one_chip = Layout(1, 1, over_ranks=False)
+    expected = [
+        run(one_chip, x[rank : rank + 1], is_token[rank : rank + 1], params, **options)[0]
+        for rank in range(layout.dp)
+    ]
+    actual = run(layout, x, is_token, params, axes=layout.axes, **options)
+    for own, result, wanted in zip(is_token, actual, expected, strict=True):
+        np.testing.assert_allclose(result[own], wanted[own], rtol=0, atol=1e-5)
+        assert np.isfinite(result[own]).all()
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_choice_of_the_router_gives_the_same_sums(layout, choose):
+    check(layout, choose)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, False), Layout(2, 2, True)], ids=str)
+def test_experts_with_biases(layout):
+    check(layout, any_tokens, has_biases=True, gated=partial(clamped_swiglu, limit=0.5, alpha=1.7))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_lines_in_parts_lose_no_token(choose, monkeypatch):
+    """Four chips take a part of the lines at a time, and one chip may have them all."""
+    monkeypatch.setattr(expert_lines, "UNDIVIDED_TOKENS", 0)
+    monkeypatch.setattr(expert_lines, "_MULTIPLE", 1)
+    check(Layout(2, 2, over_ranks=True), choose)
+
+
+@pytest.mark.parametrize("choose", [any_tokens, one_chips_experts_alone, an_idle_rank])
+def test_the_tpus_kernels_simulated(choose):
+    params = weights(has_biases=False)
+    layout = Layout(2, 1, over_ranks=True)
+    x, is_token = tokens(layout)
+    choose(x, is_token, params)
+    actual, expected = (
+        run(layout, x, is_token, params, axes=layout.axes, simulate=simulate)
+        for simulate in (True, False)
+    )
+    np.testing.assert_allclose(actual[is_token], expected[is_token], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dp", "tp", "allowed"), [(2, 4, "1, 4, 8"), (1, 4, "1, 4")])
+def test_other_sizes_are_refused(dp, tp, allowed):
+    with pytest.raises(ValueError, match=f"--ep-size must be one of {allowed} .*got 2"):
+        ServerArgs(dp_size=dp, tp_size=tp, ep_size=2)
+
+
+def test_a_model_without_experts_is_refused():
+    args = ServerArgs(tp_size=2, ep_size=2)
+    with pytest.raises(ValueError, match="--ep-size 2 needs a model with experts"):
+        EngineConfig.resolve(args, read(), "cpu")
+    assert EngineConfig.resolve(args, read(**EXPERTS, **MOE), "cpu").build_options.ep_size == 2
+
+
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+
+
+def test_the_shared_arrays_of_a_rank_are_whole_on_each_chip():
+    module = mixture_of_experts(None, norm_topk_prob=True, has_biases=True, expert_axes="tensor")
+    specs = declared_specs(module)
+    assert specs["gate"] == {"weight": P("tensor", None, None), "bias": P("tensor", None)}
+    assert specs["down"] == {"weight": P("tensor", None, None), "bias": P(None, None)}
