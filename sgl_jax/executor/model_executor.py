@@ -135,6 +135,7 @@ class ModelExecutor(Executor):
             "model_path": args.model_path,
             "architecture": model.architecture,
             "dtype": args.dtype,
+            "quantization": model.quantization and model.quantization.scheme_names,
             "kv_cache_dtype": cache_dtype_name(config.pool_layouts[0].dtype),
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],

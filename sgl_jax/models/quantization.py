@@ -63,6 +63,11 @@ class QuantizationConfig:
     ignored: tuple[str, ...] = ()  # patterns of matrices that are not quantized
     has_kv_scales: bool = False  # the checkpoint has scales of an 8-bit KV cache
 
+    @property
+    def scheme_names(self) -> list[str]:
+        """For people, each scheme once."""
+        return list(dict.fromkeys(rule.scheme.name for _, rule in self.rules))
+
     def rule_of(self, module: str) -> Rule | None:
         """The rule for a module by its name in the checkpoint; None: it is not quantized."""
         module = _EXPERT.sub("experts.0.", module)
