@@ -12,6 +12,8 @@ from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_dev
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
 from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory, requests_without_windows
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
+from sgl_jax.planner.quantized_products import expert_format, quantized_products
+from sgl_jax.planner.quantized_time import conversion_bundles
 from sgl_jax.planner.step_time import StepTime, estimate_step
 from sgl_jax.planner.topology import topology_mesh
 
@@ -151,6 +153,7 @@ def device_bytes(
             if own.initial in ("normal", "values"):
                 numbers += gathered * math.prod(own.array.sharding.shard_shape(own.array.shape))
     layout = engine.config.state_layout
+    format_of_experts = expert_format(engine.placed)
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
         layer_and_head_numbers=numbers,
@@ -160,6 +163,8 @@ def device_bytes(
         kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
+        quantized=quantized_products(engine.placed, request.args.tp_size),
+        expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
         expert_devices=request.args.ep_size,
         expert_ranks=request.args.dp_size if request.args.ep_size > request.args.tp_size else 1,
     )

@@ -19,6 +19,7 @@ from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.qkv_heads import block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
+from sgl_jax.planner.quantized_products import QuantizedProduct
 from sgl_jax.planner.topology import Chip
 
 
@@ -46,6 +47,8 @@ class DeviceBytes:
     tp_size: int  # devices that share the heads, and each expert if `expert_devices` is 1
     expert_devices: int = 1  # that whole experts are dealt out to
     expert_ranks: int = 1  # whose tokens these experts serve
+    quantized: tuple[QuantizedProduct, ...] = ()  # some of the layers' weights
+    expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 
 
@@ -164,6 +167,7 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
         bundles.any
         + bundles.per_matrix_mib * weights * 2 / 2**20
         + bundles.per_gflop * 2 * tile * weights / 1e9
+        + memory.expert_conversion * weights / 2**20
     )
     return KernelTime(
         hbm_s=(memory.expert_bytes * touched + line_bytes) / chip.hbm_bytes_per_s,

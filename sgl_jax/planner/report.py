@@ -16,8 +16,10 @@ from sgl_jax.planner.step_time import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
-    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + heads + attention + "
-    "recurrences + experts + their lines + exposed collectives",
+    "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
+    "heads + attention + recurrences + experts + their lines + exposed collectives",
+    "quantized products, where a kernel makes them = bytes of weights / HBM bandwidth, or the "
+    "kernel's instructions, if those are more",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
@@ -146,12 +148,13 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
     time = step.time
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = ""
+    quantized = f"quantized products {_ms(time.quantized_s)}, " if time.quantized_s else ""
     if time.experts_s:
         experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""
     return [
         f"{title} of {step.tokens:,} tokens: {_ms(time.total_s)}, bound by {time.bound}",
-        f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {heads}"
+        f"  program {_ms(time.program_s)} (weights alone {_ms(time.weights_s)}), {quantized}{heads}"
         f"attention {_ms(time.attention_s)}, {states}{experts}"
         f"collectives {_ms(time.collectives_s)}, exposed {_ms(time.exposed_s)}",
         *[f"  {_collective(collective)}" for collective in _alike(step.cost.collectives)],

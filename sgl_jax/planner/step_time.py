@@ -21,6 +21,7 @@ from sgl_jax.planner.kernel_time import (
     recurrences_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
+from sgl_jax.planner.quantized_time import quantized_time
 from sgl_jax.planner.topology import Chip
 
 # From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
@@ -41,6 +42,7 @@ class StepTime:
     recurrences_s: float
     experts_s: float
     lines_s: float  # bringing tokens to their experts' lines and back
+    quantized_s: float  # products with quantized matrices, where a kernel makes them
     collectives_s: float  # transfers
     exposed_s: float  # of these, the time with nothing else to compute
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
@@ -56,9 +58,10 @@ def estimate_step(
 ) -> StepTime:
     """Put one step's time together; `num_tokens` are of the program's shape, padding included."""
     program = cost.estimated_cycles / chip.clock_hz
+    products = quantized_time(memory.quantized, num_tokens, chip)
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     flops = 2 * work.tokens * memory.layer_and_head_numbers
-    fused = max(program, weights)
+    fused = max(program, weights - products.hbm_s)
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
@@ -70,10 +73,11 @@ def estimate_step(
     if kernel:
         sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
-    total = fused + heads + attention.total_s + recurrences.total_s + experts.total_s + lines
+    kernels = (attention, recurrences, experts, products)
+    total = fused + heads + lines + sum(kernel.total_s for kernel in kernels)
     waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
-    for part in (attention, recurrences, experts):
+    for part in kernels:
         waits[part.bound] += part.total_s
     return StepTime(
         total_s=total + exposed,
@@ -84,6 +88,7 @@ def estimate_step(
         recurrences_s=recurrences.total_s,
         experts_s=experts.total_s,
         lines_s=lines,
+        quantized_s=products.total_s,
         collectives_s=collectives,
         exposed_s=exposed,
         bound=max(waits, key=lambda name: waits[name]),

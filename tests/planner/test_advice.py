@@ -35,6 +35,7 @@ def plan_of(*words, concurrency=256, exposed_s=0.0):
         recurrences_s=0.0,
         experts_s=0.0,
         lines_s=0.0,
+        quantized_s=0.0,
         collectives_s=exposed_s,
         exposed_s=exposed_s,
         bound="HBM",

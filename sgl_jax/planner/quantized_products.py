@@ -1,0 +1,53 @@
+"""The quantized matrices of a model, as one device has them."""
+
+from typing import NamedTuple
+
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from sgl_jax.core.quantization import Scheme, WeightFormat
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
+from sgl_jax.models.placement import PlacedModel
+
+
+class QuantizedProduct(NamedTuple):
+    """Matrices of equal shape, as one device has them."""
+
+    scheme: Scheme
+    num_layers: int
+    inputs: int
+    groups: int
+    outputs: int
+    num_bytes: int  # of one layer
+
+
+def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProduct, ...]:
+    """All quantized matrices of a model but its experts'."""
+    products = []
+    for path, node in nnx.iter_graph(placed.model):
+        if isinstance(node, QuantizedMatrix):
+            names = tuple(map(str, path))
+            values, scales = (placed.declared[*names, part] for part in ("values", "scales"))
+            num_layers, inputs, outputs = _on_device(values.array.shape, values.spec, tp_size)
+            groups = _on_device(scales.array.shape, scales.spec, tp_size)[1]
+            bits = 4 if node.scheme.weight in ("int4", "mxfp4") else 8
+            size = inputs * outputs * bits // 8 + groups * outputs * scales.array.dtype.itemsize
+            products.append(
+                QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size)
+            )
+    return tuple(products)
+
+
+def _on_device(shape: tuple[int, ...], spec: P, tp_size: int) -> tuple[int, ...]:
+    """One chip's part of an array of a rank, before ranks share it."""
+    return tuple(
+        size // tp_size if axes == TENSOR_AXIS else size
+        for size, axes in zip(shape, spec, strict=True)
+    )
+
+
+def expert_format(placed: PlacedModel) -> WeightFormat | None:
+    """The format of the experts' values; None if they are floats, or there are none."""
+    found = (own.weight for _, own in nnx.iter_graph(placed.model) if type(own) is QuantizedExperts)
+    return next(found, None)

@@ -1,0 +1,76 @@
+"""The time of products with quantized matrices, where a kernel makes them.
+
+Where XLA does, the compiler's cycles of the program include them.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sgl_jax.kernels.quantized_matmul.tpu import VALUES_NAME, kernel_of
+from sgl_jax.planner.kernel_time import KernelTime
+from sgl_jax.planner.quantized_products import QuantizedProduct
+from sgl_jax.planner.topology import Chip
+
+_MI = 2**20
+
+
+class ProductBundles(NamedTuple):
+    """Instructions for 2**20 values of a matrix, by their format."""
+
+    per_token: float  # multiplied as numbers
+    per_token_as_values: Mapping[str, float]  # multiplied as they are
+    conversion: Mapping[str, int]  # of values to scaled numbers
+
+
+# From schedules of 5,120 inputs by 384 outputs with 128 and 512 tokens, in groups of 128, and of
+# 8,192 by 896 with 512; MXFP4 from visits of the grouped product. An int8 takes as long as an int4.
+PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
+    {
+        "TPU v5 lite": ProductBundles(
+            12.3,
+            {"int8": 6.75, "fp8": 13.1},
+            {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
+        ),
+        "TPU v6 lite": ProductBundles(
+            4.95,
+            {"int8": 2.38, "fp8": 4.67},
+            {"int8": 411, "int4": 411, "fp8": 2197, "mxfp4": 1300},
+        ),
+        "TPU v5": ProductBundles(
+            12.3,
+            {"int8": 6.77, "fp8": 13.2},
+            {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
+        ),
+        "TPU7x": ProductBundles(
+            2.69,
+            {"int8": 2.67, "fp8": 1.15},
+            {"int8": 534, "int4": 534, "fp8": 548, "mxfp4": 3600},
+        ),
+    }
+)
+
+
+def conversion_bundles(weight: str | None, chip: Chip) -> int:
+    """Instructions that turn 2**20 values into numbers; None: they are numbers."""
+    return 0 if weight is None else PRODUCT_BUNDLES[chip.device_kind].conversion[weight]
+
+
+def quantized_time(
+    products: tuple[QuantizedProduct, ...], num_tokens: int, chip: Chip
+) -> KernelTime:
+    """The time of the kernels in a step of `num_tokens`, padding included."""
+    num_bytes = cycles = 0.0
+    for own in products:
+        if kernel_of(own.scheme, num_tokens, own.inputs, own.groups) is not None:
+            num_bytes += own.num_layers * own.num_bytes
+            cycles += own.num_layers * _cycles(own, num_tokens, chip)
+    return KernelTime(num_bytes / chip.hbm_bytes_per_s, cycles / chip.clock_hz, feeds_mxu=True)
+
+
+def _cycles(own: QuantizedProduct, num_tokens: int, chip: Chip) -> float:
+    bundles = PRODUCT_BUNDLES[chip.device_kind]
+    values = own.inputs * own.outputs / _MI
+    if kernel_of(own.scheme, num_tokens, own.inputs, own.groups) == VALUES_NAME:
+        return values * num_tokens * bundles.per_token_as_values[own.scheme.weight]
+    return values * (bundles.conversion[own.scheme.weight] + num_tokens * bundles.per_token)
