@@ -47,7 +47,7 @@ from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBa
 from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta  # noqa: E402
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS, prefill_gated_delta  # noqa: E402
-from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices  # noqa: E402
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices  # noqa: E402
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul  # noqa: E402
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads  # noqa: E402
 from sgl_jax.kernels.tpu_chip import tile_slots  # noqa: E402

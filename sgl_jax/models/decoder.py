@@ -24,7 +24,8 @@ from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul, cpu_quantized_matmul
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
+from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet

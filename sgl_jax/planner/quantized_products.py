@@ -20,6 +20,7 @@ class QuantizedProduct(NamedTuple):
     groups: int
     outputs: int
     num_bytes: int  # of one layer
+    shares_activations: bool = False  # another product has quantized them already
 
 
 def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProduct, ...]:
@@ -33,8 +34,9 @@ def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProd
             groups = _on_device(scales.array.shape, scales.spec, tp_size)[1]
             bits = 4 if node.scheme.weight in ("int4", "mxfp4") else 8
             size = inputs * outputs * bits // 8 + groups * outputs * scales.array.dtype.itemsize
+            is_second = names[-2] == "up"  # after "gate"
             products.append(
-                QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size)
+                QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size, is_second)
             )
     return tuple(products)
 

@@ -1,6 +1,6 @@
-"""The time of products with quantized matrices, where a kernel makes them.
+"""The time of the kernels of products with quantized matrices.
 
-Where XLA does, the compiler's cycles of the program include them.
+The compiler's cycles of the program include the products that XLA makes.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ class ProductBundles(NamedTuple):
 
     per_token: float  # multiplied as numbers
     per_token_as_values: Mapping[str, float]  # multiplied as they are
+    activations: float  # that 2**10 activations are quantized with
     conversion: Mapping[str, int]  # of values to scaled numbers
 
 
@@ -30,21 +31,25 @@ PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
         "TPU v5 lite": ProductBundles(
             12.3,
             {"int8": 6.75, "fp8": 13.1},
+            3.05,
             {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
         ),
         "TPU v6 lite": ProductBundles(
             4.95,
             {"int8": 2.38, "fp8": 4.67},
+            2.84,
             {"int8": 411, "int4": 411, "fp8": 2197, "mxfp4": 1300},
         ),
         "TPU v5": ProductBundles(
             12.3,
             {"int8": 6.77, "fp8": 13.2},
+            3.10,
             {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
         ),
         "TPU7x": ProductBundles(
             2.69,
             {"int8": 2.67, "fp8": 1.15},
+            1.55,
             {"int8": 534, "int4": 534, "fp8": 548, "mxfp4": 3600},
         ),
     }
@@ -72,5 +77,7 @@ def _cycles(own: QuantizedProduct, num_tokens: int, chip: Chip) -> float:
     bundles = PRODUCT_BUNDLES[chip.device_kind]
     values = own.inputs * own.outputs / _MI
     if kernel_of(own.scheme, num_tokens, own.inputs, own.groups) == VALUES_NAME:
-        return values * num_tokens * bundles.per_token_as_values[own.scheme.weight]
+        quantized = 0 if own.shares_activations else num_tokens * own.inputs / 2**10
+        multiplied = values * num_tokens * bundles.per_token_as_values[own.scheme.weight]
+        return multiplied + quantized * bundles.activations
     return values * (bundles.conversion[own.scheme.weight] + num_tokens * bundles.per_token)

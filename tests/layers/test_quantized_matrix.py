@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import blocked_grouped_matmul
-from sgl_jax.kernels.quantized_matmul.interface import xla_quantized_matmul
+from sgl_jax.kernels.quantized_matmul.xla import xla_quantized_matmul
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.quantized_matrix import Quantized
 from sgl_jax.layers.sources import Tensor

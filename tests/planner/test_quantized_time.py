@@ -37,7 +37,11 @@ def test_values_are_converted_once_and_multiplied_with_each_token():
 
 def test_activations_of_8_bits_need_no_conversion():
     found = quantized_time((product(Scheme("int8", activation="int8")),), 2048, V6E)
-    assert found.instructions_s == pytest.approx(4 * 8 * 2.38 * 2048 / V6E.clock_hz)
+    second = product(Scheme("int8", activation="int8"))._replace(shares_activations=True)
+    multiplied = 4 * 8 * 2.38 * 2048 / V6E.clock_hz
+    assert quantized_time((second,), 2048, V6E).instructions_s == pytest.approx(multiplied)
+    quantized = 4 * 4096 * 2 * 2.84 / V6E.clock_hz
+    assert found.instructions_s == pytest.approx(multiplied + quantized)
 
 
 def test_products_of_xla_are_in_the_program():

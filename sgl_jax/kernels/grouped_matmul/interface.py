@@ -3,45 +3,15 @@
 Every implementation has the signature of `GroupedMatmul`.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
-from sgl_jax.core.quantization import WeightFormat
-from sgl_jax.kernels.quantized_matmul.numbers import dequantized
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 
 BLOCK_LINES = 32  # of a CPU's loops, whose cost follows the lines and groups in use
-
-
-class GroupMatrices(NamedTuple):
-    """A matrix for each group and layer, as floats or quantized: one chip's part.
-
-    A matrix lies as [k, m] or, with `transposed` products, as [m, k]; along k its scales lie for
-    groups of inputs.
-    """
-
-    values: jax.Array  # [layers, groups, k, m]
-    scales: jax.Array | None = None  # [layers, groups, inputs' groups, m]; None: floats
-    zero_points: jax.Array | None = None  # as scales
-    weight: WeightFormat | None = None  # None: floats
-
-    def numbers(
-        self, layer: jax.Array, group: jax.Array | slice, dtype: DTypeLike, *, transposed: bool
-    ) -> jax.Array:
-        """One matrix as numbers of `dtype`, or all of a layer if `group` is a slice."""
-        if self.weight is None or self.scales is None:
-            return self.values[layer, group]
-
-        def own(part: jax.Array) -> jax.Array:
-            part = part[layer, group]
-            return part.swapaxes(-2, -1) if transposed else part
-
-        zero_points = None if self.zero_points is None else own(self.zero_points)
-        numbers = dequantized(own(self.values), own(self.scales), zero_points, self.weight, dtype)
-        return numbers.swapaxes(-2, -1) if transposed else numbers
 
 
 class GroupedMatmul(Protocol):

@@ -20,14 +20,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.core.quantization import Scheme, WeightFormat
+from sgl_jax.core.quantization import ActivationFormat, Scheme, WeightFormat
 from sgl_jax.kernels.pallas_tpu import product
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, xla_quantized_matmul
-from sgl_jax.kernels.quantized_matmul.numbers import dequantized, quantize_activations
+from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.numbers import (
+    dequantized,
+    quantize_activations,
+    value_dtype,
+)
+from sgl_jax.kernels.quantized_matmul.xla import xla_quantized_matmul
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
-# Of the kernels, in compiled programs.
+# The kernels' names in compiled programs.
 NUMBERS_NAME, VALUES_NAME = "quantized_matmul_numbers", "quantized_matmul_values"
+QUANTIZE_NAME = "quantize_activations"
 MAX_CONVERTED_TOKENS = 256  # for which the kernel is faster than XLA, without groups
 _SUBLANES = 16  # rows of a tile of two bytes a number
 _MAX_TOKENS = 512  # of a tile
@@ -162,6 +168,39 @@ def _multiply_numbers(
     return result
 
 
+def _quantize(
+    x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize_activations` in one pass: XLA reads x twice, and packs values slowly."""
+    num_tokens, inputs = x.shape
+    if scale is not None:
+        values, _ = quantize_activations(x, activation, scale)
+        return values, jnp.broadcast_to(scale, (num_tokens, 1))
+    tokens = min(num_tokens, max(_MAX_VALUES // 8 // inputs // _SUBLANES, 1) * _SUBLANES)
+
+    def kernel(x: Any, values: Any, scales: Any) -> None:
+        values[...], scales[...] = quantize_activations(x[...], activation, None)
+
+    found: tuple[jax.Array, jax.Array] = pl.pallas_call(
+        kernel,
+        name=QUANTIZE_NAME,
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, value_dtype(activation)),
+            jax.ShapeDtypeStruct((num_tokens, 1), jnp.float32),
+        ),
+        grid=(pl.cdiv(num_tokens, tokens),),
+        in_specs=[pl.BlockSpec((tokens, inputs), lambda t: (t, 0))],
+        out_specs=(
+            pl.BlockSpec((tokens, inputs), lambda t: (t, 0)),
+            pl.BlockSpec((tokens, 1), lambda t: (t, 0)),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+    )(x)
+    return found
+
+
 def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, out: Any) -> None:
     """Activations [tokens, inputs] times values [1, inputs, width], scaled, into out."""
     is_int = values.dtype == jnp.int8
@@ -177,15 +216,14 @@ def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, 
 def _multiply_values(
     x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
 ) -> jax.Array:
-    """XLA quantizes activations, once for all products that read them."""
+    """Equal calls of `_quantize` are one in a program: products share their activations' values."""
     assert scheme.activation is not None
     num_tokens, inputs = x.shape
     outputs = matrices.scales.shape[2]
     input_scale = None
     if matrices.input_scale is not None:
         input_scale = lax.dynamic_index_in_dim(matrices.input_scale, layer, keepdims=False)
-    x_values, x_scales = quantize_activations(x, scheme.activation, input_scale)
-    x_scales = jnp.broadcast_to(x_scales.reshape(-1, 1), (num_tokens, 1))
+    x_values, x_scales = _quantize(x, scheme.activation, input_scale)
     tokens, width = min(num_tokens, _MAX_TOKENS), _width(_MAX_VALUES // inputs, outputs)
     kernel = pl.pallas_call(
         _values_kernel,

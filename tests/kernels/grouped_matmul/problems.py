@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 
 LAYERS, LAYER = 3, 1
 

@@ -7,11 +7,11 @@ import pytest
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import (
-    GroupMatrices,
     blocked_grouped_matmul,
     grouped_matmul_implementation,
     ragged_grouped_matmul,
 )
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
 from tests.kernels.grouped_matmul.problems import Case, Program, build, expected
 from tests.kernels.quantized_matmul.problems import LAYER as DRAWN_LAYER

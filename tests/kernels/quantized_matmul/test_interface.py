@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.quantized_matmul.interface import (
-    cpu_quantized_matmul,
-    quantized_matmul_implementation,
-    xla_quantized_matmul,
-)
+from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
 from tests.kernels.quantized_matmul.problems import LAYER, draw, expected
 
 SCHEMES = [
