@@ -236,22 +236,21 @@ class RecurrenceBundles(NamedTuple):
     decode_token: int  # independent of the heads
     decode_head: float  # of a token, for each value head
     turn: int  # of a chunk, for each of the turns that its heads take
-    turn_head: int  # of a chunk, for each value head
+    turn_head: int  # of a chunk, for each value head, with its ordering
     conv_token: int  # independent of the channels
     conv_channels: float  # of a token, for 128 channels
 
 
-# Lines through the schedules with 32 and with 4 value heads.
+# Lines through the schedules with 32 value heads, two turns, and with 4. A chunk's loops of some
+# hundred bundles are left out.
 RECURRENCE_BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
     {
-        "TPU v5 lite": RecurrenceBundles(156, 75.6, 1987, 278, 147, 2.7),
-        "TPU v6 lite": RecurrenceBundles(192, 70.7, 2220, 216, 140, 1.5),
-        "TPU v5": RecurrenceBundles(150, 75.6, 1933, 286, 141, 2.7),
-        "TPU7x": RecurrenceBundles(195, 71.1, 1516, 246, 135, 1.5),
+        "TPU v5 lite": RecurrenceBundles(156, 75.6, 2213, 147, 147, 2.7),
+        "TPU v6 lite": RecurrenceBundles(192, 70.7, 2491, 93, 140, 1.5),
+        "TPU v5": RecurrenceBundles(150, 75.6, 2200, 150, 141, 2.7),
+        "TPU7x": RecurrenceBundles(195, 71.1, 1803, 125, 135, 1.5),
     }
 )
-# Ordering a chunk by head and spreading its decays, for each value head; counted for a v6e.
-_ORDERING = 92
 
 
 def recurrences_time(
@@ -267,7 +266,7 @@ def recurrences_time(
     of_token = count.conv_token + count.conv_channels * (channels / memory.tp_size) / LANES
     if work.is_prefill:
         turns = max(heads / VALUE_HEADS, 1)
-        of_chunk = turns * count.turn + heads * (count.turn_head + _ORDERING)
+        of_chunk = turns * count.turn + heads * count.turn_head
         of_token += of_chunk / CHUNK_TOKENS
     else:
         of_token += count.decode_token + count.decode_head * heads

@@ -13,8 +13,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     quantize_activations,
 )
 
-# Inputs that a CPU converts at once: their numbers stay in its cache until they are multiplied.
-_CPU_BLOCK_INPUTS = 128
+_CPU_BLOCK = 1024  # inputs that a CPU converts at once: their numbers stay in its cache
 
 
 def xla_quantized_matmul(
@@ -43,26 +42,35 @@ def cpu_quantized_matmul(
     if scheme.activation is not None:
         return _quantized_product(x, own, scheme)
     inputs, groups = x.shape[1], len(own.scales)
-    size = inputs // groups if groups > 1 else _CPU_BLOCK_INPUTS
-    if inputs % size:
-        return xla_quantized_matmul(x, matrices, layer, scheme)
+    size = _block_inputs(inputs, inputs // groups if groups > 1 else 1)
+    own_groups = max(size * groups // inputs, 1)
+    scales_sums = groups == 1 and own.zero_points is None  # and not each number
 
     def add_block(block: jax.Array, sums: jax.Array) -> jax.Array:
+        first = block * own_groups if groups > 1 else 0
+
+        def of_block(part: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(part, first, own_groups)
+
         values = lax.dynamic_slice_in_dim(own.values, block * size, size)
-        numbers = as_numbers(values, scheme.weight, x.dtype)
-        if own.zero_points is not None:
-            group = block if groups > 1 else 0
-            numbers = numbers - own.zero_points[group].astype(x.dtype)
-        product = _float32_product(lax.dynamic_slice_in_dim(x, block * size, size, 1), numbers)
-        if groups > 1:
-            product = product * as_scales(own.scales[block], jnp.float32)
-        return sums + product
+        if scales_sums:
+            numbers = as_numbers(values, scheme.weight, x.dtype)
+        else:
+            zero_points = None if own.zero_points is None else of_block(own.zero_points)
+            numbers = dequantized(values, of_block(own.scales), zero_points, scheme.weight, x.dtype)
+        return sums + _float32_product(lax.dynamic_slice_in_dim(x, block * size, size, 1), numbers)
 
     zeros = jnp.zeros((len(x), own.values.shape[1]), jnp.float32)
     sums = lax.fori_loop(0, inputs // size, add_block, zeros)
-    if groups == 1:
+    if scales_sums:
         sums = sums * as_scales(own.scales, jnp.float32)
     return sums.astype(x.dtype)
+
+
+def _block_inputs(inputs: int, group: int) -> int:
+    """The most inputs, in whole groups, that a CPU converts at once and that divide `inputs`."""
+    sizes = range(group, inputs + 1, group)
+    return max(size for size in sizes if inputs % size == 0 and size <= max(_CPU_BLOCK, group))
 
 
 def _float32_product(x: jax.Array, numbers: jax.Array) -> jax.Array:

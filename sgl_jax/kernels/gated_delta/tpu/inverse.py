@@ -1,104 +1,101 @@
-"""Inverses of the triangular systems of a chunk of the gated delta rule, as products of matrices.
+"""Inverses of the triangular systems of a chunk of the gated delta rule.
 
-Each is made by halves, all blocks of a size at once. Two systems side by side fill a row of lanes.
+Two systems side by side fill a row of lanes. Small blocks on the diagonals are inverted by
+substitution in float32, row by row and all of them at once, by the vector unit, where a row waits
+for little. They grow by products of matrices.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.shared import row_and_column
-from sgl_jax.kernels.pallas_tpu import product
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.pallas_tpu import bfloat16_parts, product
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
+SUBSTITUTED = SUBLANES  # rows of a block that is inverted by substitution: a register
 
 
-def inverses(systems: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """The inverses of I + tril(system, -1), each float32 [C, C], by products of `dtype`."""
-    result = []
-    pairs = [
-        jnp.concatenate(systems[i : i + SIDE_BY_SIDE], axis=1)
-        for i in range(0, len(systems), SIDE_BY_SIDE)
-    ]
-    for pair in _inverse(pairs, dtype):
-        width = pair.shape[1]
-        result += [pair[:, i : i + CHUNK_TOKENS] for i in range(0, width, CHUNK_TOKENS)]
+def inverses(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+    """The inverses of I + tril(system, -1) of two systems [C, C] side by side, float32 [C, 2 * C].
+
+    Blocks of a size lie side by side, [size, 128]. The inverse of [[A, 0], [B, D]] is
+    [[A', 0], [-D' B A', D']] with the inverses A', D' of A and D; the products are of `dtype`. A
+    series of powers of the system would cancel where keys are alike.
+    """
+    blocks, size = _substituted(pairs), SUBSTITUTED
+    while size < CHUNK_TOKENS:
+        inner = [
+            _with_exact_left(_below(pair, size), _placed(own, 0, dtype))
+            for pair, own in zip(pairs, blocks, strict=True)
+        ]
+        below = [
+            product(own.astype(dtype), _placed(part, 1, dtype), (1, 0))
+            for own, part in zip(blocks, inner, strict=True)
+        ]
+        is_first = (row_and_column((size, LANES))[1] & size) == 0
+        blocks = [
+            jnp.concatenate([jnp.where(is_first, own, 0), jnp.where(is_first, -part, own)], axis=0)
+            for own, part in zip(blocks, below, strict=True)
+        ]
+        size *= 2
+    return blocks
+
+
+def _with_exact_left(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The product with a matrix of bfloat16 or float32, for which `left` is not rounded.
+
+    Where keys are alike and little is forgotten, a system's numbers cancel each other here, and
+    their rounding would not. More rows cost little beside the weights.
+    """
+    if right.dtype == jnp.float32:
+        return product(left, right, (1, 0))
+    both = product(jnp.concatenate(bfloat16_parts(left, 2), axis=0), right, (1, 0))
+    return both[: left.shape[0]] + both[left.shape[0] :]
+
+
+def _below(pair: jax.Array, size: int) -> jax.Array:
+    """[size, 128]: in each first block's columns, the block below it."""
+    return _blocks(pair, 2 * size)[size:]
+
+
+def _blocks(pair: jax.Array, size: int) -> jax.Array:
+    """The blocks on the diagonals of two systems, side by side [size, 128]."""
+    column = row_and_column((size, LANES))[1] & (CHUNK_TOKENS - 1)
+    result = pair[:size]
+    for first in range(size, CHUNK_TOKENS, size):
+        result = jnp.where(column < first, result, pair[first : first + size])
     return result
 
 
-def _inverse(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """`inverses` of one or two matrices side by side, [C, C] or [C, 2 * C].
+def _placed(blocks: jax.Array, half: int, dtype: jnp.dtype) -> jax.Array:
+    """[128, 128] of `dtype` with every second of the blocks [size, 128] in its own columns; in its
+    own rows for `half` 0, and in those of the block after it for 1."""
+    size = blocks.shape[0]
+    words = pltpu.bitcast(blocks.astype(dtype), jnp.int32)
+    block_of_lane = row_and_column(words.shape)[1] // size
+    parts = [jnp.zeros_like(words)] * (LANES // size)
+    for place in range(half, len(parts), 2):
+        parts[place] = jnp.where(block_of_lane == place - half, words, 0)
+    return pltpu.bitcast(jnp.concatenate(parts, axis=0), dtype)
 
-    By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']] with the inverses A', D'
-    of A and D. A series of powers of the system would cancel where keys are alike.
+
+def _substituted(pairs: list[jax.Array]) -> list[jax.Array]:
+    """The inverses of the smallest blocks on the diagonals, side by side, of each two systems.
+
+    Registers that are permuted alike follow each other: the pattern is loaded once.
     """
-    masks = [_Halves.of(pair.shape) for pair in pairs]
-    result = [
-        mask.identity - jnp.where(mask.below(1), pair, 0)
-        for mask, pair in zip(masks, pairs, strict=True)
-    ]
-    size = 2
-    while size < CHUNK_TOKENS:
-        below = [
-            _side_by_side(jnp.where(mask.below(size), pair, 0), inverse, dtype)
-            for mask, pair, inverse in zip(masks, pairs, result, strict=True)
-        ]
+    row, lane = row_and_column((SUBSTITUTED, LANES))
+    column = lane & (SUBSTITUTED - 1)
+    lower = [jnp.where(column < row, _blocks(pair, SUBSTITUTED), 0) for pair in pairs]
+    result = [(column == row).astype(jnp.float32) for _ in pairs]
+    for solved in range(SUBSTITUTED - 1):
+        # A column of each block, in all lanes of the block.
+        factors = [jnp.take_along_axis(own, lane - column + solved, axis=1) for own in lower]
         result = [
-            inverse - _side_by_side(inverse, part, dtype)
-            for inverse, part in zip(result, below, strict=True)
+            own - factor * own[solved : solved + 1]
+            for own, factor in zip(result, factors, strict=True)
         ]
-        size *= 2
-    if dtype == jnp.float32:
-        return result
-    # Products of bfloat16 leave errors of some thousandths; a step of Newton's method squares them.
-    return [
-        inverse + _side_by_side(inverse, _residual(mask, pair, inverse), dtype)
-        for mask, pair, inverse in zip(masks, pairs, result, strict=True)
-    ]
-
-
-def _residual(mask: "_Halves", pair: jax.Array, inverse: jax.Array) -> jax.Array:
-    """I - (I + L) inverse of each system's part L below the diagonal."""
-    lower = jnp.where(mask.column < mask.row, pair, 0)
-    upper_bits, inverse_bits = (x.astype(jnp.bfloat16) for x in (lower, inverse))
-    known = _side_by_side(upper_bits, inverse_bits, jnp.bfloat16)
-    for left, right in (
-        (lower - upper_bits.astype(jnp.float32), inverse),
-        (lower, inverse - inverse_bits.astype(jnp.float32)),
-    ):
-        known += _side_by_side(left, right, jnp.bfloat16)
-    return mask.identity - inverse - known
-
-
-class _Halves(NamedTuple):
-    """Row and column of each element of matrices that lie side by side."""
-
-    row: jax.Array
-    column: jax.Array  # of its own matrix
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...]) -> "_Halves":
-        row, column = row_and_column(shape)
-        return cls(row, column & (CHUNK_TOKENS - 1))
-
-    @property
-    def identity(self) -> jax.Array:
-        return (self.row == self.column).astype(jnp.float32)
-
-    def below(self, size: int) -> jax.Array:
-        """The lower left blocks of blocks of twice this size on the diagonal."""
-        row, column = self.row & -size, self.column & -size
-        return ((row & size) != 0) & (column == row - size)
-
-
-def _side_by_side(left: jax.Array, right: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The product of each matrix of `left` [C, C or 2 * C] with the one at its place in `right`."""
-    width = left.shape[1]
-    if width > CHUNK_TOKENS:
-        row, column = row_and_column((width, width))
-        is_own = (row & CHUNK_TOKENS) == (column & CHUNK_TOKENS)
-        right = jnp.where(is_own, jnp.concatenate([right] * SIDE_BY_SIDE, axis=0), 0)
-    return product(left.astype(dtype), right.astype(dtype), (1, 0))
+    return result

@@ -1,9 +1,9 @@
 """The gated delta rule of prefill rows on TPU: chunk by chunk, as products of matrices.
 
 Within a chunk, a token's change of the state depends on the changes of the tokens before it: a
-triangular system of 64 equations for each value head. Its inverse is made by halves, all blocks of
-a size at once (`inverse.py`), by products of whole matrices, and two heads side by side fill a row
-of lanes. Each product waits for the one before, so several heads take turns.
+triangular system of 64 equations for each value head, whose inverse is made by blocks
+(`inverse.py`). Two heads side by side fill a row of lanes. Each product waits for the one before,
+so several pairs of heads take turns.
 
 Grid: none. One program takes the chunks in turn.
 
@@ -12,9 +12,7 @@ Buffers, with C = 64, and a state [Hv, 128, 128]:
     q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
     states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
     by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
-    gates_by_head         [Hv, C, 128]         float32, of each: in all lanes the log of a token's
-                                               decay, its sums since the chunk began and until it
-                                               ends, and beta
+    gates by head         see `by_head.py`
 
 DMAs of chunk c: start the inputs of chunk c + 1, with the state that it starts from if that is in a
 slot; wait for its own inputs; wait until the results of chunk c - 2 are in memory; start its own.
@@ -31,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
-from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
+from sgl_jax.kernels.gated_delta.tpu.by_head import ChunkByHead
+from sgl_jax.kernels.gated_delta.tpu.inverse import SIDE_BY_SIDE, inverses
 from sgl_jax.kernels.gated_delta.tpu.shared import (
     Buffers,
     DeltaArrays,
@@ -39,12 +38,12 @@ from sgl_jax.kernels.gated_delta.tpu.shared import (
     row_and_column,
     unit,
 )
-from sgl_jax.kernels.pallas_tpu import bfloat16_parts, call, for_each_run, product, start, wait
+from sgl_jax.kernels.pallas_tpu import call, for_each_run, product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
 RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
 TURNED_TOKENS = 32  # ordered by head at once
-VALUE_HEADS = 16  # computed at once
+VALUE_HEADS = 16
 NEVER = -1e30  # a logarithm of a decay: exp of it is zero
 
 
@@ -62,23 +61,11 @@ class _Chunks(NamedTuple):
         return self.starts[chunk + 1] - self.starts[chunk]
 
 
-class _ByHead(NamedTuple):
-    """A chunk in vector memory, float32."""
-
-    q: Any  # [Hk, C, 128]
-    k: Any  # [Hk, C, 128]
-    v: Any  # [Hv, C, 128] values, then outputs
-    decay: Any  # [Hv, C, 128]
-    since: Any  # [Hv, C, 128]
-    until: Any  # [Hv, C, 128]
-    beta: Any  # [Hv, C, 128]
-
-
 class _Kernel(NamedTuple):
     chunks: _Chunks
     hbm: DeltaArrays  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
     buffers: Buffers
-    by_head: _ByHead
+    by_head: ChunkByHead
     sems: Semaphores
 
     @property
@@ -108,9 +95,6 @@ def prefill_gated_delta(
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
     hbm = DeltaArrays(q, k, gates, v, states)
 
-    def heads(n: int) -> Any:
-        return pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32)
-
     chunks = _Chunks(
         layer.reshape(1),
         batch.num_chunks.reshape(1),
@@ -121,7 +105,7 @@ def prefill_gated_delta(
     )
     scratch = [
         Buffers.scratch(hbm, 2, CHUNK_TOKENS),
-        _ByHead(*[heads(key_heads)] * 2, *[heads(value_heads)] * 5),
+        ChunkByHead.scratch(key_heads, value_heads),
         Semaphores.scratch(2),
     ]
     out, states = call(_kernel, "gated_delta_prefill", (chunks,), (), hbm, 2, scratch)
@@ -134,7 +118,7 @@ def _kernel(
     tokens: Any,
     states: Any,
     buffers: Buffers,
-    by_head: _ByHead,
+    by_head: ChunkByHead,
     sems: Semaphores,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
@@ -222,23 +206,7 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
             some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
             target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
 
-    log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
-    row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
-
-    def summed(which: jax.Array, gate: jax.Array) -> jax.Array:
-        return product(which.astype(jnp.float32), gate, (1, 0))
-
-    # A token's gates lie in a register of their own; products with ones bring them together.
-    gates = (
-        (by_head.decay, summed(column == row, log_decay)),
-        (by_head.since, summed(column <= row, log_decay)),
-        (by_head.until, summed(column > row, log_decay)),
-        (by_head.beta, summed(column == row, beta)),
-    )
-    for head in range(by_head.v.shape[0]):
-        for target, gate in gates:
-            own = gate[:, head : head + 1]
-            target[head] = jnp.broadcast_to(own, (CHUNK_TOKENS, LANES))
+    by_head.spread_gates(*(buffers.gates[at, :, gate] for gate in range(2)))
 
 
 def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
@@ -273,64 +241,130 @@ def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
     return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
 
 
-class _Head(NamedTuple):
-    """A value head's equations, float32."""
+class _Pair(NamedTuple):
+    """The equations of two value heads side by side, float32."""
 
-    head: Any  # its number
-    system: jax.Array  # [C, C]; only the part below the diagonal counts
-    seen: jax.Array  # [C, C] weight of each token for each query
-    since: jax.Array  # [C, 128] logs of decays
-    beta: jax.Array  # [C, 128]
+    heads: tuple[Any, Any]  # their numbers
+    system: jax.Array  # [C, 2 * C]; only the parts below the diagonals count
+    weights: jax.Array  # [C + 128, 2 * C] of each token for each query, and for the states
+    rows: list[jax.Array]  # [2 * C, 128] of each: its keys, then its queries, for products
 
 
 def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
     """Outputs of some key heads' value heads, and their states after the chunk."""
     by_head, group, dtype = kernel.by_head, kernel.group, kernel.product_dtype
-    rows, heads = [], []
-    for key_head in key_heads:
-        key = unit(by_head.k[key_head]).astype(dtype)
-        query = (unit(by_head.q[key_head]) * LANES**-0.5).astype(dtype)
-        rows.append(jnp.concatenate([key, query], axis=0))
-        similar = product(rows[-1], key, (1, 1))
-        heads.append([_head(kernel, key_head * group + n, similar) for n in range(group)])
-    all_heads = [head for some in heads for head in some]
-    solved = iter(inverses([head.system for head in all_heads], dtype))
-    for some, own in zip(heads, rows, strict=True):
-        states = [before[head.head].astype(jnp.float32) for head in some]
-        found = product(own, jnp.concatenate(states, axis=1).astype(dtype), (1, 0))
-        kept, added = [], []
-        for n, head in enumerate(some):
-            lanes, decay = slice(n * LANES, (n + 1) * LANES), jnp.exp(head.since)
-            old, read = (found[first : first + CHUNK_TOKENS, lanes] for first in (0, CHUNK_TOKENS))
-            alone = head.beta * (by_head.v[head.head] - decay * old)
-            change = product(next(solved).astype(dtype), alone.astype(dtype), (1, 0))
-            out = product(head.seen.astype(dtype), change.astype(dtype), (1, 0))
-            by_head.v[head.head] = decay * read + out
-            added.append((change * jnp.exp(by_head.until[head.head])).astype(dtype))
-            kept.append(states[n] * decay[CHUNK_TOKENS - 1 :])
-        new = product(own[:CHUNK_TOKENS], jnp.concatenate(added, axis=1), (0, 0))
-        for n, head in enumerate(some):
-            state = kept[n] + new[:, n * LANES : (n + 1) * LANES]
-            kernel.buffers.states[1, at, head.head] = state.astype(kernel.buffers.states.dtype)
+    keys = [unit(by_head.k[head]) for head in key_heads]
+    queries = [unit(by_head.q[head]) * LANES**-0.5 for head in key_heads]
+    rows = [jnp.concatenate(x, axis=0).astype(dtype) for x in zip(keys, queries, strict=True)]
+    similar = [
+        product(own, jnp.concatenate([own[:CHUNK_TOKENS]] * SIDE_BY_SIDE, axis=0), (1, 1))
+        for own in rows
+    ]
+    # A head without a neighbour is its own.
+    last = len(key_heads) * group - 1
+    both = [(n, min(n + 1, last)) for n in range(0, last + 1, SIDE_BY_SIDE)]
+    pairs = []
+    for numbers in both:
+        own = [n // group for n in numbers]
+        heads = tuple(key_heads[n // group] * group + n % group for n in numbers)
+        pairs.append(_pair(kernel, heads, *([x[n] for n in own] for x in (keys, similar, rows))))
+    _change_pairs(kernel, pairs, before, at)
 
 
-def _head(kernel: _Kernel, head: Any, similar: jax.Array) -> _Head:
-    """A value head's equations; `similar` [2 * C, C]: keys, then queries, times keys."""
-    since, beta = kernel.by_head.since[head], kernel.by_head.beta[head]
-    row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
-    # Sums from each token to each, and not differences of sums, which cancel after strong decay.
-    # Three parts of bfloat16 are exact, and products with ones are.
-    later = jnp.where(column < row, kernel.by_head.decay[head, :, :CHUNK_TOKENS], 0)
-    up_to = (column <= row).astype(jnp.bfloat16)
-    between = product(
-        jnp.concatenate([up_to] * 3, axis=1),
-        jnp.concatenate(bfloat16_parts(later, 3), axis=0),
-        (1, 0),
+def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> None:
+    """`_change` of pairs of value heads. Stores come last: no load waits for another head's."""
+    by_head, dtype = kernel.by_head, kernel.product_dtype
+    solved = inverses([pair.system for pair in pairs], dtype)
+    found = [_found(kernel, pair, before) for pair in pairs]
+    changes = [
+        product(inverse.astype(dtype), _apart(alone, dtype), (1, 0))
+        for inverse, (_, alone) in zip(solved, found, strict=True)
+    ]
+    new = [
+        product(pair.weights.astype(dtype), _apart(_halves(change), dtype), (1, 0))
+        for pair, change in zip(pairs, changes, strict=True)
+    ]
+    for pair, (read, _), result in zip(pairs, found, new, strict=True):
+        for head, own_read, own in zip(pair.heads, read, _halves(result), strict=True):
+            by_head.v[head] = own_read + own[:CHUNK_TOKENS]
+            decay = by_head.decay(head, slice(CHUNK_TOKENS - 1, CHUNK_TOKENS))
+            state = before[head].astype(jnp.float32) * decay + own[CHUNK_TOKENS:]
+            kernel.buffers.states[1, at, head] = state.astype(kernel.buffers.states.dtype)
+
+
+def _halves(both: jax.Array) -> list[jax.Array]:
+    return [both[:, :LANES], both[:, LANES:]]
+
+
+def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The old state's part of the outputs [C, 128] of two value heads, and the right sides of their
+    equations."""
+    by_head, dtype, rows = kernel.by_head, kernel.product_dtype, pair.rows
+    states = [before[head].astype(dtype) for head in pair.heads]
+    if rows[0] is rows[1]:
+        found = _halves(product(rows[0], jnp.concatenate(states, axis=1), (1, 0)))
+    else:
+        found = [product(x, y, (1, 0)) for x, y in zip(rows, states, strict=True)]
+    read, alone = [], []
+    for head, own in zip(pair.heads, found, strict=True):
+        decay = by_head.decay(head, slice(None))
+        alone.append(by_head.v[head] - decay * own[:CHUNK_TOKENS])
+        read.append(decay * own[CHUNK_TOKENS:])
+    return read, alone
+
+
+def _apart(matrices: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    """Two matrices [C, 128] as blocks on the diagonal of one."""
+    left, right = (x.astype(dtype) for x in matrices)
+    zeros = jnp.zeros_like(left)
+    upper, lower = (jnp.concatenate(x, axis=1) for x in ((left, zeros), (zeros, right)))
+    return jnp.concatenate([upper, lower], axis=0)
+
+
+def _pair(
+    kernel: _Kernel,
+    heads: tuple[Any, ...],
+    keys: list[jax.Array],
+    similar: list[jax.Array],
+    rows: list[jax.Array],
+) -> _Pair:
+    """The equations of two value heads; `similar` [2 * C, 2 * C]: `rows` of each times its keys,
+    twice.
+
+    A change is computed as if beta were 1, and beta is a factor of its weights: a number for each
+    column, which costs less than one for each row.
+    """
+    by_head = kernel.by_head
+    row, column = row_and_column((CHUNK_TOKENS, LANES))
+    is_left, column = column < CHUNK_TOKENS, column & (CHUNK_TOKENS - 1)
+
+    def beside(left: jax.Array, right: jax.Array) -> jax.Array:
+        mask = is_left[: left.shape[0]]
+        return jnp.where(mask, left, right)
+
+    def of_heads(array: Any) -> jax.Array:
+        return beside(*(array[head] for head in heads))
+
+    def of_rows(array: Any) -> jax.Array:
+        return beside(*(array[pl.ds(head, 1)] for head in heads))
+
+    coarse_row, fine_row, beta = map(
+        of_rows, (by_head.coarse_rows, by_head.fine_rows, by_head.beta_rows)
     )
+    coarse, fine = of_heads(by_head.coarse), of_heads(by_head.fine)
+    between = (coarse - coarse_row) + (fine - fine_row)
+    end = slice(CHUNK_TOKENS - 1, CHUNK_TOKENS)
+    until = jnp.exp((coarse[end] - coarse_row) + (fine[end] - fine_row))
     # A later token has no weight: its exponent is masked.
-    decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER))
-    system = similar[:CHUNK_TOKENS] * decay * beta[:, :CHUNK_TOKENS]
-    return _Head(head, system, similar[CHUNK_TOKENS:] * decay, since, beta)
+    decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER)) * beta
+    if similar[0] is similar[1]:
+        of_keys, of_queries = similar[0][:CHUNK_TOKENS], similar[0][CHUNK_TOKENS:]
+    else:
+        of_keys = beside(*(x[:CHUNK_TOKENS] for x in similar))
+        of_queries = beside(*(x[CHUNK_TOKENS:] for x in similar))
+    turned = jnp.concatenate(keys, axis=0).T
+    weights = jnp.concatenate([of_queries * decay, turned * (until * beta)], axis=0)
+    return _Pair((heads[0], heads[1]), of_keys * decay, weights, rows)
 
 
 def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.gated_delta.tpu import inverse
+from sgl_jax.kernels.gated_delta.tpu import by_head, inverse
 from sgl_jax.kernels.gated_delta.tpu import prefill as module
 from tests.kernels.gated_delta.problems import (
     LAYER,
@@ -48,7 +48,10 @@ compiled = lru_cache(prefill)
 
 def check(case, run):
     """Outputs of prefill rows, and every slot; other tokens are left as they were."""
-    problem, program = build(case), case.program
+    check_problem(build(case), case.program, run)
+
+
+def check_problem(problem, program, run):
     out, states = simulate(run, problem)
     step = problem.step
     decoded, used = int(step.q_lens[: step.num_decode].sum()), int(step.q_lens.sum())
@@ -108,6 +111,26 @@ def test_a_step_of_less_than_a_chunk():
     check(Case(program, [(4, 1)], [(0, 7)], [], seed=1), compiled(program, EAGER))
 
 
+PROMPT = Case(PROGRAMS[0], [], [(0, 190)], [], seed=3)
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[2]])
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 1.0])
+def test_a_beta_at_its_ends(beta, program):
+    problem = build(PROMPT._replace(program=program))
+    problem.beta[:, 0] = beta
+    check_problem(problem, program, compiled(program, EAGER))
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[2]])
+def test_much_is_forgotten_and_then_little(program):
+    problem = build(PROMPT._replace(program=program, same_keys=True))
+    problem.log_decay[:, 0] = -1e-5
+    problem.log_decay[::7, 0] = np.resize([-120.3, -1000, -1e-7, -90.7], len(problem.q[::7]))
+    problem.log_decay[:, 1] = np.where(np.arange(len(problem.log_decay)) % 64 < 40, -101.7, -2e-4)
+    check_problem(problem, program, compiled(program, EAGER))
+
+
 def forget_a_wait(name):
     def seed(monkeypatch):
         for_each = getattr(module, name)
@@ -150,8 +173,20 @@ def take_a_chunk_for_full(monkeypatch):
 
 
 def solve_one_size_less(monkeypatch):
-    below = inverse._Halves.below
-    monkeypatch.setattr(inverse._Halves, "below", lambda mask, size: below(mask, min(size, 16)))
+    below = inverse._below
+    monkeypatch.setattr(inverse, "_below", lambda pair, size: below(pair, size) * (size < 32))
+
+
+def solve_one_row_less(monkeypatch):
+    substituted = inverse._substituted
+    monkeypatch.setattr(
+        inverse, "_substituted", lambda pairs: [x.at[-1].set(0) for x in substituted(pairs)]
+    )
+
+
+def forget_the_fine_part(monkeypatch):
+    parts = by_head.coarse_and_fine
+    monkeypatch.setattr(by_head, "coarse_and_fine", lambda decay: (parts(decay)[0], 0 * decay))
 
 
 FAULTS = (
@@ -162,6 +197,8 @@ FAULTS = (
     write_another_slot,
     take_a_chunk_for_full,
     solve_one_size_less,
+    solve_one_row_less,
+    forget_the_fine_part,
 )
 
 

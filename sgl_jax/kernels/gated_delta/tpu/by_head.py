@@ -1,0 +1,69 @@
+"""A chunk of the gated delta rule in vector memory, ordered by head, float32."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
+from sgl_jax.kernels.gated_delta.tpu.inverse import SIDE_BY_SIDE
+from sgl_jax.kernels.gated_delta.tpu.shared import row_and_column
+from sgl_jax.kernels.pallas_tpu import product
+from sgl_jax.kernels.tpu_chip import LANES
+
+NO_DECAY_BELOW = -128.0  # the logarithm of a decay: exp of it is zero
+COARSE_STEPS = 1024.0  # of a logarithm's unit: 64 tokens' sums in such steps are exact
+
+
+class ChunkByHead(NamedTuple):
+    """Logs of decays in two parts, summed since the chunk began; each gate also by column."""
+
+    q: Any  # [Hk, C, 128]
+    k: Any  # [Hk, C, 128]
+    v: Any  # [Hv, C, 128] values, then outputs
+    coarse: Any  # [Hv, C, 128] a token's number in all lanes
+    fine: Any  # [Hv, C, 128]
+    coarse_rows: Any  # [128, 2 * C] a head's numbers, twice
+    fine_rows: Any  # [128, 2 * C]
+    beta_rows: Any  # [128, 2 * C]
+
+    @classmethod
+    def scratch(cls, key_heads: int, value_heads: int) -> "ChunkByHead":
+        keys, values = (
+            pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32) for n in (key_heads, value_heads)
+        )
+        rows = pltpu.VMEM((LANES, SIDE_BY_SIDE * CHUNK_TOKENS), jnp.float32)
+        return cls(keys, keys, *[values] * 3, *[rows] * 3)
+
+    def decay(self, head: Any, tokens: slice) -> jax.Array:
+        """A head's decay since the chunk began, in all lanes."""
+        return jnp.exp(self.coarse[head, tokens] + self.fine[head, tokens])
+
+    def spread_gates(self, log_decay: jax.Array, beta: jax.Array) -> None:
+        """Store a chunk's gates [C, 128], a head in each lane."""
+        coarse, fine = coarse_and_fine(log_decay)
+        row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
+        up_to, own = (x.astype(jnp.float32) for x in (column <= row, column == row))
+        # A token's gates lie in a register of their own; products with ones bring them together.
+        for target, gate in ((self.coarse, coarse), (self.fine, fine)):
+            summed = product(up_to, gate, (1, 0))
+            for head in range(self.v.shape[0]):
+                target[head] = jnp.broadcast_to(summed[:, head : head + 1], (CHUNK_TOKENS, LANES))
+        for target, gate, which in (
+            (self.coarse_rows, coarse, up_to),
+            (self.fine_rows, fine, up_to),
+            (self.beta_rows, beta, own),
+        ):
+            target[...] = product(gate, jnp.concatenate([which] * SIDE_BY_SIDE, axis=0), (0, 1))
+
+
+def coarse_and_fine(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two parts whose sum is a decay's log.
+
+    A chunk's sums of the first are exact, and of the second small, so differences of sums since the
+    chunk began do not cancel where a head forgets much and then little.
+    """
+    log_decay = jnp.maximum(log_decay, NO_DECAY_BELOW)
+    coarse = jnp.round(log_decay * COARSE_STEPS) * (1 / COARSE_STEPS)
+    return coarse, log_decay - coarse
