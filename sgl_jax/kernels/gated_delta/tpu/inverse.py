@@ -47,8 +47,8 @@ def inverses(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
 def _with_exact_left(left: jax.Array, right: jax.Array) -> jax.Array:
     """The product with a matrix of bfloat16 or float32, for which `left` is not rounded.
 
-    Where keys are alike and little is forgotten, a system's numbers cancel each other here, and
-    their rounding would not. More rows cost little beside the weights.
+    A system's numbers cancel each other here if keys are alike and little is forgotten, and their
+    rounding would not. More rows cost little beside the weights.
     """
     if right.dtype == jnp.float32:
         return product(left, right, (1, 0))
@@ -72,7 +72,7 @@ def _blocks(pair: jax.Array, size: int) -> jax.Array:
 
 def _placed(blocks: jax.Array, half: int, dtype: jnp.dtype) -> jax.Array:
     """[128, 128] of `dtype` with every second of the blocks [size, 128] in its own columns; in its
-    own rows for `half` 0, and in those of the block after it for 1."""
+    own rows for `half` 0, and in the next block's rows for 1."""
     size = blocks.shape[0]
     words = pltpu.bitcast(blocks.astype(dtype), jnp.int32)
     block_of_lane = row_and_column(words.shape)[1] // size
