@@ -22,7 +22,7 @@ NO_CYCLES = ProgramCost(0, 0, 0, 0, 0, 0, (), ())
 
 
 def device(tp_size=1):
-    return DeviceBytes(0, 0, 0, 2, 0, 2, tp_size, STATE_BYTES // tp_size)
+    return DeviceBytes(0, 0, 0, 2, 0, 2, tp_size, state_bytes=STATE_BYTES // tp_size)
 
 
 def num_parameters(name):
