@@ -21,7 +21,7 @@ from sgl_jax.layers.embedding import (
 from sgl_jax.layers.head_sources import paired_order
 from sgl_jax.layers.layer_weights import (
     separate_matrices,
-    use_stack,
+    use_stacks,
     use_weight,
     weights_of_layer,
 )
@@ -352,7 +352,7 @@ def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
     @jax.jit
     def products(weights, layer):
         matrix = nnx.Param(weights_of_layer(weights, layer)["matrix"])
-        return use_weight(matrix, lambda own: x @ own), use_stack(matrix, of_stack)
+        return use_weight(matrix, lambda own: x @ own), use_stacks((matrix,), of_stack)
 
     for layer in range(3):
         expected = x @ np.asarray(stacked)[layer]
