@@ -234,7 +234,7 @@ SEEDS = {"ct_fp8_dynamic": 123, "ct_fp8_kv_scales": 146}
 
 
 def is_quantized(name: str, scheme: Scheme) -> bool:
-    """Whether a tensor is the matrix of a module that the scheme quantizes."""
+    """True for the matrix of a module that the scheme quantizes."""
     if not name.endswith("_proj.weight"):
         return False
     module = name.removesuffix(".weight")
