@@ -75,13 +75,15 @@ class QuantizedMatrix(nnx.Module):
             if self.is_split_by_input:
                 x = concatenate_over(TENSOR_AXIS, x, axis=1)
             x = use_weight(self.order, partial(jnp.take, x, axis=1))
-        parts = (self.values, self.scales, self.zero_points, self.input_scale)
+        input_scale = None if self.input_scale is None else self.input_scale[...]
 
-        def multiply(layer: jax.Array, *arrays: Any) -> jax.Array:
-            matrices = QuantizedArrays(*arrays)
+        def multiply(
+            layer: jax.Array, values: jax.Array, scales: jax.Array, zero_points: jax.Array | None
+        ) -> jax.Array:
+            matrices = QuantizedArrays(values, scales, zero_points, input_scale)
             return self.multiply(x, matrices, layer, self.scheme)
 
-        return _use_present(parts, multiply)
+        return _use_present((self.values, self.scales, self.zero_points), multiply)
 
 
 class QuantizedExperts(nnx.Module):

@@ -34,7 +34,7 @@ def product(scheme, split, tp, order=None):
     if arrays.zero_points is not None:
         own["zero_points"] = arrays.zero_points[0]
     if arrays.input_scale is not None:
-        own["input_scale"] = arrays.input_scale[0]
+        own["input_scale"] = arrays.input_scale
     if order is not None:
         own["order"] = order.astype(np.int32)
     graphdef = nnx.graphdef(module)

@@ -220,10 +220,7 @@ def _multiply_values(
     assert scheme.activation is not None
     num_tokens, inputs = x.shape
     outputs = matrices.scales.shape[2]
-    input_scale = None
-    if matrices.input_scale is not None:
-        input_scale = lax.dynamic_index_in_dim(matrices.input_scale, layer, keepdims=False)
-    x_values, x_scales = _quantize(x, scheme.activation, input_scale)
+    x_values, x_scales = _quantize(x, scheme.activation, matrices.input_scale)
     tokens, width = min(num_tokens, _MAX_TOKENS), _width(_MAX_VALUES // inputs, outputs)
     kernel = pl.pallas_call(
         _values_kernel,

@@ -30,7 +30,7 @@ def draw(scheme, inputs, outputs, seed=0):
     if scheme.has_zero_points:
         zero_points = rng.integers(-7, 8, shape).astype(TYPES[scheme.weight])
     if scheme.has_input_scale:
-        input_scale = np.full((LAYERS, 1), 0.03, np.float32)
+        input_scale = np.full(1, 0.03, np.float32)
     return QuantizedArrays(values, scales, zero_points, input_scale)
 
 
@@ -62,6 +62,5 @@ def rounded(x, activation, scale=None):
 
 def expected(x, scheme, arrays):
     if scheme.activation is not None:
-        scale = None if arrays.input_scale is None else arrays.input_scale[LAYER]
-        x = rounded(x, scheme.activation, scale)
+        x = rounded(x, scheme.activation, arrays.input_scale)
     return x.astype(np.float64) @ numbers(scheme, arrays)

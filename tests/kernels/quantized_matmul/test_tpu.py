@@ -84,8 +84,7 @@ def build(program: Program, seed: int) -> Problem:
         zeros[LAYER] = rng.integers(-7, 8, groups).astype(zeros.dtype)
     of_inputs = None
     if scheme.has_input_scale:  # the greatest magnitudes are clamped
-        of_inputs = np.full((LAYERS, 1), np.nan, np.float32)
-        of_inputs[LAYER] = 2 / GREATEST[scheme.activation]
+        of_inputs = np.full(1, 2 / GREATEST[scheme.activation], np.float32)
     return Problem(x, QuantizedArrays(values, scales, zeros, of_inputs), np.int32(LAYER))
 
 
@@ -97,7 +96,7 @@ def inputs_of_product(problem: Problem, scheme: Scheme) -> np.ndarray:
     greatest = GREATEST[scheme.activation]
     scale = np.abs(x).max(axis=1, keepdims=True) / greatest
     if problem.matrices.input_scale is not None:
-        scale = problem.matrices.input_scale[LAYER].astype(np.float64)
+        scale = problem.matrices.input_scale.astype(np.float64)
     scaled = np.clip(x / scale, -greatest, greatest)
     if scheme.activation == "int8":
         return np.round(scaled) * scale
