@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class TensorFiles:
             file = stack.enter_context(safe_open(path, framework="np"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
+        float8 = _Float8File(path)
         for name in file.keys():  # noqa: SIM118 (no mapping, only its keys)
             lazy = file.get_slice(name)
             if lazy.get_dtype() not in _ITEM_BYTES:
@@ -93,32 +95,48 @@ class TensorFiles:
                 raise CheckpointError(
                     f"tensor {name!r} has type {lazy.get_dtype()}; supported: {known}"
                 )
-            self._tensors[name] = _Float8Tensor(path, name) if lazy.get_dtype() == _FLOAT8 else lazy
+            self._tensors[name] = float8.tensor(name) if lazy.get_dtype() == _FLOAT8 else lazy
             self._file_of[name] = path
 
 
-class _Float8Tensor:
-    """A lazy tensor of 8-bit floats, for which safetensors has no numpy type.
+class _Float8File:
+    """The 8-bit floats of a file, for which safetensors has no numpy type.
 
-    The file begins with the size of a JSON header, 8 bytes, and the header; offsets in it count
-    from its end.
+    A file begins with the size of a JSON header, 8 bytes, and the header; offsets in it count from
+    its end.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
-        with path.open("rb") as file:
-            (header_size,) = struct.unpack("<Q", file.read(8))
-            own = json.loads(file.read(header_size))[name]
-        offset = 8 + header_size + own["data_offsets"][0]
-        self._bytes = np.memmap(path, np.uint8, "r", offset, tuple(own["shape"]))
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _parts(self) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+        """The header, and all bytes after it in one mapping: a process may have 65,530 of these."""
+        with self._path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        return header, np.memmap(self._path, np.uint8, "r", 8 + size)
+
+    def tensor(self, name: str) -> "_Float8Tensor":
+        header, data = self._parts
+        own = header[name]
+        return _Float8Tensor(data[slice(*own["data_offsets"])].reshape(own["shape"]))
+
+
+class _Float8Tensor:
+    """Reads slices as safetensors' own lazy tensors do."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data = data
 
     def get_shape(self) -> list[int]:
-        return list(self._bytes.shape)
+        return list(self._data.shape)
 
     def get_dtype(self) -> str:
         return _FLOAT8
 
     def __getitem__(self, index: tuple[slice, ...]) -> NDArray[Any]:
-        return np.array(self._bytes[index]).view(ml_dtypes.float8_e4m3fn)
+        return np.array(self._data[index]).view(ml_dtypes.float8_e4m3fn)
 
 
 def _files(folder: Path) -> list[Path]:

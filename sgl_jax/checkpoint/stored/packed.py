@@ -40,6 +40,24 @@ def _unpacked(
     return np.moveaxis(flat, -1, axis)
 
 
+def _read_packed(
+    files: Tensors,
+    name: str,
+    at: tuple[NDArray[np.intp], NDArray[np.intp]],
+    axis: int,
+    places: tuple[int, ...] = _IN_TURN,
+) -> NDArray[np.int32]:
+    """Values 0 to 15 at positions `at` of a matrix that is packed along `axis`."""
+    own = at[axis]
+    first = own.min() // _PER_WORD
+    words = np.arange(first, own.max() // _PER_WORD + 1)
+    stored = read_positions(files, name, (), *at[:axis], words, *at[axis + 1 :])
+    found: NDArray[np.int32] = _unpacked(stored, axis, places).take(
+        own - first * _PER_WORD, axis=axis
+    )
+    return found
+
+
 def _signed(values: NDArray[np.int32]) -> NDArray[Any]:
     return (values - _ZERO).astype(ml_dtypes.int4)
 
@@ -65,9 +83,7 @@ class CompressedReader:
         if part.kind == "values":
             packed = Expected(((*experts, outputs, _words_of(inputs)),), _WORDS)
             return {beside(weight, "weight_packed"): packed}
-        groups = inputs
-        if self._group is not None:
-            groups = -(-inputs * (part.group or 1) // self._group)
+        groups = _num_stored_groups(inputs, part, self._group)
         if part.kind == "scales":
             return {
                 beside(weight, "weight_scale"): Expected(((*experts, outputs, groups),), FLOATS)
@@ -83,22 +99,14 @@ class CompressedReader:
             inputs = positions(index[1])
             if self._has_order:
                 inputs = _order(files, beside(weight, "weight_g_idx"), self._group)[inputs]
-            return self._values(files, beside(weight, "weight_packed"), rows, inputs)
+            return _signed(
+                _read_packed(files, beside(weight, "weight_packed"), (rows, inputs), axis=1)
+            )
         groups = _stored_groups(index[1], part, self._group)
         if part.kind == "scales":
             return read_positions(files, beside(weight, "weight_scale"), (), rows, groups)
         name = beside(weight, "weight_zero_point")
-        words = read_positions(files, name, (), np.unique(rows // _PER_WORD), groups)
-        first = rows[0] // _PER_WORD * _PER_WORD
-        return _signed(_unpacked(words, 0)[rows - first])
-
-    def _values(
-        self, files: Tensors, name: str, rows: NDArray[np.intp], inputs: NDArray[np.intp]
-    ) -> NDArray[Any]:
-        first = inputs.min() // _PER_WORD
-        words = np.arange(first, inputs.max() // _PER_WORD + 1)
-        values = _unpacked(read_positions(files, name, (), rows, words), 1)
-        return _signed(values[:, inputs - first * _PER_WORD])
+        return _signed(_read_packed(files, name, (rows, groups), axis=0))
 
 
 class InputsFirstReader:
@@ -112,6 +120,7 @@ class InputsFirstReader:
         self._has_order = rule.scheme.has_input_order
         self._has_zero_points = rule.scheme.has_zero_points
         self._is_awq = rule.stored.packing == "awq"
+        self._places = _AWQ_PLACES if self._is_awq else _IN_TURN
         self._zero_shift = 1 if rule.stored.zero_points_less_one else 0
 
     def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
@@ -123,9 +132,7 @@ class InputsFirstReader:
             if not self._is_awq:
                 packed = (*experts, _words_of(inputs), outputs)
             return {beside(weight, "qweight"): Expected((packed,), _WORDS)}
-        groups = inputs
-        if self._group is not None:
-            groups = -(-inputs * (part.group or 1) // self._group)
+        groups = _num_stored_groups(inputs, part, self._group)
         zeros = {
             beside(weight, "qzeros"): Expected(((*experts, groups, _words_of(outputs)),), _WORDS)
         }
@@ -143,7 +150,8 @@ class InputsFirstReader:
             inputs = positions(index[1])
             if self._has_order:
                 inputs = _order(files, beside(weight, "g_idx"), self._group)[inputs]
-            return self._values(files, beside(weight, "qweight"), rows, inputs)
+            axis, name = (1 if self._is_awq else 0), beside(weight, "qweight")
+            return _signed(_read_packed(files, name, (inputs, rows), axis, self._places).T)
         groups = _stored_groups(index[1], part, self._group)
         zeros = self._zero_points(files, beside(weight, "qzeros"), rows, groups)
         if part.kind == "zero_points":
@@ -153,33 +161,20 @@ class InputsFirstReader:
             raise ValueError(f"{name} has zero points other than 8, but the config is symmetric")
         return read_positions(files, beside(weight, "scales"), (), groups, rows).T
 
-    def _values(
-        self, files: Tensors, name: str, rows: NDArray[np.intp], inputs: NDArray[np.intp]
-    ) -> NDArray[Any]:
-        """[rows, inputs]"""
-        if self._is_awq:
-            first = rows[0] // _PER_WORD
-            words = np.arange(first, rows[-1] // _PER_WORD + 1)
-            packed = read_positions(files, name, (), inputs, words)
-            return _signed(_unpacked(packed, 1, _AWQ_PLACES)[:, rows - first * _PER_WORD].T)
-        first = inputs.min() // _PER_WORD
-        words = np.arange(first, inputs.max() // _PER_WORD + 1)
-        packed = read_positions(files, name, (), words, rows)
-        return _signed(_unpacked(packed, 0)[inputs - first * _PER_WORD].T)
-
     def _zero_points(
         self, files: Tensors, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
     ) -> NDArray[Any]:
         """[rows, groups]"""
-        first = rows[0] // _PER_WORD
-        words = np.arange(first, rows[-1] // _PER_WORD + 1)
-        packed = read_positions(files, name, (), groups, words)
-        places = _AWQ_PLACES if self._is_awq else _IN_TURN
-        values = _unpacked(packed, 1, places)[:, rows - first * _PER_WORD].T
+        values = _read_packed(files, name, (groups, rows), 1, self._places).T
         shifted = values + self._zero_shift
         if (shifted > 2**_BITS - 1).any():
             raise ValueError(f"{name} has zero points above 15")
         return _signed(shifted)
+
+
+def _num_stored_groups(groups: int, part: MatrixPart, stored: int | None) -> int:
+    """The stored groups that as many of the part's groups lie in."""
+    return groups if stored is None else -(-groups * (part.group or 1) // stored)
 
 
 def _stored_groups(groups: slice, part: MatrixPart, stored: int | None) -> NDArray[np.intp]:

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,17 +14,11 @@ from sgl_jax.core.quantization import GREATEST, Scheme
 from sgl_jax.kernels.quantized_matmul import tpu
 from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks
+from tests.kernels.quantized_matmul.problems import TYPES, numbers, rounded
 from tests.kernels.simulation import MODES, assert_close, simulate
 from tests.quick_compilation import quick_jit
 
 LAYERS, LAYER = 3, 1
-TYPES = {
-    "int4": ml_dtypes.int4,
-    "int8": np.int8,
-    "fp8": ml_dtypes.float8_e4m3fn,
-    "mxfp4": ml_dtypes.int4,
-}
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 class Program(NamedTuple):
@@ -88,37 +81,6 @@ def build(program: Program, seed: int) -> Problem:
     return Problem(x, QuantizedArrays(values, scales, zeros, of_inputs), np.int32(LAYER))
 
 
-def inputs_of_product(problem: Problem, scheme: Scheme) -> np.ndarray:
-    """Activations in float64, rounded as the scheme says."""
-    x = np.asarray(problem.x, np.float64)
-    if scheme.activation is None:
-        return x
-    greatest = GREATEST[scheme.activation]
-    scale = np.abs(x).max(axis=1, keepdims=True) / greatest
-    if problem.matrices.input_scale is not None:
-        scale = problem.matrices.input_scale.astype(np.float64)
-    scaled = np.clip(x / scale, -greatest, greatest)
-    if scheme.activation == "int8":
-        return np.round(scaled) * scale
-    return scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-
-
-def numbers(program: Program, matrices: QuantizedArrays) -> np.ndarray:
-    """The matrix in float64, one group after the other."""
-    values = matrices.values[LAYER].astype(np.float64)
-    scales = matrices.scales[LAYER].astype(np.float64)
-    if program.scheme.weight == "mxfp4":
-        values = np.sign(values) * MAGNITUDES[np.abs(values).astype(int)]
-        scales = np.exp2(scales - 127)
-    out = np.zeros_like(values)
-    size = program.scheme.group_size or program.inputs
-    for group in range(len(scales)):
-        rows = slice(group * size, (group + 1) * size)
-        zero = 0 if matrices.zero_points is None else matrices.zero_points[LAYER, group]
-        out[rows] = (values[rows] - np.asarray(zero, np.float64)) * scales[group]
-    return out
-
-
 def multiply(program, interpret):
     @quick_jit
     def run(problem):
@@ -135,8 +97,10 @@ def check(program, seed, run):
     problem = build(program, seed)
     result = simulate(run, problem)
     assert result.dtype == program.dtype
-    rounded = inputs_of_product(problem, program.scheme)
-    expected = rounded @ numbers(program, problem.matrices)
+    x, scheme = np.asarray(problem.x, np.float64), program.scheme
+    if scheme.activation is not None:
+        x = rounded(x, scheme.activation, problem.matrices.input_scale)
+    expected = x @ numbers(scheme, problem.matrices, LAYER)
     # To numbers of about one, as the comparison expects.
     scale = np.abs(expected).max()
     assert_close(np.asarray(result, np.float64) / scale, expected / scale, program.dtype)
