@@ -44,12 +44,12 @@ def engine_programs(
 def bytes_per_device(tree: Any) -> int:
     """Bytes of each device's part of a tree of `jax.ShapeDtypeStruct` with shardings, unpadded."""
     bits: int = sum(
-        _bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        num_bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
     )
     return bits // 8
 
 
-def _bits(dtype: jnp.dtype) -> int:
+def num_bits(dtype: jnp.dtype) -> int:
     """Bits of a number in a TPU's memory; numpy has numbers of 4 bits in a byte each."""
     return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

@@ -9,6 +9,7 @@ from sgl_jax.core.quantization import Scheme, WeightFormat
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
 from sgl_jax.models.placement import PlacedModel
+from sgl_jax.planner.engine_programs import num_bits
 
 
 class QuantizedProduct(NamedTuple):
@@ -32,8 +33,8 @@ def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProd
             values, scales = (placed.declared[*names, part] for part in ("values", "scales"))
             num_layers, inputs, outputs = _on_device(values.array.shape, values.spec, tp_size)
             groups = _on_device(scales.array.shape, scales.spec, tp_size)[1]
-            bits = 4 if node.scheme.weight in ("int4", "mxfp4") else 8
-            size = inputs * outputs * bits // 8 + groups * outputs * scales.array.dtype.itemsize
+            value_bits, scale_bits = (num_bits(part.array.dtype) for part in (values, scales))
+            size = outputs * (inputs * value_bits + groups * scale_bits) // 8
             is_second = names[-2] == "up"  # after "gate"
             products.append(
                 QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size, is_second)
