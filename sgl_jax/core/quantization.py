@@ -21,18 +21,15 @@ class Scheme(NamedTuple):
     weight: WeightFormat
     group_size: int | None = None  # inputs that share a scale; None: all
     has_zero_points: bool = False
-    has_input_order: bool = (
-        False  # groups take inputs in an order of their own, see `QuantizedMatrix`
-    )
+    has_input_order: bool = False  # inputs of a group are no neighbours, see `QuantizedMatrix`
     activation: ActivationFormat | None = None  # None: not quantized
     has_input_scale: bool = False  # the checkpoint's scale of activations, one for all tokens
 
     @property
     def name(self) -> str:
         """For people: "int4 in groups of 128, with zero points"."""
-        parts = [self.weight if self.group_size is None else f"{self.weight} in groups of "]
-        if self.group_size is not None:
-            parts[0] += str(self.group_size)
+        in_groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        parts = [self.weight + in_groups]
         parts += ["with zero points"] * self.has_zero_points
         parts += ["in activation order"] * self.has_input_order
         kind = "static" if self.has_input_scale else "dynamic"
