@@ -59,10 +59,14 @@ def load_safetensors(
                 for own, wanted in stored.expected(name, shape).items():
                     if own not in expected or wanted.shapes:
                         expected[own] = wanted
+
+        def is_needless(name: str) -> bool:
+            return is_spare(name) or stored.is_spare(name) or stored.is_zero_bias(files, name)
+
         found = {
             name: (shape, files.type_of(name))
             for name, shape in files.shapes.items()
-            if name in expected or not (is_spare(name) or stored.is_spare(name))
+            if name in expected or not is_needless(name)
         }
         check_tensors(folder, expected, found)
         total = sum(files.nbytes(name) for name in expected)

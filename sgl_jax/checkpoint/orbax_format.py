@@ -25,6 +25,7 @@ from sgl_jax.layers.sources import Source
 
 # 2 is the format's version: it has one stack for each place in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
+_WIDENED = jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)
 _CAST = {jnp.dtype(own) for own in (jnp.float32, jnp.float16, jnp.bfloat16)}
 
 
@@ -80,8 +81,10 @@ def _stored_arrays(checkpointer: Any, path: Path) -> dict[str, Any]:
 
 
 def _check_type(path: Path, name: str, wanted: Any, stored: Any) -> None:
-    """Floats may be cast to another type of floats, but quantized values are of one scheme."""
-    if wanted != stored and not {jnp.dtype(wanted), jnp.dtype(stored)} <= _CAST:
+    """Floats may be cast to another type of floats, and int4 widened (`BuildOptions`), but
+    quantized values are of one scheme."""
+    types = jnp.dtype(wanted), jnp.dtype(stored)
+    if wanted != stored and not set(types) <= _CAST and types != _WIDENED:
         raise CheckpointError(
             f"parameter {name} in {str(path)!r} is {stored} instead of {wanted}: the checkpoint "
             "was converted with another --quantization"

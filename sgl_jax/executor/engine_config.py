@@ -137,6 +137,7 @@ class EngineConfig(NamedTuple):
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
             has_kv_scales=self._has_kv_scales,
+            widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.
             separates_layers=self.platform == "cpu"
             and not simulates

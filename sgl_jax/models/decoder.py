@@ -68,6 +68,7 @@ class BuildOptions(NamedTuple):
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
+    widens_int4: bool = False  # int4 is int8 in memory: a CPU's programs reject int4 (jax 0.10.2)
     # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of
     # the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1

@@ -5,6 +5,7 @@ Needs no weights and touches no device, so that it also serves meshes of chips t
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh, NamedSharding
@@ -41,8 +42,10 @@ def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> Place
     """
     options = options._replace(tp_size=mesh.shape[TENSOR_AXIS], dp_size=mesh.shape[DATA_AXIS])
     model = build_model(config, options)
-    declared = {
-        path: own._replace(array=own.array.update(sharding=NamedSharding(mesh, own.spec)))
-        for path, own in declarations(model).items()
-    }
+    declared = {}
+    for path, own in declarations(model).items():
+        widens = options.widens_int4 and own.array.dtype == jnp.int4
+        dtype = jnp.dtype(jnp.int8) if widens else own.array.dtype
+        array = own.array.update(dtype=dtype, sharding=NamedSharding(mesh, own.spec))
+        declared[path] = own._replace(array=array)
     return PlacedModel(model, declared, options.separates_layers)

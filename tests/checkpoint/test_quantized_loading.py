@@ -102,6 +102,12 @@ Q = "model.layers.1.self_attn.q_proj"
             lambda own: np.zeros(192, np.float32),
             "bias is unexpected",
         ),
+        (
+            "gptq_group32",
+            f"{UP}.bias",
+            lambda own: np.eye(1, 192, dtype=np.float16)[0],
+            "up_proj.bias is unexpected",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_its_scheme_is_named_in_one_line(
@@ -134,6 +140,12 @@ def test_floats_quantized_at_load_may_be_converted_first(quantization, tmp_path)
     for wrong in (other, "none"):
         with pytest.raises(CheckpointError, match=r"another --quantization|do not match"):
             load(tmp_path / "orbax", quantization=wrong)
+
+
+def test_biases_of_zeros_beside_gptqs_matrices_are_left_out(tmp_path):
+    biases = {f"{UP}.bias": np.zeros(192, np.float16), f"{Q}.bias": np.zeros(128, np.float16)}
+    folder = changed_copy(tmp_path / "own", "gptq_group32", biases)
+    assert_same(load(folder), load(QUANTIZED / "gptq_group32"))
 
 
 @pytest.mark.parametrize("name", ["ct_int8_dynamic", "ct_int4_group32", "fp8_block"])

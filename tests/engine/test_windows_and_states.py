@@ -10,6 +10,7 @@ import pytest
 
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
+from sgl_jax.models.quantization import AT_LOAD
 from sgl_jax.replay.__main__ import main as replay
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -29,23 +30,31 @@ DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 
 # Windows that share a pool with the other layers, windows with one of their own, and states.
+FAMILIES = ("gpt_oss", "gemma3", "qwen3_next", "qwen3_5")
+# gpt-oss is quantized in files alone.
+MODELS = [
+    *[(family, "none") for family in (*FAMILIES, "gpt_oss_mxfp4")],
+    *[(family, scheme) for family in FAMILIES[1:] for scheme in AT_LOAD],
+]
+BY_DEFAULT = (("gemma3", "none"), ("qwen3_5", "none"), ("qwen3_5", "w8a8_int8"))
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("gpt_oss", marks=pytest.mark.long),
-        "gemma3",
-        pytest.param("qwen3_next", marks=pytest.mark.long),
-        "qwen3_5",
+        pytest.param(own, id="-".join(own), marks=() if own in BY_DEFAULT else pytest.mark.long)
+        for own in MODELS
     ],
 )
-def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+def model(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The engine's arguments for a model and its quantization."""
+    family, quantization = request.param
+    return {"model_path": str(GOLDEN / family), "quantization": quantization}
 
 
 @pytest.fixture(scope="module")
-def engine(family: str) -> Iterator[Engine]:
-    with Engine(str(GOLDEN / family), **SETTINGS) as engine:
+def engine(model: dict[str, Any]) -> Iterator[Engine]:
+    with Engine(**model, **SETTINGS) as engine:
         yield engine
 
 
@@ -150,16 +159,14 @@ def test_a_prefix_of_what_is_cached_is_gone_on_with(
     ],
 )
 def test_settings_change_no_token_and_a_recording_runs_again(
-    family: str,
+    model: dict[str, Any],
     prompts: list[list[int]],
     expected: list[list[int]],
     settings: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     recording = tmp_path / "run.events"
-    with Engine(
-        str(GOLDEN / family), **SETTINGS | settings, record_events=str(recording)
-    ) as engine:
+    with Engine(**model, **SETTINGS | settings, record_events=str(recording)) as engine:
         assert outputs(engine, prompts) == expected
         session_id = engine.open_session(streaming=True)
         first = turn(engine, session_id, prompts[2])

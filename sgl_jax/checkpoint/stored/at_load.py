@@ -2,7 +2,8 @@
 the greatest magnitude of the numbers that share it.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
 from sgl_jax.models.quantization import Rule
 
 _TYPES = {"int8": np.int8, "int4": ml_dtypes.int4, "fp8": ml_dtypes.float8_e4m3fn}
+_BLOCK_NUMBERS = 2**20
 
 
 class AtLoadReader:
@@ -37,32 +39,55 @@ class AtLoadReader:
         size = self._sizes[weight] if part.group is None else part.group
         if part.kind == "scales":
             wide = slice(inputs.start * size, inputs.stop * size)
-            return self._scales_of(files, weight, part, tuple(outer), wide, size)
-        dtype = _TYPES[self._weight]
+            return self._scales_of(files, weight, part, (*outer, wide), size)
         whole = slice(0, size) if part.group is None else inputs
-        scales = self._scales_of(files, weight, part, tuple(outer), whole, size)
-        floats = _floats(files, weight, (*outer, inputs))
+        scales = self._scales_of(files, weight, part, (*outer, whole), size)
+        values = np.empty(_shape(index), _TYPES[self._weight])
         group = inputs.stop - inputs.start if part.group is None else part.group
-        scaled = floats.reshape(*floats.shape[:-1], -1, group) / scales[..., None]
-        if self._weight != "fp8":
-            scaled = np.round(scaled)
-        return scaled.reshape(floats.shape).astype(dtype)
+        for own, floats in _blocks(files, weight, index):
+            scaled = floats.reshape(*floats.shape[:-1], -1, group)
+            scaled /= scales[own][..., None]
+            if self._weight != "fp8":
+                np.round(scaled, out=scaled)
+            values[own] = floats
+        return values
 
     def _scales_of(
-        self, files: Tensors, weight: str, part: MatrixPart, outer: Index, inputs: slice, size: int
+        self, files: Tensors, weight: str, part: MatrixPart, index: Index, size: int
     ) -> NDArray[np.float32]:
         """Scales [*experts, out, groups] of groups of `size` inputs."""
-        key = (weight, tuple((own.start, own.stop, own.step) for own in outer))
+        key = (weight, tuple((own.start, own.stop, own.step) for own in index[:-1]))
         if part.group is None and key in self._scales:
             return self._scales[key]
-        floats = _floats(files, weight, (*outer, inputs))
-        by_group = np.abs(floats.reshape(*floats.shape[:-1], -1, size))
-        scales: NDArray[np.float32] = by_group.max(axis=-1) / np.float32(GREATEST[self._weight])
+        *outer, inputs = _shape(index)
+        scales = np.empty((*outer, inputs // size), np.float32)
+        for own, floats in _blocks(files, weight, index):
+            by_group = floats.reshape(*floats.shape[:-1], -1, size)
+            np.maximum(by_group.max(axis=-1), -by_group.min(axis=-1), out=scales[own])
+        scales /= np.float32(GREATEST[self._weight])
         scales[scales == 0] = 1
         if part.group is None:
             self._scales[key] = scales
         return scales
 
 
-def _floats(files: Tensors, weight: str, index: Index) -> NDArray[np.float32]:
-    return np.asarray(files.read(weight, index), np.float32)
+def _shape(index: Index) -> tuple[int, ...]:
+    return tuple(len(range(own.start, own.stop, own.step or 1)) for own in index)
+
+
+def _blocks(
+    files: Tensors, weight: str, index: Index
+) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+    """A tensor's slice in blocks along its first axis, of at most `_BLOCK_NUMBERS` if that is more
+    than one place, and the places of each block: as float32, a whole tensor takes twice its bytes
+    or more."""
+    first, *rest = index
+    places = range(first.start, first.stop, first.step or 1)
+    size = max(_BLOCK_NUMBERS // math.prod(_shape(tuple(rest))), 1)
+    for start in range(0, len(places), size):
+        own = places[start : start + size]
+        block = slice(own.start, own.stop, own.step)
+        yield (
+            slice(start, start + len(own)),
+            np.array(files.read(weight, (block, *rest)), np.float32),
+        )

@@ -5,7 +5,8 @@ symmetric; as int4, 8 is taken off values and zero points alike. They differ in 
 values are packed, and AWQ in their order in a word.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,8 @@ _WORDS = frozenset({"I32"})
 _IN_TURN = tuple(range(_PER_WORD))
 # Each column's place in a word of AWQ, the lowest bits being the first.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_ONES = np.uint32(0x11111111)  # a word of ones
+_LOST = np.uint32(0xFF000000)  # the last two values are 15
 
 
 def _unpacked(
@@ -46,13 +49,15 @@ def _read_packed(
     at: tuple[NDArray[np.intp], NDArray[np.intp]],
     axis: int,
     places: tuple[int, ...] = _IN_TURN,
+    decode: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
 ) -> NDArray[np.int32]:
-    """Values 0 to 15 at positions `at` of a matrix that is packed along `axis`."""
+    """Values 0 to 15 at positions `at` of a matrix that is packed along `axis`; `decode` makes
+    their words from stored ones."""
     own = at[axis]
     first = own.min() // _PER_WORD
     words = np.arange(first, own.max() // _PER_WORD + 1)
     stored = read_positions(files, name, (), *at[:axis], words, *at[axis + 1 :])
-    found: NDArray[np.int32] = _unpacked(stored, axis, places).take(
+    found: NDArray[np.int32] = _unpacked(decode(stored), axis, places).take(
         own - first * _PER_WORD, axis=axis
     )
     return found
@@ -121,7 +126,7 @@ class InputsFirstReader:
         self._has_zero_points = rule.scheme.has_zero_points
         self._is_awq = rule.stored.packing == "awq"
         self._places = _AWQ_PLACES if self._is_awq else _IN_TURN
-        self._zero_shift = 1 if rule.stored.zero_points_less_one else 0
+        self._has_less_one = rule.stored.zero_points_less_one
 
     def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
         if part.kind == "order":
@@ -165,11 +170,22 @@ class InputsFirstReader:
         self, files: Tensors, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
     ) -> NDArray[Any]:
         """[rows, groups]"""
-        values = _read_packed(files, name, (groups, rows), 1, self._places).T
-        shifted = values + self._zero_shift
-        if (shifted > 2**_BITS - 1).any():
-            raise ValueError(f"{name} has zero points above 15")
-        return _signed(shifted)
+        decode = partial(_plus_one, name) if self._has_less_one else np.asarray
+        return _signed(_read_packed(files, name, (groups, rows), 1, self._places, decode).T)
+
+
+def _plus_one(name: str, stored: NDArray[Any]) -> NDArray[np.uint32]:
+    """Words of GPTQ's zero points from those of the zero points less one.
+
+    GPTQModel subtracts from whole words, so that a zero point of 0 borrows from its neighbour.
+    AutoGPTQ instead sets its own bits and all above them, and the zero points there are lost.
+    Raises ValueError for such words, by their last two zero points: in a word of GPTQModel's these
+    would be 0 and 1.
+    """
+    words = stored.view(np.uint32)
+    if (words >= _LOST).any():
+        raise ValueError(f"{name} has zero points of 0 that have overwritten others")
+    return words + _ONES  # modulo 2^32
 
 
 def _num_stored_groups(groups: int, part: MatrixPart, stored: int | None) -> int:

@@ -62,6 +62,14 @@ class QuantizedTensors:
         rule = self._config.rule_of(module)
         return rule is not None and own in _SPARE.get(rule.stored.packing, ())
 
+    def is_zero_bias(self, files: Tensors, name: str) -> bool:
+        """True for a bias of zeros beside a packed matrix: some versions of AutoGPTQ write one
+        for each matrix."""
+        module, _, own = name.rpartition(".")
+        rule = None if self._config is None else self._config.rule_of(module)
+        is_gptq = rule is not None and rule.stored.packing == "gptq"
+        return is_gptq and own == "bias" and not files.read(name, ()).any()
+
     def _reader(self, weight: str) -> Reader:
         assert self._config is not None
         rule = self._config.rule_of(weight.removesuffix(".weight"))

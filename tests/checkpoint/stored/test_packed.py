@@ -147,9 +147,24 @@ def test_symmetric_gptq_has_eights_as_zero_points():
         symmetric_gptq(0x77777776)
 
 
-def test_a_zero_point_above_15_is_refused():
+def gptq_zero_points(stored):
+    """The first eight zero points of a group, for a stored word."""
     reader, tensors, _ = LAYOUTS["gptq"]
-    changed = Arrays(tensors | {"q.qzeros": np.full_like(tensors["q.qzeros"], -1)})
-    index = (slice(0, OUTPUTS), slice(0, GROUPS))
-    with pytest.raises(ValueError, match=r"q\.qzeros has zero points above 15"):
-        reader.read(changed, WEIGHT, MatrixPart("zero_points", GROUP), index)
+    zeros = np.full_like(tensors["q.qzeros"], np.uint32(stored).view(np.int32))
+    index = (slice(0, 8), slice(0, 1))
+    part = MatrixPart("zero_points", GROUP)
+    found = reader.read(Arrays(tensors | {"q.qzeros": zeros}), WEIGHT, part, index)
+    return (found.astype(int) + 8).ravel().tolist()
+
+
+def test_a_zero_point_of_0_has_borrowed_from_its_neighbour():
+    """GPTQModel subtracts ones from whole words."""
+    zeros = [3, 0, 5, 1, 0, 0, 15, 0]
+    word = sum(zero << 4 * place for place, zero in enumerate(zeros))
+    assert gptq_zero_points((word - 0x11111111) % 2**32) == zeros
+
+
+def test_zero_points_that_one_of_0_has_overwritten_are_refused():
+    """AutoGPTQ's word of [3, 5, 0, ...]: all bits from the third zero point on are set."""
+    with pytest.raises(ValueError, match=r"q\.qzeros has zero points of 0 that have overwritten"):
+        gptq_zero_points(0xFFFFFF42)
