@@ -170,7 +170,10 @@ def test_lines_in_parts_lose_no_token(choose, monkeypatch):
     check(Layout(2, 2, over_ranks=True), choose)
 
 
-@pytest.mark.parametrize("choose", [any_tokens, one_chips_experts_alone, an_idle_rank])
+LONG = [pytest.param(choose, marks=pytest.mark.long) for choose in (any_tokens, an_idle_rank)]
+
+
+@pytest.mark.parametrize("choose", [one_chips_experts_alone, *LONG])
 def test_the_tpus_kernels_simulated(choose):
     params = weights(has_biases=False)
     layout = Layout(2, 1, over_ranks=True)
