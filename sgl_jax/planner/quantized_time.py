@@ -24,7 +24,7 @@ class ProductBundles(NamedTuple):
     conversion: Mapping[str, int]  # of values to scaled numbers
 
 
-# Of `python -m benchmarks.kernels.quantized_cost`, which prints them beside newer ones.
+# `python -m benchmarks.kernels.quantized_cost` counts them.
 PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
     {
         "TPU v5 lite": ProductBundles(
