@@ -188,6 +188,7 @@ def device_bytes(
         quantized=quantized_products(engine.placed, request.args.tp_size),
         expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
         expert_devices=request.args.ep_size,
+        expert_copies=request.args.ep_num_redundant_experts,
         expert_ranks=request.args.dp_size if request.args.ep_size > request.args.tp_size else 1,
     )
 
