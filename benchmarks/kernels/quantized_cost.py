@@ -94,11 +94,18 @@ def quantizing(tokens: int, inputs: int, activation: ActivationFormat) -> Kernel
 
 
 def experts(weight: WeightFormat | None) -> Kernel:
-    """Matrices of gpt-oss's experts on one of eight chips, their visits to `EXPERT_LINES` lines."""
+    """Matrices as of gpt-oss's experts on one of eight chips, their visits to `EXPERT_LINES` lines.
+
+    MXFP4 has scales for groups, the others for each output.
+    """
     outputs, inputs = EXPERT_SHAPE
-    arrays = [((LAYERS, EXPERTS, outputs, inputs), jnp.bfloat16 if weight is None else jnp.int4)]
+    values = jnp.bfloat16 if weight is None else value_dtype(weight)
+    arrays = [((LAYERS, EXPERTS, outputs, inputs), values)]
     if weight is not None:
-        arrays.append(((LAYERS, EXPERTS, outputs, inputs // MXFP4_GROUP), jnp.uint8))
+        groups, scale = (
+            (inputs // MXFP4_GROUP, jnp.uint8) if weight == "mxfp4" else (1, jnp.float32)
+        )
+        arrays.append(((LAYERS, EXPERTS, outputs, groups), scale))
 
     def multiply(x, layer, sizes, *arrays):
         scales = arrays[1] if weight else None
@@ -155,15 +162,20 @@ def constants(chip: str) -> ProductBundles:
         weight: round(in_groups(weight, 128) - 128 * per_token)
         for weight in ("int8", "int4", "fp8")
     }
-    own = bundles(experts("mxfp4"), chip) - bundles(experts(None), chip)
-    conversion["mxfp4"] = round(own / (EXPERT_SHAPE[0] * EXPERT_SHAPE[1] / MI))
+    floats, values = bundles(experts(None), chip), EXPERT_SHAPE[0] * EXPERT_SHAPE[1] / MI
+
+    def in_a_visit(weight: WeightFormat) -> int:
+        return max(round((bundles(experts(weight), chip) - floats) / values), 0)
+
+    conversion["mxfp4"] = in_a_visit("mxfp4")
+    unscaled = {form: in_a_visit(form) for form in FORMATS}
     as_values = {
         form: a_turn(Product(2048, 8192, 3584, Scheme(form, activation=form))) / 512
         for form in FORMATS
     }
     rows = activation_rows(512, 8192)
     activations = bundles(quantizing(512, 8192, "int8"), chip) / (rows * 8192 / KI)
-    return ProductBundles(per_token, as_values, activations, conversion)
+    return ProductBundles(per_token, as_values, activations, conversion, unscaled)
 
 
 def main() -> None:
@@ -175,18 +187,21 @@ def main() -> None:
     for name, product in PRODUCTS.items():
         for chip in chips:
             print(product_row(name, product, chip), flush=True)
-    print("\n| chip | | per token | per token, as values | activations | conversion |")
-    print("|---|---|---|---|---|---|")
+    print("\n| chip | | per token | per token, as values | activations | conversion | unscaled |")
+    print("|---|---|---|---|---|---|---|")
     for chip in chips:
         for label, own in (
             ("counted", constants(chip)),
             ("in the planner", PRODUCT_BUNDLES[CHIPS[chip].device_kind]),
         ):
             values = ", ".join(f"{form} {n:.2f}" for form, n in own.per_token_as_values.items())
-            converted = ", ".join(f"{form} {n:,}" for form, n in own.conversion.items())
+            converted, unscaled = (
+                ", ".join(f"{form} {n:,}" for form, n in counts.items())
+                for counts in (own.conversion, own.unscaled)
+            )
             print(
                 f"| {chip} | {label} | {own.per_token:.2f} | {values} | {own.activations:.2f} "
-                f"| {converted} |",
+                f"| {converted} | {unscaled} |",
                 flush=True,
             )
 

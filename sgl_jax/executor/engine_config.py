@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
@@ -39,6 +40,7 @@ from sgl_jax.mem_cache.device_pool import (
 )
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 # With smaller pages the TPU's attention waits for its instructions (docs/inside/kernels.md).
 TPU_PAGE_SIZE = 128
@@ -64,6 +66,7 @@ class EngineConfig(NamedTuple):
     state_layout: StatePoolLayout | None  # of recurrent layers, whose pool is the last
     limits: StepLimits
     buckets: Buckets
+    placement: ExpertPlacement | None  # of experts; None: in order
 
     @classmethod
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
@@ -76,8 +79,10 @@ class EngineConfig(NamedTuple):
         if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
         args = _resolve_for_model(resolve_for_device(args, platform), model)
-        if args.ep_size > 1 and model.moe is None:
-            raise ValueError(f"--ep-size {args.ep_size} needs a model with experts, this has none")
+        if model.moe is None:
+            for name, none in (("ep_size", 1), ("expert_distribution_recorder_mode", "none")):
+                if (value := getattr(args, name)) != none:
+                    raise ValueError(f"{flag(name)} {value} needs a model with experts")
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -94,7 +99,10 @@ class EngineConfig(NamedTuple):
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
         states = _state_layout(args, model, groups)
-        config = cls(args, platform, model, groups, pool_layouts, states, limits, buckets)
+        config = cls(
+            *(args, platform, model, groups, pool_layouts, states, limits, buckets),
+            placement_for(args, model),
+        )
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
             if model.recurrence is not None:
@@ -126,6 +134,8 @@ class EngineConfig(NamedTuple):
         return BuildOptions(
             dtype=self.dtype,
             ep_size=self.args.ep_size,
+            placement=self.placement,
+            counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
             qkv_heads=qkv_heads_implementation(
@@ -160,6 +170,10 @@ class EngineConfig(NamedTuple):
         layers = self.model.layers
         is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
         return _SCATTERED_TOKENS if scatters and is_dense else None
+
+    @property
+    def _counts_experts(self) -> bool:
+        return self.args.expert_distribution_recorder_mode == "stat"
 
     @property
     def _has_kv_scales(self) -> bool:
@@ -317,7 +331,13 @@ class EngineConfig(NamedTuple):
             layers = state_pool_shapes(self.state_layout, sizes.num_state_slots, mesh)
             states = RowStates(of_rows(), layers)
         token_table, row_lens = of_rows(sizes.max_context_len), of_rows()
-        return StepState(token_table, row_lens, pools, states), of_rows(PACKED_WIDTH)
+        counts: Any = None
+        if self._counts_experts and self.model.moe is not None:
+            shape = (sizes.dp_size, self.model.num_layers, self.model.moe.num_experts)
+            own = NamedSharding(mesh, P("data"))
+            counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
+        state = StepState(token_table, row_lens, pools, states, counts)
+        return state, of_rows(PACKED_WIDTH)
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:

@@ -38,7 +38,7 @@ from sgl_jax.layers.mesh_axes import (
     scatter_sum,
 )
 from sgl_jax.layers.mlp import GatedMLP
-from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
@@ -48,6 +48,7 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
+from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
 # Tensors some checkpoints carry that no parameter needs.
@@ -73,6 +74,8 @@ class BuildOptions(NamedTuple):
     unrolled_layers: int = 1
     defers_sum: bool = False
     ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
+    placement: ExpertPlacement | None = None  # of experts that are dealt out; None: in order
+    counts_experts: bool = False  # the model returns how often each expert was chosen
     # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
     scattered_tokens: int | None = None
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
@@ -87,7 +90,9 @@ class BuildOptions(NamedTuple):
 
     def all_experts(self, part: Source) -> Source:
         """`part` [experts, ...] with so many experts of zeros after it that the chips divide them;
-        no router chooses these."""
+        no router chooses these. A placement fills all slots."""
+        if self.placement is not None:
+            return part
         return Padded(part, -(-part.shape[0] // self.ep_size) * self.ep_size, axis=0)
 
     @property
@@ -126,11 +131,13 @@ class DecoderLayer(nnx.Module):
         self,
         hidden: jax.Array,
         is_token: jax.Array,
+        copies: ExpertCopies | None,
         reads: tuple[Any, ...],
         memory: Any,
         layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
+    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
+        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory, and the
+        tokens' experts as `MixtureOfExperts` returns them).
 
         `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
         `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
@@ -139,13 +146,16 @@ class DecoderLayer(nnx.Module):
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
         attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
         hidden = hidden + _normalised(attended, self.attended_norm)
-        mlp, normalised = self.mlp, self.post_attention_norm(hidden)
-        added = mlp(normalised) if isinstance(mlp, GatedMLP) else mlp(normalised, is_token)
-        return hidden, _normalised(added, self.mlp_output_norm), memory
+        mlp, normalised, experts = self.mlp, self.post_attention_norm(hidden), None
+        if isinstance(mlp, GatedMLP):
+            added = mlp(normalised)
+        else:
+            added, experts = mlp(normalised, is_token, copies)
+        return hidden, _normalised(added, self.mlp_output_norm), memory, experts
 
     def on_blocks(
         self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
-    ) -> tuple[Blocks, Blocks, Any]:
+    ) -> tuple[Blocks, Blocks, Any, None]:
         """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
 
         Dense layers with attention only.
@@ -156,7 +166,7 @@ class DecoderLayer(nnx.Module):
         attended, memory = mix(normed, *reads, memory, layer)
         hidden = _sum(hidden, tuple(_normalised(block, self.attended_norm) for block in attended))
         normed = _gather(hidden, self.post_attention_norm)
-        return hidden, tuple(map(self._fed_forward, normed)), memory
+        return hidden, tuple(map(self._fed_forward, normed)), memory, None
 
     def _fed_forward(self, normed: jax.Array) -> jax.Array:
         assert isinstance(self.mlp, GatedMLP)
@@ -212,6 +222,8 @@ class CausalLM(nnx.Module):
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
         self.scattered_tokens = options.scattered_tokens
+        self.placement = options.placement
+        self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -237,7 +249,8 @@ class CausalLM(nnx.Module):
         own = self.architecture
         layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, layers, shards, own.body + "layers.{}.")
+        slots = options.placement and options.placement.of_layers(layers)
+        stack_layers(layer, layers, shards, own.body + "layers.{}.", slots)
         return layer
 
     def __call__(
@@ -247,7 +260,7 @@ class CausalLM(nnx.Module):
         kv_pools: tuple[jax.Array, ...],
         state_batch: StateBatch | None = None,
         states: LayerStates | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None, jax.Array | None]:
         """Run one step's tokens.
 
         Args:
@@ -261,7 +274,8 @@ class CausalLM(nnx.Module):
 
         Returns:
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools and
-            states.
+            states; with `counts_experts`, int32 [layers, experts] how many of this rank's tokens
+            chose each expert.
         """
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
@@ -272,13 +286,17 @@ class CausalLM(nnx.Module):
         terms: tuple[Any, ...] = (hidden,)
         if self.defers_sum:
             terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
+        keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
+        is_token, counts = batches[0].valid, []
         for stretch in self.stretches:
-            terms, memories = self._run(stretch, (terms, memories), batches[0].valid, reads)
+            (terms, memories), own = self._run(stretch, (terms, memories), is_token, keys, reads)
+            counts.append(own)
         if sizes:
             hidden = join_blocks(_gather(_sum(*terms), self.norm))
         else:
             hidden = self.norm(_sum(*terms))
-        return hidden, memories[: len(kv_pools)], memories[-1] if is_recurrent else None
+        states = memories[-1] if is_recurrent else None
+        return hidden, memories[: len(kv_pools)], states, join_counts(counts)
 
     def _block_sizes(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of each block in a step that scatters hidden states; () in others."""
@@ -323,32 +341,39 @@ class CausalLM(nnx.Module):
         stretch: Stretch,
         carry: Carry,
         is_token: jax.Array,
+        keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
-    ) -> Carry:
-        """All layers of a stretch; `reads` of all layers."""
+    ) -> tuple[Carry, jax.Array | None]:
+        """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
         remembered = {place: self._remembered_at(stretch, place) for place in places}
+        slots = [
+            self.placement and self.placement.slots(stretch.layers_like(place))
+            for place in range(stretch.period)
+        ]
 
-        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, None]:
-            terms, memories = carry[0], list(carry[1])
+        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, jax.Array | None]:
+            terms, memories, chosen = carry[0], list(carry[1]), []
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden = _sum(*terms)
                 rest = (reads[place], memories[pool], first + turn * step)
-                hidden, delta, memories[pool] = (
+                copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
+                hidden, delta, memories[pool], experts = (
                     layer.on_blocks(hidden, *rest)
                     if isinstance(hidden, tuple)
-                    else layer(hidden, is_token, *rest)
+                    else layer(hidden, is_token, copies, *rest)
                 )
+                chosen.append(experts)
                 terms = (hidden, delta) if self.defers_sum else (_sum(hidden, delta),)
-            return (terms, tuple(memories)), None
+            return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
-        return lax.scan(run_period, carry, turns, unroll=unroll)[0]
+        return lax.scan(run_period, carry, turns, unroll=unroll)
 
     def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
         """The memory of the layers at `place` of a period: their group's pool, the first one's

@@ -46,7 +46,8 @@ def as_text(plan: Estimate) -> str:
     lines = [
         f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
         f"{topology.num_devices} devices, {topology.chip.device_kind}): "
-        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args.ep_size)}",
+        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args)}",
+        *_balance_lines(plan),
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
@@ -90,6 +91,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "dp_size": args.dp_size,
         "tp_size": args.tp_size,
         "ep_size": args.ep_size,
+        "expert_balance": plan.balance and plan.balance._asdict(),
         "num_chips": topology.num_chips,
         "workload": dataclasses.asdict(plan.request.workload),
         "memory": {**dataclasses.asdict(plan.memory), "num_pages": plan.memory.num_pages},
@@ -128,8 +130,20 @@ def _step_dict(step: StepEstimate) -> dict[str, Any]:
     }
 
 
-def _experts(ep_size: int) -> str:
-    return "" if ep_size == 1 else f", whole experts over {ep_size} devices"
+def _experts(args: ServerArgs) -> str:
+    copies = f", {args.ep_num_redundant_experts} copies" if args.ep_num_redundant_experts else ""
+    return "" if args.ep_size == 1 else f", whole experts over {args.ep_size} devices{copies}"
+
+
+def _balance_lines(plan: Estimate) -> list[str]:
+    """The recorded loads of devices, if a file has them."""
+    if plan.balance is None:
+        return []
+    before, after = plan.balance
+    return [
+        f"by {plan.request.args.init_expert_location} the device whose experts are chosen most has "
+        f"{after:.2f} times the mean load, {before:.2f} times with experts in order"
+    ]
 
 
 def _window_lines(plan: Estimate) -> list[str]:

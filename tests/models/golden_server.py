@@ -57,6 +57,7 @@ class Server:
         dp=1,
         tp=1,
         ep=1,
+        copies=0,
         page_size=16,
         weight_sharding="replicated",
         attention_backend="auto",
@@ -71,6 +72,7 @@ class Server:
             dp_size=dp,
             tp_size=tp,
             ep_size=ep,
+            ep_num_redundant_experts=copies,
             page_size=page_size,
             weight_sharding=weight_sharding,
             attention_backend=attention_backend,
@@ -181,7 +183,7 @@ class Server:
         state_batch = None
         if states is not None:
             state_batch = StateBatch.build(*slots[0], kept[0], *rows, tokens.shape[1])
-        hidden, pools, states = model(tokens[0], batches, pools, state_batch, states)
+        hidden, pools, states, _ = model(tokens[0], batches, pools, state_batch, states)
         logits = join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])
         return logits[None], pools, states
 

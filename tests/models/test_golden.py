@@ -21,6 +21,7 @@ class Setup(NamedTuple):
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    copies: int = 0
     page_size: int = 16
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
@@ -41,6 +42,8 @@ SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
+COPIED_EXPERTS = Setup(tp=2, ep=2, copies=1)
+COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,11 @@ EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
             (family, setup)
             for family in ("qwen3_moe", "gpt_oss", "qwen3_next")
             for setup in (EXPERTS_OVER_A_RANK, EXPERTS_OVER_RANKS)
+        ],
+        *[
+            (family, setup)
+            for family in ("qwen3_moe_mixed", "gpt_oss_mxfp4")
+            for setup in (COPIED_EXPERTS, COPIED_EXPERTS_OVER_RANKS)
         ],
         ("gpt_oss_mxfp4", Setup()),
         *[

@@ -6,7 +6,12 @@ from sgl_jax.core.quantization import Scheme
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.quantized_products import QuantizedProduct, expert_format, quantized_products
+from sgl_jax.planner.quantized_products import (
+    ExpertFormat,
+    QuantizedProduct,
+    expert_format,
+    quantized_products,
+)
 from sgl_jax.planner.quantized_time import PRODUCT_BUNDLES, conversion_bundles, quantized_time
 from sgl_jax.planner.topology import CHIPS, topology_mesh
 
@@ -71,7 +76,11 @@ def test_a_devices_part_of_every_matrix_is_found():
 
 
 def test_experts_are_converted_in_their_own_kernel():
-    assert expert_format(placed("--model-path", "gpt-oss-120b")) == "mxfp4"
+    in_groups = expert_format(placed("--model-path", "gpt-oss-120b"))
+    assert in_groups == ExpertFormat("mxfp4", scales_results=False)
     assert quantized_products(placed("--model-path", "gpt-oss-120b"), 8) == ()
-    assert conversion_bundles("mxfp4", V6E) == BUNDLES.conversion["mxfp4"]
+    assert conversion_bundles(in_groups, V6E) == BUNDLES.conversion["mxfp4"]
+    whole = expert_format(placed("--model-path", "qwen3-30b-a3b", "--quantization", "int8"))
+    assert whole == ExpertFormat("int8", scales_results=True)
+    assert conversion_bundles(whole, V6E) == BUNDLES.unscaled["int8"]
     assert conversion_bundles(None, V6E) == 0
