@@ -21,7 +21,7 @@ from sgl_jax.layers.quantized_matrix import QuantizedMatrix
 def is_supported(linear: Linear, num_chips: int, multiple: int) -> bool:
     """True for floats, and for 8-bit weights with a scale for each output alone, whose part on one
     of `num_chips` has widths that `multiple` divides."""
-    own, shape = linear.weight, _arrays(linear)[0].get_value().shape[-2:]
+    own, shape = linear.weight, arrays_of(linear)[0].get_value().shape[-2:]
     if isinstance(own, QuantizedMatrix):
         scheme = own.scheme
         is_plain = scheme.weight in ("int8", "fp8") and scheme.activation is None
@@ -34,14 +34,14 @@ def gather_multiply(
     ring: RingProducts, x: jax.Array, norm: RMSNorm, linears: Sequence[Linear], finish: Finish
 ) -> jax.Array:
     """See `GatherMultiply`; `norm` normalises the hidden states, x is this chip's columns."""
-    each = len(_arrays(linears[0]))
+    each = len(arrays_of(linears[0]))
 
     def multiply(*arrays: jax.Array) -> jax.Array:
         *rest, layer = arrays
         matrices = tuple(RingMatrix(*rest[i : i + each]) for i in range(0, len(rest), each))
         return ring.gather_multiply(x, norm.factors, norm.eps, matrices, layer, finish, TENSOR_AXIS)
 
-    return use_stacks([array for own in linears for array in _arrays(own)], multiply)
+    return use_stacks([array for own in linears for array in arrays_of(own)], multiply)
 
 
 def multiply_scatter(
@@ -53,9 +53,10 @@ def multiply_scatter(
         *rest, layer = arrays
         return ring.multiply_scatter(x, RingMatrix(*rest), layer, residual, TENSOR_AXIS)
 
-    return use_stacks(_arrays(linear), multiply)
+    return use_stacks(arrays_of(linear), multiply)
 
 
-def _arrays(linear: Linear) -> list[nnx.Param[jax.Array]]:
+def arrays_of(linear: Linear) -> list[nnx.Param[jax.Array]]:
+    """The values of a supported matrix, and the scales of 8-bit ones."""
     own = linear.weight
     return [own.values, own.scales] if isinstance(own, QuantizedMatrix) else [own]

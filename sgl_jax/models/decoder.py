@@ -32,6 +32,7 @@ from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
@@ -171,8 +172,19 @@ class DecoderLayer(nnx.Module):
             return False
         if self.attended_norm or self.mlp_output_norm or own.output.bias:
             return False
-        linears = (own.qkv, own.output, mlp.gate, mlp.up, mlp.down)
-        return all(is_supported(linear, num_chips, multiple) for linear in linears)
+        return all(
+            is_supported(linear, num_chips, multiple)
+            for _, linears in self.column_products()
+            for linear in linears
+        )
+
+    def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
+        """The products of `on_columns`: true for one that gathers, and its matrices."""
+        own, mlp = self.attention, self.mlp
+        assert isinstance(own, Attention)
+        assert isinstance(mlp, GatedMLP)
+        into, out = ((own.qkv,), (mlp.gate, mlp.up)), ((own.output,), (mlp.down,))
+        return *((True, linears) for linears in into), *((False, linears) for linears in out)
 
     def on_columns(
         self,

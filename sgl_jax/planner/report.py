@@ -12,7 +12,7 @@ from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.program_cost import Collective
-from sgl_jax.planner.step_time import ICI_HOP_S
+from sgl_jax.planner.topology import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
@@ -149,6 +149,7 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = ""
     quantized = f"quantized products {_ms(time.quantized_s)}, " if time.quantized_s else ""
+    quantized += f"ring products {_ms(time.ring_s)}, " if time.ring_s else ""
     if time.experts_s:
         experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""

@@ -31,7 +31,9 @@ _COLLECTIVE_IDS = {GATHER_NAME: 8, SCATTER_NAME: 9}
 _MAX_BLOCK = 1 << 20  # numbers of a block
 _BUFFER_BYTES = 12 << 20  # of blocks on their way
 _MAX_BUFFERS = 8
-_TILE_ROWS = 16  # of two bytes a number
+# Messages to the chip opposite are cut in two if this divides the tokens: whole tiles of two bytes
+# a number.
+SPLIT_TOKENS = 32
 
 
 class _Ring(NamedTuple):
@@ -44,7 +46,7 @@ class _Ring(NamedTuple):
     def of(cls, axis: str, num_tokens: int) -> "_Ring":
         """In two parts if a chip lies opposite: one of them goes to it on each side."""
         is_even = lax.axis_size(axis) % 2 == 0
-        return cls(axis, 2 if is_even and num_tokens % (2 * _TILE_ROWS) == 0 else 1)
+        return cls(axis, 2 if is_even and num_tokens % SPLIT_TOKENS == 0 else 1)
 
     @property
     def chips(self) -> int:
