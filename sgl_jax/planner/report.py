@@ -17,7 +17,9 @@ from sgl_jax.planner.topology import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
-    "heads + attention + recurrences + experts + their lines + exposed collectives",
+    "ring products + heads + attention + recurrences + experts + their lines + exposed collectives",
+    "ring products = bytes of weights / HBM bandwidth, or the kernels' instructions, if those are "
+    "more; their exchange is played hop by hop over one link, chips in step, and exposed beyond",
     "quantized products, where a kernel makes them = bytes of weights / HBM bandwidth, or the "
     "kernel's instructions, if those are more",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "

@@ -173,7 +173,7 @@ def tpu_gather_multiply(
     num_tokens, columns = x.shape
     ring, count = _Ring.of(axis, num_tokens), len(matrices)
     outputs, dtype = matrices[0].values.shape[2], matrices[0].values.dtype
-    width = _fitting(outputs, _MAX_BLOCK // columns)
+    width = block_width(outputs, columns)
     turns = _turns(count * columns * width * dtype.itemsize, ring.chips * outputs // width)
     scales = [own.scales for own in matrices if own.scales is not None]
     return _call(
@@ -290,7 +290,7 @@ def tpu_multiply_scatter(
     """See `interface.MultiplyScatter`."""
     num_tokens, inputs = x.shape
     ring, columns = _Ring.of(axis, num_tokens), residual.shape[1]
-    rows = _fitting(inputs, _MAX_BLOCK // columns)
+    rows = block_width(inputs, columns)
     dtype = matrix.values.dtype
     turns = _turns(rows * columns * dtype.itemsize, ring.chips * inputs // rows)
     scales = []
@@ -380,9 +380,9 @@ def _scatter_kernel(
 # -- both -----------------------------------------------------------------------------------------
 
 
-def _fitting(size: int, most: int) -> int:
-    """The largest number of whole rows of lanes up to `most` that divides `size`."""
-    sizes = range(LANES, max(most, LANES) + 1, LANES)
+def block_width(size: int, columns: int) -> int:
+    """The part of `size` outputs or inputs that makes a block with `columns` hidden states."""
+    sizes = range(LANES, max(_MAX_BLOCK // columns, LANES) + 1, LANES)
     return max(own for own in sizes if size % own == 0)
 
 

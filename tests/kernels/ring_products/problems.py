@@ -26,6 +26,7 @@ class Program(NamedTuple):
     inner: int = 256
     is_quantized: bool = False
     dtype: Any = jnp.float32
+    ranks: int = 1  # that multiply the same
 
 
 class Problem(NamedTuple):
@@ -79,7 +80,8 @@ def on_ring(program, gather_multiply, multiply_scatter):
         return RingMatrix(by, of_scales if program.is_quantized else None)
 
     into, out = specs(BY_OUTPUT, BY_OUTPUT), specs(BY_INPUT, P())
-    mesh = Mesh(np.array(jax.devices()[: program.chips]).reshape(1, -1), ("data", "tensor"))
+    devices = np.array(jax.devices()[: program.ranks * program.chips])
+    mesh = Mesh(devices.reshape(program.ranks, -1), ("data", "tensor"))
     return jax.shard_map(
         layers,
         mesh=mesh,
