@@ -28,6 +28,7 @@ from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
+from sgl_jax.kernels.ring_products.interface import ring_products_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
@@ -48,6 +49,10 @@ _PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
 # Each block of fewer tokens would read all weights, and compute too little with them.
 _SCATTERED_TOKENS = 1024
+# At most: XLA multiplies more tokens in as little time as the kernels.
+_COLUMN_TOKENS = 512
+# For their hidden states and sums, in a TPU's vector memory beside the blocks of a matrix.
+_COLUMN_BYTES = 32 << 20
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -146,6 +151,7 @@ class EngineConfig(NamedTuple):
             move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
+            ring_products=ring_products_implementation(self.platform, simulate=simulates),
             has_kv_scales=self._has_kv_scales,
             # Elsewhere, a program reads a layer's weights out of the stack in place.
             separates_layers=self.platform == "cpu"
@@ -158,6 +164,7 @@ class EngineConfig(NamedTuple):
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
             scattered_tokens=self.scattered_tokens,
+            column_tokens=self._column_tokens,
         )
 
     @property
@@ -166,10 +173,20 @@ class EngineConfig(NamedTuple):
 
         Experts would be read once for each block, and recurrences run through all tokens.
         """
-        scatters = self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
         layers = self.model.layers
         is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
-        return _SCATTERED_TOKENS if scatters and is_dense else None
+        return _SCATTERED_TOKENS if self._splits_hidden and is_dense else None
+
+    @property
+    def _column_tokens(self) -> int:
+        """See `BuildOptions`."""
+        inner = self.model.intermediate_size // self.args.tp_size
+        token_bytes = self.model.hidden_size * self.dtype.itemsize + 2 * inner * 4  # gate and up
+        return min(_COLUMN_TOKENS, _COLUMN_BYTES // token_bytes) if self._splits_hidden else 0
+
+    @property
+    def _splits_hidden(self) -> bool:
+        return self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
 
     @property
     def _counts_experts(self) -> bool:

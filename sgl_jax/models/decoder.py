@@ -26,10 +26,13 @@ from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
+from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
+from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
@@ -67,6 +70,7 @@ class BuildOptions(NamedTuple):
     move_lines: LineMoves = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
+    ring_products: RingProducts = XLA_RING_PRODUCTS
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
     # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of
@@ -78,6 +82,8 @@ class BuildOptions(NamedTuple):
     counts_experts: bool = False  # the model returns how often each expert was chosen
     # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
     scattered_tokens: int | None = None
+    # A program of at most so many splits them by columns, see `hidden_columns`.
+    column_tokens: int = 0
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -168,6 +174,53 @@ class DecoderLayer(nnx.Module):
         normed = _gather(hidden, self.post_attention_norm)
         return hidden, tuple(map(self._fed_forward, normed)), memory, None
 
+    def fits_columns(self, num_chips: int, multiple: int) -> bool:
+        """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
+        products support its matrices."""
+        own, mlp = self.attention, self.mlp
+        if not isinstance(own, Attention) or not isinstance(mlp, GatedMLP) or own.gate:
+            return False
+        if self.attended_norm or self.mlp_output_norm or own.output.bias:
+            return False
+        return all(
+            is_supported(linear, num_chips, multiple)
+            for _, linears in self.column_products()
+            for linear in linears
+        )
+
+    def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
+        """The products of `on_columns`: true for one that gathers, and its matrices."""
+        own, mlp = self.attention, self.mlp
+        assert isinstance(own, Attention)
+        assert isinstance(mlp, GatedMLP)
+        into, out = ((own.qkv,), (mlp.gate, mlp.up)), ((own.output,), (mlp.down,))
+        return *((True, linears) for linears in into), *((False, linears) for linears in out)
+
+    def on_columns(
+        self,
+        hidden: jax.Array,
+        reads: tuple[Any, ...],
+        memory: Any,
+        layer: jax.Array,
+        ring: RingProducts,
+    ) -> tuple[jax.Array, Any]:
+        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`.
+
+        Layers that `fits_columns` only.
+        """
+        own, mlp = self.attention, self.mlp
+        assert isinstance(own, Attention)
+        assert isinstance(mlp, GatedMLP)
+        qkv = gather_multiply(ring, hidden, self.input_norm, (own.qkv,), lambda qkv: qkv)
+        if own.qkv.bias is not None:
+            qkv += own.qkv.bias[...]
+        attend: Callable[..., tuple[jax.Array, Any]] = own.attended
+        attended, memory = attend(qkv, *reads, memory, layer)
+        hidden = multiply_scatter(ring, attended, own.output, hidden)
+        norm = self.post_attention_norm
+        inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
+        return multiply_scatter(ring, inner, mlp.down, hidden), memory
+
     def _fed_forward(self, normed: jax.Array) -> jax.Array:
         assert isinstance(self.mlp, GatedMLP)
         return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
@@ -224,6 +277,7 @@ class CausalLM(nnx.Module):
         self.scattered_tokens = options.scattered_tokens
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
+        self.ring_products = options.ring_products
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -233,6 +287,9 @@ class CausalLM(nnx.Module):
                 for layers in map(stretch.layers_like, range(stretch.period))
             }
         )
+        fits = (options.tp_size, options.ring_products.multiple)
+        has_columns = all(layer.fits_columns(*fits) for layer in self.layers.values())
+        self.column_tokens = options.column_tokens if has_columns else 0
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
         body = architecture.body
@@ -282,17 +339,27 @@ class CausalLM(nnx.Module):
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
         sizes = self._block_sizes(len(token_ids))
-        hidden: Any = self._embed_blocks(token_ids, sizes) if sizes else self._embed(token_ids)
+        in_columns = len(token_ids) <= self.column_tokens
+        hidden: Any
+        if sizes:
+            hidden = self._embed_blocks(token_ids, sizes)
+        elif in_columns:
+            hidden = self._scaled(scatter_sum(self.embedding.own_part(token_ids), axis=1))
+        else:
+            hidden = self._embed(token_ids)
         terms: tuple[Any, ...] = (hidden,)
-        if self.defers_sum:
+        if self.defers_sum and not in_columns:
             terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
         for stretch in self.stretches:
-            (terms, memories), own = self._run(stretch, (terms, memories), is_token, keys, reads)
+            carry = (terms, memories)
+            (terms, memories), own = self._run(stretch, carry, is_token, keys, reads, in_columns)
             counts.append(own)
         if sizes:
             hidden = join_blocks(_gather(_sum(*terms), self.norm))
+        elif in_columns:
+            hidden = self.norm(concatenate_over(TENSOR_AXIS, terms[0], axis=1))
         else:
             hidden = self.norm(_sum(*terms))
         states = memories[-1] if is_recurrent else None
@@ -343,6 +410,7 @@ class CausalLM(nnx.Module):
         is_token: jax.Array,
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
+        in_columns: bool,
     ) -> tuple[Carry, jax.Array | None]:
         """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
@@ -361,6 +429,10 @@ class CausalLM(nnx.Module):
                 pool, first, step = remembered[place]
                 hidden = _sum(*terms)
                 rest = (reads[place], memories[pool], first + turn * step)
+                if in_columns:
+                    hidden, memories[pool] = layer.on_columns(hidden, *rest, self.ring_products)
+                    terms = (hidden,)
+                    continue
                 copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
                 hidden, delta, memories[pool], experts = (
                     layer.on_blocks(hidden, *rest)

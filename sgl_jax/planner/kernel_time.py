@@ -20,6 +20,7 @@ from sgl_jax.kernels.qkv_heads import block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
 from sgl_jax.planner.quantized_products import QuantizedProduct
+from sgl_jax.planner.ring_products import RingProduct
 from sgl_jax.planner.topology import Chip
 
 
@@ -49,6 +50,8 @@ class DeviceBytes:
     expert_ranks: int = 1  # whose tokens these experts serve
     expert_copies: int = 0  # beside the experts, on all devices together
     quantized: tuple[QuantizedProduct, ...] = ()  # some of the layers' weights
+    ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, in a step of `column_tokens`
+    column_tokens: int = 0  # the most of such a step
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 

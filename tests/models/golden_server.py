@@ -63,6 +63,7 @@ class Server:
         attention_backend="auto",
         unrolled_layers=None,
         scattered=False,
+        in_columns=False,
         max_len=80,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
@@ -84,6 +85,8 @@ class Server:
             )
         if scattered:
             options = options._replace(scattered_tokens=1)
+        if in_columns:
+            options = options._replace(column_tokens=64)
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))

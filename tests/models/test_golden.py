@@ -27,6 +27,7 @@ class Setup(NamedTuple):
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
     scattered: bool = False
+    in_columns: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -39,6 +40,10 @@ UNROLLED = Setup(tp=2, unrolled_layers=2)
 SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
 SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
 SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
+COLUMNS = Setup(tp=2, in_columns=True)
+COLUMNS_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, in_columns=True)
+COLUMNS_OVER_FOUR = Setup(tp=4, in_columns=True)
+COLUMNS_OF_SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data", in_columns=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
@@ -68,6 +73,10 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
         ("qwen3", SCATTERED_UNROLLED),
         ("qwen2", SCATTERED_OVER_FOUR),
+        *[(family, COLUMNS) for family in ("llama", "gemma3")],
+        ("qwen3", COLUMNS_UNROLLED),
+        ("qwen2", COLUMNS_OVER_FOUR),
+        ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
         ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_5", TWO_RANKS),
