@@ -7,7 +7,6 @@ cache is carried through and updated in place.
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +26,8 @@ from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grou
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
-from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
-from sgl_jax.layers.gated_delta_net import GatedDeltaNet
-from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
-from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
@@ -40,8 +35,7 @@ from sgl_jax.layers.mesh_axes import (
     concatenate_over,
     scatter_sum,
 )
-from sgl_jax.layers.mlp import GatedMLP
-from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts, copy_keys, count_experts, join_counts
+from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
@@ -51,6 +45,7 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
+from sgl_jax.models.decoder_layer import DecoderLayer, gathered, sum_terms
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
@@ -105,139 +100,6 @@ class BuildOptions(NamedTuple):
     def expert_slices(self) -> int:
         """Chips that share each expert's inner width."""
         return 1 if self.expert_axes else self.tp_size
-
-
-class DecoderLayer(nnx.Module):
-    """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
-    its input.
-
-    Some models also normalise the terms they add.
-    """
-
-    def __init__(
-        self,
-        input_norm: RMSNorm,
-        attention: Attention | GatedDeltaNet,
-        post_attention_norm: RMSNorm,
-        mlp: GatedMLP | MixtureOfExperts,
-        *,
-        attended_norm: RMSNorm | None = None,
-        mlp_output_norm: RMSNorm | None = None,
-    ) -> None:
-        """`post_attention_norm` normalises the feed-forward layer's input; the last two normalise
-        the terms that attention and the feed-forward layer add."""
-        self.input_norm = input_norm
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.mlp = mlp
-        self.attended_norm = attended_norm
-        self.mlp_output_norm = mlp_output_norm
-
-    def __call__(
-        self,
-        hidden: jax.Array,
-        is_token: jax.Array,
-        copies: ExpertCopies | None,
-        reads: tuple[Any, ...],
-        memory: Any,
-        layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
-        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory, and the
-        tokens' experts as `MixtureOfExperts` returns them).
-
-        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
-        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
-        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
-        """
-        mix: Callable[..., tuple[jax.Array, Any]] = self.attention
-        attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
-        hidden = hidden + _normalised(attended, self.attended_norm)
-        mlp, normalised, experts = self.mlp, self.post_attention_norm(hidden), None
-        if isinstance(mlp, GatedMLP):
-            added = mlp(normalised)
-        else:
-            added, experts = mlp(normalised, is_token, copies)
-        return hidden, _normalised(added, self.mlp_output_norm), memory, experts
-
-    def on_blocks(
-        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
-    ) -> tuple[Blocks, Blocks, Any, None]:
-        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
-
-        Dense layers with attention only.
-        """
-        assert isinstance(self.attention, Attention)
-        normed = _gather(hidden, self.input_norm)
-        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
-        attended, memory = mix(normed, *reads, memory, layer)
-        hidden = _sum(hidden, tuple(_normalised(block, self.attended_norm) for block in attended))
-        normed = _gather(hidden, self.post_attention_norm)
-        return hidden, tuple(map(self._fed_forward, normed)), memory, None
-
-    def fits_columns(self, num_chips: int, multiple: int) -> bool:
-        """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
-        products support its matrices."""
-        own, mlp = self.attention, self.mlp
-        if not isinstance(own, Attention) or not isinstance(mlp, GatedMLP) or own.gate:
-            return False
-        if self.attended_norm or self.mlp_output_norm or own.output.bias:
-            return False
-        return all(
-            is_supported(linear, num_chips, multiple)
-            for _, linears in self.column_products()
-            for linear in linears
-        )
-
-    def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
-        """The products of `on_columns`: true for one that gathers, and its matrices."""
-        own, mlp = self.attention, self.mlp
-        assert isinstance(own, Attention)
-        assert isinstance(mlp, GatedMLP)
-        into, out = ((own.qkv,), (mlp.gate, mlp.up)), ((own.output,), (mlp.down,))
-        return *((True, linears) for linears in into), *((False, linears) for linears in out)
-
-    def on_columns(
-        self,
-        hidden: jax.Array,
-        reads: tuple[Any, ...],
-        memory: Any,
-        layer: jax.Array,
-        ring: RingProducts,
-    ) -> tuple[jax.Array, Any]:
-        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`.
-
-        Layers that `fits_columns` only.
-        """
-        own, mlp = self.attention, self.mlp
-        assert isinstance(own, Attention)
-        assert isinstance(mlp, GatedMLP)
-        qkv = gather_multiply(ring, hidden, self.input_norm, (own.qkv,), lambda qkv: qkv)
-        if own.qkv.bias is not None:
-            qkv += own.qkv.bias[...]
-        attend: Callable[..., tuple[jax.Array, Any]] = own.attended
-        attended, memory = attend(qkv, *reads, memory, layer)
-        hidden = multiply_scatter(ring, attended, own.output, hidden)
-        norm = self.post_attention_norm
-        inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
-        return multiply_scatter(ring, inner, mlp.down, hidden), memory
-
-    def _fed_forward(self, normed: jax.Array) -> jax.Array:
-        assert isinstance(self.mlp, GatedMLP)
-        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
-
-
-def _sum(*terms: Any) -> Any:
-    """The sum of arrays, or block by block."""
-    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
-
-
-def _gather(hidden: Blocks, norm: RMSNorm) -> Blocks:
-    """Scattered hidden states, normalised, on every chip of the rank."""
-    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
-
-
-def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
-    return x if norm is None else norm(x)
 
 
 # One or two terms whose sum is the hidden state, [T, hidden_size] or its scattered blocks each; and
@@ -357,11 +219,11 @@ class CausalLM(nnx.Module):
             (terms, memories), own = self._run(stretch, carry, is_token, keys, reads, in_columns)
             counts.append(own)
         if sizes:
-            hidden = join_blocks(_gather(_sum(*terms), self.norm))
+            hidden = join_blocks(gathered(sum_terms(*terms), self.norm))
         elif in_columns:
             hidden = self.norm(concatenate_over(TENSOR_AXIS, terms[0], axis=1))
         else:
-            hidden = self.norm(_sum(*terms))
+            hidden = self.norm(sum_terms(*terms))
         states = memories[-1] if is_recurrent else None
         return hidden, memories[: len(kv_pools)], states, join_counts(counts)
 
@@ -427,7 +289,7 @@ class CausalLM(nnx.Module):
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
-                hidden = _sum(*terms)
+                hidden = sum_terms(*terms)
                 rest = (reads[place], memories[pool], first + turn * step)
                 if in_columns:
                     hidden, memories[pool] = layer.on_columns(hidden, *rest, self.ring_products)
@@ -440,7 +302,7 @@ class CausalLM(nnx.Module):
                     else layer(hidden, is_token, copies, *rest)
                 )
                 chosen.append(experts)
-                terms = (hidden, delta) if self.defers_sum else (_sum(hidden, delta),)
+                terms = (hidden, delta) if self.defers_sum else (sum_terms(hidden, delta),)
             return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)

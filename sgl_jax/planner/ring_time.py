@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sgl_jax.kernels.ring_products.tpu import SPLIT_TOKENS
+from sgl_jax.kernels.ring_products.ring import SPLIT_TOKENS
 from sgl_jax.planner.kernel_time import HEADS_CYCLES
 from sgl_jax.planner.ring_products import RingProduct
 from sgl_jax.planner.topology import ICI_HOP_S, Chip

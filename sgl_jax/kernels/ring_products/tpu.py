@@ -6,14 +6,11 @@ beside the product with the columns that came before it (arXiv 2105.05720 does s
 at a time). Every message of a call has a place of its own in the receiver's vector memory, so that
 no place is written twice, and a barrier at the start ensures that both neighbours are in the call.
 
-Messages are numbered by their distance: message k goes (k + 1) // 2 chips, to the right if k is
-odd, else to the left; 0 stays. To the chip opposite, one half goes on either side. The blocks of
-the matrices stream from memory meanwhile, each once.
+The blocks of the matrices stream from memory meanwhile, each once.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.ring_products.matrices import Finish, RingMatrix
+from sgl_jax.kernels.ring_products.ring import Ring, Stream, distance
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 # The kernels' names in compiled programs.
@@ -31,126 +29,6 @@ _COLLECTIVE_IDS = {GATHER_NAME: 8, SCATTER_NAME: 9}
 _MAX_BLOCK = 1 << 20  # numbers of a block
 _BUFFER_BYTES = 12 << 20  # of blocks on their way
 _MAX_BUFFERS = 8
-# Messages to the chip opposite are cut in two if this divides the tokens: whole tiles of two bytes
-# a number.
-SPLIT_TOKENS = 32
-
-
-class _Ring(NamedTuple):
-    """The chips along a mesh axis, and the parts, by tokens, of each message between them."""
-
-    axis: str
-    parts: int
-
-    @classmethod
-    def of(cls, axis: str, num_tokens: int) -> "_Ring":
-        """In two parts if a chip lies opposite: one of them goes to it on each side."""
-        is_even = lax.axis_size(axis) % 2 == 0
-        return cls(axis, 2 if is_even and num_tokens % SPLIT_TOKENS == 0 else 1)
-
-    @property
-    def chips(self) -> int:
-        return lax.axis_size(self.axis)
-
-    def at(self, offset: Any) -> jax.Array:
-        """The place of the chip so far to the right of this one."""
-        return lax.rem(lax.axis_index(self.axis) + offset + self.chips, self.chips)
-
-    def places(self, num_tokens: int, width: int, dtype: Any) -> Any:
-        """Vector memory for a message of each number."""
-        return pltpu.VMEM((self.chips, self.parts, num_tokens // self.parts, width), dtype)
-
-    def semaphores(self) -> list[Any]:
-        """For messages sent and received."""
-        return [pltpu.SemaphoreType.DMA((self.chips, self.parts))] * 2
-
-    def signal_neighbours(self) -> None:
-        """Announce that messages may come; `wait_for_neighbours` waits until they may go."""
-        barrier = pltpu.get_barrier_semaphore()
-        for offset in (-1, 1):
-            pl.semaphore_signal(barrier, device_id={self.axis: self.at(offset)})
-
-    def wait_for_neighbours(self) -> None:
-        pl.semaphore_wait(pltpu.get_barrier_semaphore(), 2)
-
-    def message(self, k: Any, part: int, source: Any, places: Any, sent: Any, received: Any) -> Any:
-        """The copy of a part of `source` [parts, ...] to place k of the next chip on its way."""
-        turns_back = self._is_split(part) & (k == self.chips - 1)
-        direction = jnp.where(turns_back, -1, _direction(k))
-        return pltpu.make_async_remote_copy(
-            *(source.at[part], places.at[k, part], sent.at[k, part], received.at[k, part]),
-            device_id={self.axis: self.at(direction)},
-        )
-
-    def for_each_next(self, k: Any, do: Callable[[Any, int], None]) -> None:
-        """do(message, part) for each part of a message whose way leads on from place k."""
-        last = self.chips - 1
-        for part in range(self.parts):
-            is_split = self._is_split(part)
-            end = last if is_split else self.chips
-            pl.when(k + 2 < end)(partial(do, k + 2, part))
-            pl.when((k == 0) & (end > 1))(partial(do, 1, part))
-            if is_split:
-                pl.when(k == last - 1)(partial(do, last, part))
-
-    def all_messages(self) -> list[tuple[int, int]]:
-        return [(k, part) for k in range(1, self.chips) for part in range(self.parts)]
-
-    def _is_split(self, part: int) -> bool:
-        """True for the part of the last message that goes to the left."""
-        return part == 1
-
-
-def _direction(k: Any) -> Any:
-    return 2 * lax.rem(k, 2) - 1
-
-
-def _distance(k: Any) -> Any:
-    """Chips to the right that message k goes."""
-    return _direction(k) * lax.div(k + 1, 2)
-
-
-class _Stream(NamedTuple):
-    """The blocks of matrices [layers, ...] in the order of their use, in turns of buffers."""
-
-    layer: Any
-    matrices: Any
-    buffers: Any  # [turns, matrices, rows, columns]
-    arrived: Any  # DMA semaphores [turns]
-    corner: Any  # of a block's number: its first row and column
-    total: int
-
-    def start(self, block: Any) -> None:
-        @pl.when(block < self.total)
-        def _() -> None:
-            for copy in self._copies(block):
-                copy.start()
-
-    def start_first(self) -> None:
-        for block in range(self.buffers.shape[0]):
-            self.start(block)
-
-    def wait(self, block: Any) -> Any:
-        """The block's buffer, [matrices, rows, columns]."""
-        for copy in self._copies(block):
-            copy.wait()
-        return self.buffers.at[lax.rem(block, self.buffers.shape[0])]
-
-    def replace(self, block: Any) -> None:
-        """Fill the buffer of a block that has been used."""
-        self.start(block + self.buffers.shape[0])
-
-    def _copies(self, block: Any) -> list[Any]:
-        turn = lax.rem(block, self.buffers.shape[0])
-        _, _, rows, columns = self.buffers.shape
-        row, column = self.corner(block)
-        part = pl.ds(pl.multiple_of(row, rows), rows), pl.ds(pl.multiple_of(column, LANES), columns)
-        return [
-            pltpu.make_async_copy(
-                matrix.at[self.layer, *part], self.buffers.at[turn, n], self.arrived.at[turn]
-            )
-            for n, matrix in enumerate(self.matrices)
-        ]
 
 
 def _numbers(values: Any, dtype: Any) -> jax.Array:
@@ -171,7 +49,7 @@ def tpu_gather_multiply(
 ) -> jax.Array:
     """See `interface.GatherMultiply`."""
     num_tokens, columns = x.shape
-    ring, count = _Ring.of(axis, num_tokens), len(matrices)
+    ring, count = Ring.of(axis, num_tokens), len(matrices)
     outputs, dtype = matrices[0].values.shape[2], matrices[0].values.dtype
     width = block_width(outputs, columns)
     turns = _turns(count * columns * width * dtype.itemsize, ring.chips * outputs // width)
@@ -206,7 +84,7 @@ def _gather_kernel(
     *scratch: Any,
     eps: float,
     finish: Finish,
-    ring: _Ring,
+    ring: Ring,
 ) -> None:
     """Columns [chips, parts, T / parts, columns] as they come; normed [T, columns], one chip's
     times the norm's factors; squares [T, LANES], summed; sums [matrices, blocks, T, width]."""
@@ -214,7 +92,7 @@ def _gather_kernel(
     _, num_blocks, _, width = sums.shape
 
     def corner(block: Any) -> tuple[Any, Any]:
-        source = ring.at(-_distance(lax.div(block, num_blocks)))
+        source = ring.at(-distance(lax.div(block, num_blocks)))
         return source * x.shape[1], lax.rem(block, num_blocks) * width
 
     def message(k: Any, part: int) -> Any:
@@ -233,7 +111,7 @@ def _gather_kernel(
                 message(k, part).wait_recv()
             send_on(k)
 
-    stream = _Stream(layer[0], matrices, buffers, arrived, corner, ring.chips * num_blocks)
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, ring.chips * num_blocks)
     ring.signal_neighbours()
     stream.start_first()
     columns[0] = x[...].reshape(columns.shape[1:])
@@ -249,7 +127,7 @@ def _gather_kernel(
 
         wide = columns[k].reshape(x.shape).astype(jnp.float32)
         squares[...] += _lane_sums(wide * wide)
-        normed[...] = (wide * norm[ring.at(-_distance(k))]).astype(normed.dtype)
+        normed[...] = (wide * norm[ring.at(-distance(k))]).astype(normed.dtype)
 
         @pl.loop(0, num_blocks)
         def _(n: Any) -> None:
@@ -289,7 +167,7 @@ def tpu_multiply_scatter(
 ) -> jax.Array:
     """See `interface.MultiplyScatter`."""
     num_tokens, inputs = x.shape
-    ring, columns = _Ring.of(axis, num_tokens), residual.shape[1]
+    ring, columns = Ring.of(axis, num_tokens), residual.shape[1]
     rows = block_width(inputs, columns)
     dtype = matrix.values.dtype
     turns = _turns(rows * columns * dtype.itemsize, ring.chips * inputs // rows)
@@ -323,7 +201,7 @@ def _scatter_kernel(
     matrices: Any,
     out: Any,
     *scratch: Any,
-    ring: _Ring,
+    ring: Ring,
 ) -> None:
     """The sums [parts, T / parts, columns] of the farthest chips first; outgoing and incoming are
     [chips, ...] of these."""
@@ -333,7 +211,7 @@ def _scatter_kernel(
 
     def corner(block: Any) -> tuple[Any, Any]:
         k = ring.chips - 1 - lax.div(block, num_blocks)
-        return lax.rem(block, num_blocks) * rows, ring.at(_distance(k)) * columns
+        return lax.rem(block, num_blocks) * rows, ring.at(distance(k)) * columns
 
     def message(k: Any, part: int) -> Any:
         return ring.message(k, part, outgoing.at[k], incoming, sent, received)
@@ -342,7 +220,7 @@ def _scatter_kernel(
         message(k, part).wait_recv()
         sums[part] += incoming[k, part].astype(jnp.float32)
 
-    stream = _Stream(layer[0], matrices, buffers, arrived, corner, ring.chips * num_blocks)
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, ring.chips * num_blocks)
     ring.signal_neighbours()
     stream.start_first()
 
@@ -359,7 +237,7 @@ def _scatter_kernel(
             stream.replace(block)
 
         if scales:
-            sums[...] *= scales[0][0, ring.at(_distance(k))]
+            sums[...] *= scales[0][0, ring.at(distance(k))]
         pl.when(turn == 0)(ring.wait_for_neighbours)
         # A message for another chip goes on with this chip's part; the nearest ones end here.
         ring.for_each_next(k, add_received)

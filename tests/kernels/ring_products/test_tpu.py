@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
+from sgl_jax.kernels.ring_products import ring as ring_module
 from sgl_jax.kernels.ring_products import tpu
 from tests.kernels.ring_products.problems import Program, check, draw, on_ring
 from tests.kernels.simulation import MODES, NoWait, simulate
@@ -55,22 +56,22 @@ def test_layers_in_a_row_are_those_of_the_whole_arrays(mode, program, seed):
 
 
 def send_the_wrong_way(monkeypatch):
-    own = tpu._direction
-    monkeypatch.setattr(tpu, "_direction", lambda k: -own(k))
+    own = ring_module._direction
+    monkeypatch.setattr(ring_module, "_direction", lambda k: -own(k))
 
 
 def send_before_the_neighbours_are_there(monkeypatch):
-    monkeypatch.setattr(tpu._Ring, "wait_for_neighbours", lambda self: None)
+    monkeypatch.setattr(ring_module.Ring, "wait_for_neighbours", lambda self: None)
 
 
 def read_another_layer(monkeypatch):
-    own = tpu._Stream
-    monkeypatch.setattr(tpu, "_Stream", lambda layer, *rest: own(layer - 1, *rest))
+    own = tpu.Stream
+    monkeypatch.setattr(tpu, "Stream", lambda layer, *rest: own(layer - 1, *rest))
 
 
 def use_blocks_that_have_not_come(monkeypatch):
-    own = tpu._Stream._copies
-    monkeypatch.setattr(tpu._Stream, "_copies", lambda *args: list(map(NoWait, own(*args))))
+    own = ring_module.Stream._copies
+    monkeypatch.setattr(ring_module.Stream, "_copies", lambda *args: list(map(NoWait, own(*args))))
 
 
 class NotReceived(NoWait):
@@ -84,22 +85,22 @@ class NotReceived(NoWait):
 
 
 def read_messages_before_they_come(monkeypatch):
-    own = tpu._Ring.message
-    monkeypatch.setattr(tpu._Ring, "message", lambda *args: NotReceived(own(*args)))
+    own = ring_module.Ring.message
+    monkeypatch.setattr(ring_module.Ring, "message", lambda *args: NotReceived(own(*args)))
 
 
 def leave_messages_under_way(monkeypatch):
-    monkeypatch.setattr(tpu._Ring, "all_messages", lambda self: [])
+    monkeypatch.setattr(ring_module.Ring, "all_messages", lambda self: [])
 
 
 def add_no_more_than_the_nearest(monkeypatch):
-    own = tpu._Ring.for_each_next
+    own = ring_module.Ring.for_each_next
 
     def wrong(self, k, do):
         if do.__name__ != "add_received":
             own(self, k, do)
 
-    monkeypatch.setattr(tpu._Ring, "for_each_next", wrong)
+    monkeypatch.setattr(ring_module.Ring, "for_each_next", wrong)
 
 
 FAULTS = (
@@ -134,7 +135,7 @@ def test_a_seeded_fault_is_noticed(fault, monkeypatch):
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_each_chip_gets_each_message_once_from_the_nearest_side(chips, tokens, monkeypatch):
     monkeypatch.setattr(tpu.lax, "axis_size", lambda axis: chips)
-    ring = tpu._Ring.of("tensor", tokens)
+    ring = ring_module.Ring.of("tensor", tokens)
     assert ring.parts == (2 if chips % 2 == 0 and tokens == 64 else 1)
-    offsets = sorted(int(tpu._distance(k)) % chips for k in range(chips))
+    offsets = sorted(int(ring_module.distance(k)) % chips for k in range(chips))
     assert offsets == list(range(chips))
