@@ -1,4 +1,8 @@
-"""Four CPU devices for every test, so that meshes can be tried without accelerators."""
+"""Five CPU devices for every test, so that meshes can be tried without accelerators.
+
+Meshes have four at most. While kernels that wait for each other are simulated on four, the fifth
+has the thread that converts the arguments of their callbacks.
+"""
 
 import os
 
@@ -18,4 +22,4 @@ hypothesis.settings.load_profile("default")
 # The search for the smallest failing case of a state machine ends within its test's time-out.
 engine.MAX_SHRINKING_SECONDS = 90
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 5)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import cost
-from benchmarks.kernels.cost import Kernel, compile_for, hot_loop, step_rows
+from benchmarks.kernels.attention_kernels import CHUNK, CONTEXT, OPTIONS, ROWS, step_rows
+from benchmarks.kernels.compiled_kernel import Kernel, Shape, compile_for, hot_loop, per
 from benchmarks.kernels.schedule import Loop, Schedule
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
@@ -49,9 +49,9 @@ MAX_COMPILE_S = 10  # of work, the writing of schedules included
 MIN_GAIN = 0.02
 
 
-def arguments(kv_heads: int, tokens: int) -> list[cost.Shape]:
+def arguments(kv_heads: int, tokens: int) -> list[Shape]:
     """Arguments of an attention kernel: queries of `tokens`, the cache, its layer, the rows."""
-    pages = 1 + cost.ROWS * cost.CONTEXT // PAGE_SIZE
+    pages = 1 + ROWS * CONTEXT // PAGE_SIZE
     cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
     q = ((tokens, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
     return [q, cache, ((), jnp.int32), *step_rows(PAGE_SIZE)]
@@ -59,11 +59,11 @@ def arguments(kv_heads: int, tokens: int) -> list[cost.Shape]:
 
 def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
     def decode(q, cache, layer, *rows):
-        batch = AttentionBatch.build(*rows, cost.ROWS)
-        return decode_attention(q, cache, layer, batch, cost.OPTIONS, blocks=blocks)
+        batch = AttentionBatch.build(*rows, ROWS)
+        return decode_attention(q, cache, layer, batch, OPTIONS, blocks=blocks)
 
-    shapes = arguments(kv_heads, cost.ROWS)
-    return Kernel("decode", decode, shapes, 0, "KV token", cost.per(1), "")
+    shapes = arguments(kv_heads, ROWS)
+    return Kernel("decode", decode, shapes, 0, "KV token", per(1), "")
 
 
 def row_cycles(
@@ -105,11 +105,11 @@ def best_blocks(chip_name: str, kv_heads: int) -> tuple[DecodeBlocks, float]:
 
 def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
     def prefill(q, cache, layer, *rows):
-        batch = AttentionBatch.build(*rows, cost.CHUNK)
-        return prefill_attention(q, cache, layer, batch, cost.OPTIONS, blocks=blocks)
+        batch = AttentionBatch.build(*rows, CHUNK)
+        return prefill_attention(q, cache, layer, batch, OPTIONS, blocks=blocks)
 
-    shapes = arguments(kv_heads, cost.CHUNK)
-    return Kernel("prefill", prefill, shapes, 0, "GFLOP", cost.per(1), "")
+    shapes = arguments(kv_heads, CHUNK)
+    return Kernel("prefill", prefill, shapes, 0, "GFLOP", per(1), "")
 
 
 def around_bundles(schedule: Schedule, loop: Loop, turns: int) -> int:
@@ -154,7 +154,7 @@ def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> t
     gflop = 4 * kv_heads * GROUP * HEAD_DIM / 1e9  # of a query and a key
     bundles = pairs = 0.0
     for tokens, before in CHUNKS:
-        num_rows = cost.CHUNK / tokens
+        num_rows = CHUNK / tokens
         pairs += num_rows * sum(range(before + 1, before + tokens + 1))
         for done in range(0, tokens, blocks.queries):
             queries, position = min(blocks.queries, tokens - done), before + done
@@ -181,7 +181,7 @@ def best_prefill(chip_name: str, kv_heads: int) -> str:
     """The line of the table."""
     found: list[tuple[float, float, Sizes]] = []
     for sizes in prefill_candidates(kv_heads):
-        blocks = blocks_of(sizes, GROUP, PAGE_SIZE, cost.CHUNK)
+        blocks = blocks_of(sizes, GROUP, PAGE_SIZE, CHUNK)
         try:
             _, compiled = compile_for(chip_name, partial(prefill_kernel, kv_heads, blocks))
         except jax.errors.JaxRuntimeError as error:  # vector memory does not suffice

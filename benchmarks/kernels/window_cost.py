@@ -15,10 +15,11 @@ import argparse
 from typing import NamedTuple
 
 # Before jax: it has the compiler write its schedules.
-from benchmarks.kernels.cost import DTYPE, Compiled, Kernel, compile_for, per  # isort: skip
+from benchmarks.kernels.compiled_kernel import Compiled, Kernel, compile_for, per  # isort: skip
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.attention_kernels import DTYPE
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention, row_pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks

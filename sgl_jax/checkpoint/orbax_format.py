@@ -5,6 +5,7 @@ so any mesh can read it. Each chip reads only its own part of most parameters. T
 that the mesh pads or copies are read whole and changed on the device (`Source.fit`).
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sgl_jax.checkpoint.hf_loading import Declared
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Source
+from sgl_jax.layers.sources import InSlots, Source
 
 # 2 is the format's version: it has one stack for each place in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
@@ -92,15 +93,23 @@ def _check_type(path: Path, name: str, wanted: Any, stored: Any) -> None:
 
 
 def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:
-    """The stored array in `target`'s sharding, or whole on every chip if the shapes differ."""
-    if source.plain_shape == target.shape:
+    """The stored array in `target`'s sharding, or whole on every chip if the mesh changes it.
+
+    Experts that are placed are too large for that: they lie in `target`'s sharding if it divides
+    them.
+    """
+    if source.is_plain:
         return target
-    whole = NamedSharding(target.sharding.mesh, P())
-    return jax.ShapeDtypeStruct(source.plain_shape, target.dtype, sharding=whole)
+    sharding = NamedSharding(target.sharding.mesh, P())
+    if isinstance(source, InSlots):
+        with contextlib.suppress(ValueError):
+            target.sharding.shard_shape(source.plain_shape)
+            sharding = target.sharding
+    return jax.ShapeDtypeStruct(source.plain_shape, target.dtype, sharding=sharding)
 
 
 def _fit(array: jax.Array, target: jax.ShapeDtypeStruct, source: Source) -> jax.Array:
-    if array.shape == target.shape:
+    if source.is_plain:
         return array
     fitted: jax.Array = jax.jit(source.fit, out_shardings=target.sharding)(array)
     return fitted

@@ -19,6 +19,7 @@ from sgl_jax.core.messages import (
     CompileGrammar,
     ContinueGeneration,
     DescribePage,
+    DumpExpertRecord,
     FindPrefix,
     FlushCache,
     ForkSession,
@@ -31,7 +32,9 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SetInternalState,
     Shutdown,
+    StartExpertRecord,
     StartProfile,
+    StopExpertRecord,
     StopProfile,
     StopRequest,
     UpdateWeightsFromDisk,
@@ -75,6 +78,12 @@ class Traced(msgspec.Struct, frozen=True):
     """The folder of the device trace, which is written when the trace ends."""
 
     output_dir: str
+
+
+class ExpertRecord(msgspec.Struct, frozen=True):
+    """Tokens whose router chose each expert, [layers][experts]; dense layers have zeros."""
+
+    logical_count: list[list[int]]
 
 
 class RolledBack(msgspec.Struct, frozen=True):
@@ -202,6 +211,15 @@ CALLS = (
     Call(SetInternalState, "set_settings", SettingsChanged, "/set_internal_state", is_admin=True),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
+    *(
+        # Their names are SGLang's.
+        Call(message, handler, data, f"/{verb}_expert_distribution_record", ("GET", "POST"), True)
+        for message, handler, data, verb in (
+            (StartExpertRecord, "start_expert_record", Done, "start"),
+            (StopExpertRecord, "stop_expert_record", Done, "stop"),
+            (DumpExpertRecord, "dump_expert_record", ExpertRecord, "dump"),
+        )
+    ),
     Call(Shutdown, "shut_down"),
 )
 CALL_OF = {call.message: call for call in CALLS}

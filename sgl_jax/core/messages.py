@@ -301,6 +301,19 @@ class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """End the trace and write it."""
 
 
+class StartExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
+    """Start to record how often each layer's experts are chosen."""
+
+
+class StopExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
+    """End the record of experts."""
+
+
+class DumpExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
+    """Return the record of experts that runs, or the last one: a file for
+    `--init-expert-location`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine and abort the requests in flight."""
 
@@ -312,6 +325,9 @@ ControlMessage = (
     | SetInternalState
     | StartProfile
     | StopProfile
+    | StartExpertRecord
+    | StopExpertRecord
+    | DumpExpertRecord
 )
 CallMessage = (
     CompileGrammar | FlushCache | GetState | MemoryMessage | SessionMessage | ControlMessage

@@ -73,6 +73,23 @@ class ServerArgs(SchedulerArgs):
         "share each expert",
         bounds=(1, 4096),
     )
+    ep_num_redundant_experts: int = setting(
+        0,
+        "with --ep-size above 1: copies of the most chosen experts that each layer has besides; "
+        "--ep-size divides experts and copies",
+        bounds=(0, 65536),
+    )
+    init_expert_location: str = setting(
+        "trivial",
+        "with --ep-size above 1: file of counts, from /dump_expert_distribution_record, by which "
+        "each layer's experts are dealt out to level the chips' loads; trivial: in order",
+    )
+    expert_distribution_recorder_mode: str = setting(
+        "none",
+        "stat: each step counts how often experts are chosen, for "
+        "/start_expert_distribution_record",
+        ("none", "stat"),
+    )
     weight_sharding: str = setting(
         "replicated",
         "each rank holds all weights (replicated), or gathers them layer by layer (data)",
@@ -80,8 +97,8 @@ class ServerArgs(SchedulerArgs):
     )
     hidden_sharding: str = setting(
         "replicated",
-        "hidden states of long steps, between products: on every chip of a rank (replicated), or "
-        "each token's on one chip (tensor)",
+        "hidden states between products: on every chip of a rank (replicated), or split over its "
+        "chips, by tokens in long steps and by columns in short ones (tensor)",
         ("replicated", "tensor"),
     )
     attention_backend: str = setting(
@@ -262,6 +279,10 @@ class ServerArgs(SchedulerArgs):
                 f"--ep-size must be one of {', '.join(map(str, ep_sizes))} (1, --tp-size, dp x tp),"
                 f" got {self.ep_size}"
             )
+        if self.ep_size == 1 and self.places_experts:
+            raise ValueError(
+                "--ep-num-redundant-experts and --init-expert-location need --ep-size above 1"
+            )
         for name in ("max_total_tokens", "context_length"):
             value = getattr(self, name)
             if value is not None and value < max(1, self.page_size):
@@ -296,6 +317,11 @@ class ServerArgs(SchedulerArgs):
     @property
     def num_devices(self) -> int:
         return self.dp_size * self.tp_size
+
+    @property
+    def places_experts(self) -> bool:
+        """True if experts are not dealt out in order, each to one chip."""
+        return self.ep_num_redundant_experts > 0 or self.init_expert_location != "trivial"
 
     @property
     def num_draft_tokens(self) -> int:

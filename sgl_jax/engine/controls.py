@@ -7,24 +7,36 @@ scheduler, so that a recording has the changes.
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from sgl_jax.core.calls import GenerationState, SettingsChanged, Traced, WeightsUpdated
+from sgl_jax.core.calls import (
+    Done,
+    ExpertRecord,
+    GenerationState,
+    SettingsChanged,
+    Traced,
+    WeightsUpdated,
+)
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
+    DumpExpertRecord,
     PauseGeneration,
     SetInternalState,
+    StartExpertRecord,
     StartProfile,
+    StopExpertRecord,
     StopProfile,
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.record.events import Configure, Flush, Pause, Resume, RetractAll
@@ -149,6 +161,21 @@ class Controls:
         except (RuntimeError, OSError) as error:
             return refusal(message, str(error), code="profile_refused")
         return answer(message, Traced(str(folder)))
+
+    def start_expert_record(self, message: StartExpertRecord) -> Reply:
+        return self._with_recorder(message, ExpertRecorder.start)
+
+    def stop_expert_record(self, message: StopExpertRecord) -> Reply:
+        return self._with_recorder(message, ExpertRecorder.stop)
+
+    def dump_expert_record(self, message: DumpExpertRecord) -> Reply:
+        return self._with_recorder(message, lambda own: ExpertRecord(own.counts().tolist()))
+
+    def _with_recorder(self, message: Any, act: Callable[[ExpertRecorder], Any]) -> Reply:
+        try:
+            return answer(message, act(self._core.executor.expert_recorder) or Done())
+        except RuntimeError as error:
+            return refusal(message, str(error), code="record_refused")
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -22,6 +22,8 @@ from sgl_jax.layers.mesh_axes import MESH_AXES
 
 logger = logging.getLogger(__name__)
 
+_MOST_SEARCHED = 16  # chips of a rank: orders of more take too long to try
+
 
 def make_mesh(args: ServerArgs) -> Mesh:
     """The mesh ('data', 'tensor') of dp x tp devices for `args`.
@@ -44,14 +46,35 @@ def make_mesh(args: ServerArgs) -> Mesh:
 def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
     """The mesh ('data', 'tensor') over the first dp x tp of `devices`.
 
-    When that is a whole slice of TPUs, the chips of one rank are neighbours on its interconnect.
+    When that is a whole slice of TPUs, the chips of one rank are neighbours on its interconnect, in
+    the order of a ring.
     """
     if len(devices) == dp_size * tp_size > 1 and devices[0].platform == "tpu":
         grid = mesh_utils.create_device_mesh(
             (dp_size, tp_size), devices, allow_split_physical_axes=True
         )
-        return Mesh(grid, MESH_AXES)
+        return Mesh(np.array(list(map(_in_ring, grid.tolist()))), MESH_AXES)
     return Mesh(np.array(devices[: dp_size * tp_size]).reshape(dp_size, tp_size), MESH_AXES)
+
+
+def _in_ring(devices: list[Any]) -> list[Any]:
+    """The devices in an order in which each is connected to the next, and the last to the first.
+
+    In the given order if there is none, or if they are too many to search.
+    """
+
+    def connected(one: Any, other: Any) -> bool:
+        hops: int = sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+        return hops <= 1  # 0 between the cores of one chip
+
+    def extended(ring: list[Any]) -> list[Any] | None:
+        if len(ring) == len(devices):
+            return ring if connected(ring[-1], ring[0]) else None
+        rest = (one for one in devices if one not in ring and connected(ring[-1], one))
+        return next(filter(None, (extended([*ring, one]) for one in rest)), None)
+
+    searched = len(devices) <= _MOST_SEARCHED
+    return (extended(devices[:1]) if searched else None) or devices
 
 
 def platform_of(mesh: Mesh) -> str:

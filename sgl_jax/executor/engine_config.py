@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
@@ -27,6 +28,7 @@ from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
+from sgl_jax.kernels.ring_products.interface import ring_products_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
@@ -39,6 +41,7 @@ from sgl_jax.mem_cache.device_pool import (
 )
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 # With smaller pages the TPU's attention waits for its instructions (docs/inside/kernels.md).
 TPU_PAGE_SIZE = 128
@@ -46,6 +49,10 @@ _PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
 # Each block of fewer tokens would read all weights, and compute too little with them.
 _SCATTERED_TOKENS = 1024
+# At most: XLA multiplies more tokens in as little time as the kernels.
+_COLUMN_TOKENS = 512
+# For their hidden states and sums, in a TPU's vector memory beside the blocks of a matrix.
+_COLUMN_BYTES = 32 << 20
 _CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
@@ -64,6 +71,7 @@ class EngineConfig(NamedTuple):
     state_layout: StatePoolLayout | None  # of recurrent layers, whose pool is the last
     limits: StepLimits
     buckets: Buckets
+    placement: ExpertPlacement | None  # of experts; None: in order
 
     @classmethod
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
@@ -76,8 +84,10 @@ class EngineConfig(NamedTuple):
         if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
         args = _resolve_for_model(resolve_for_device(args, platform), model)
-        if args.ep_size > 1 and model.moe is None:
-            raise ValueError(f"--ep-size {args.ep_size} needs a model with experts, this has none")
+        if model.moe is None:
+            for name, none in (("ep_size", 1), ("expert_distribution_recorder_mode", "none")):
+                if (value := getattr(args, name)) != none:
+                    raise ValueError(f"{flag(name)} {value} needs a model with experts")
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -94,7 +104,10 @@ class EngineConfig(NamedTuple):
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
         states = _state_layout(args, model, groups)
-        config = cls(args, platform, model, groups, pool_layouts, states, limits, buckets)
+        config = cls(
+            *(args, platform, model, groups, pool_layouts, states, limits, buckets),
+            placement_for(args, model),
+        )
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
             if model.recurrence is not None:
@@ -126,6 +139,8 @@ class EngineConfig(NamedTuple):
         return BuildOptions(
             dtype=self.dtype,
             ep_size=self.args.ep_size,
+            placement=self.placement,
+            counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
             qkv_heads=qkv_heads_implementation(
@@ -136,6 +151,7 @@ class EngineConfig(NamedTuple):
             move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
+            ring_products=ring_products_implementation(self.platform, simulate=simulates),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.
@@ -149,6 +165,7 @@ class EngineConfig(NamedTuple):
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
             scattered_tokens=self.scattered_tokens,
+            column_tokens=self._column_tokens,
         )
 
     @property
@@ -157,10 +174,24 @@ class EngineConfig(NamedTuple):
 
         Experts would be read once for each block, and recurrences run through all tokens.
         """
-        scatters = self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
         layers = self.model.layers
         is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
-        return _SCATTERED_TOKENS if scatters and is_dense else None
+        return _SCATTERED_TOKENS if self._splits_hidden and is_dense else None
+
+    @property
+    def _column_tokens(self) -> int:
+        """See `BuildOptions`."""
+        inner = self.model.intermediate_size // self.args.tp_size
+        token_bytes = self.model.hidden_size * self.dtype.itemsize + 2 * inner * 4  # gate and up
+        return min(_COLUMN_TOKENS, _COLUMN_BYTES // token_bytes) if self._splits_hidden else 0
+
+    @property
+    def _splits_hidden(self) -> bool:
+        return self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
+
+    @property
+    def _counts_experts(self) -> bool:
+        return self.args.expert_distribution_recorder_mode == "stat"
 
     @property
     def _has_kv_scales(self) -> bool:
@@ -318,7 +349,13 @@ class EngineConfig(NamedTuple):
             layers = state_pool_shapes(self.state_layout, sizes.num_state_slots, mesh)
             states = RowStates(of_rows(), layers)
         token_table, row_lens = of_rows(sizes.max_context_len), of_rows()
-        return StepState(token_table, row_lens, pools, states), of_rows(PACKED_WIDTH)
+        counts: Any = None
+        if self._counts_experts and self.model.moe is not None:
+            shape = (sizes.dp_size, self.model.num_layers, self.model.moe.num_experts)
+            own = NamedSharding(mesh, P("data"))
+            counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
+        state = StepState(token_table, row_lens, pools, states, counts)
+        return state, of_rows(PACKED_WIDTH)
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.compiled import compile_loops
@@ -35,6 +36,7 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
 from sgl_jax.executor.layout import DPLayout, StepOutput
 from sgl_jax.executor.plan_check import check_plan
@@ -83,6 +85,7 @@ class ModelExecutor(Executor):
         sizes: the limits of plans.
         info: the model and the settings, for people to read.
         profiler: traces the devices.
+        expert_recorder: counts how often experts are chosen.
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
@@ -127,6 +130,7 @@ class ModelExecutor(Executor):
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
         self.profiler = Profiler()
+        self.expert_recorder = ExpertRecorder(self._expert_counts)
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
         self._layouts = {bucket: self._programs.layout(bucket) for bucket in self._buckets.all}
@@ -301,6 +305,7 @@ class ModelExecutor(Executor):
         with self._watch.paused():
             self._state, self._row_params = make_zeros(self._state_shapes)
             jax.block_until_ready(self._state)
+        self.expert_recorder.after_reset()
 
     def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
         """Seconds for `num_steps` runs of one plan's program with nothing between them.
@@ -337,6 +342,10 @@ class ModelExecutor(Executor):
         for group in groups:
             greatest[:, group.layers] = of_pools[group.pool]
         return greatest
+
+    def _expert_counts(self) -> NDArray[np.uint32] | None:
+        counts = self._state.expert_counts
+        return None if counts is None else np.asarray(counts).view(np.uint32)
 
     def close(self) -> None:
         """Wait for steps in flight and free the devices' memory. Cannot be used again."""

@@ -39,6 +39,8 @@ class StepState(NamedTuple):
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
     kv_pools: tuple[jax.Array, ...]  # [layers, pages, *page_shape] each, see `device_pool`
     states: RowStates | None = None  # of models with recurrent layers
+    # int32[dp, layers, experts] tokens of a rank that chose each, where they are counted
+    expert_counts: jax.Array | None = None
 
 
 class Computed(NamedTuple):
@@ -86,7 +88,7 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None:
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
-    hidden, kv_pools, layer_states = model(
+    hidden, kv_pools, layer_states, chosen = model(
         token_table[token_rows, batch.positions],
         *(batches, state.kv_pools, state_batch, layer_states),
     )
@@ -96,6 +98,8 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None and layer_states is not None:
         states = state.states._replace(layers=layer_states)
     state = state._replace(token_table=token_table, kv_pools=kv_pools, states=states)
+    if state.expert_counts is not None and chosen is not None:
+        state = state._replace(expert_counts=state.expert_counts + chosen)
     return state, Computed(logits.columns, hidden, queries)
 
 

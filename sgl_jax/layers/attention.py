@@ -118,7 +118,7 @@ class Attention(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
-        out, kv_cache = self._attend(self.qkv(x), by, batch, kv_cache, layer)
+        out, kv_cache = self.attended(self.qkv(x), by, batch, kv_cache, layer)
         return self.output(self._gated(out, x)), kv_cache
 
     def on_blocks(
@@ -131,11 +131,11 @@ class Attention(nnx.Module):
     ) -> tuple[Blocks, jax.Array]:
         """The same for blocks of x; each block's result is scattered, see `token_blocks`."""
         qkv = join_blocks(tuple(map(self.qkv, xs)))
-        out, kv_cache = self._attend(qkv, by, batch, kv_cache, layer)
+        out, kv_cache = self.attended(qkv, by, batch, kv_cache, layer)
         gated = map(self._gated, split_blocks(out, tuple(map(len, xs))), xs)
         return tuple(self.output(own, scatter_sum) for own in gated), kv_cache
 
-    def _attend(
+    def attended(
         self,
         qkv: jax.Array,
         by: Rotation,

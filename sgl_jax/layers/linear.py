@@ -84,11 +84,15 @@ class ExpertLinear(nnx.Module):
         by_width = None if expert_axes else TENSOR_AXIS
         self.weight: nnx.Param[Any] | QuantizedExperts
         if quantized is None:
-            self.weight = parameter(weight, dtype, expert_axes, by_width, read="experts")
+            self.weight = parameter(
+                weight, dtype, expert_axes, by_width, read="experts", by_expert=True
+            )
         else:
             self.weight = QuantizedExperts(weight, dtype, expert_axes, by_width, quantized)
         bias_axes = (expert_axes, by_width) if transposed else (None, None)
-        self.bias = None if bias is None else parameter(bias, dtype, *bias_axes)
+        self.bias = (
+            None if bias is None else parameter(bias, dtype, *bias_axes, by_expert=transposed)
+        )
         self.expert_axes = expert_axes
         self.row_size = weight.shape[-1]
         self.multiply = multiply

@@ -34,4 +34,8 @@ class GatedMLP(nnx.Module):
         return self.down.product(self._inner(x))
 
     def _inner(self, x: jax.Array) -> jax.Array:
-        return self.activation(self.gate(x)) * self.up(x)
+        return self.gated(self.gate(x), self.up(x))
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The inner values, of both products."""
+        return self.activation(gate) * up

@@ -8,10 +8,15 @@ memory, and arrays whose last axis is none are copied on their way into a kernel
 (docs/inside/kernels.md).
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
+from numpy.typing import NDArray
 
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
 from sgl_jax.kernels.expert_lines.lines import (
@@ -41,6 +46,71 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float
     """gpt-oss's gate * sigmoid(alpha * gate) * (up + 1), with gate and up clamped to `limit`."""
     gate = jnp.minimum(gate, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
+
+
+_KEY_BITS = 16
+_KEY_FACTOR = 40503  # of multiplicative hashing, by the golden ratio (Knuth, vol. 3, 6.4)
+
+
+class ExpertCopies(NamedTuple):
+    """The slots of one layer's experts, which may have copies, and each token's key among them."""
+
+    slots: jax.Array  # int32 [experts, copies], -1 after an expert's last; all chips count as one
+    keys: jax.Array  # int32 [T], see `copy_keys`
+    num_slots: int
+
+    @classmethod
+    def of_layer(
+        cls, slots: NDArray[np.int32] | None, layer: jax.Array, keys: jax.Array | None
+    ) -> "ExpertCopies | None":
+        """One of the layers in `slots` [layers, experts, copies]; None for experts in order."""
+        if slots is None or keys is None:
+            return None
+        return cls(jnp.asarray(slots)[layer], keys, int(slots.max()) + 1)
+
+    def chosen(self, experts: jax.Array) -> jax.Array:
+        """The slots, int32 [top_k, T], of each token's experts; `num_slots` in place of padding's.
+
+        Comparisons, since a TPU gathers single numbers slowly.
+        """
+        num_copies = jnp.sum(self.slots >= 0, axis=1)
+        copy = self.keys * num_copies[:, None] >> _KEY_BITS  # [experts, T]
+        slot = jnp.zeros_like(copy)
+        for number, own in enumerate(self.slots.T):
+            slot = jnp.where(copy == number, own[:, None], slot)
+        is_chosen = experts[:, None] == jnp.arange(len(self.slots))[:, None]
+        chosen = jnp.sum(jnp.where(is_chosen, slot, 0), axis=1)
+        slots: jax.Array = jnp.where(experts < len(self.slots), chosen, self.num_slots)
+        return slots
+
+
+def copy_keys(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    """Numbers in [0, 2**16) that spread tokens over copies of experts, int32 [T] as both.
+
+    Chips add up their parts of a token's sum, so another copy may round it otherwise. A key depends
+    on the token and its position alone: a token that is computed again gets the same bits.
+    """
+    keys: jax.Array = (token_ids + positions) * _KEY_FACTOR & (2**_KEY_BITS - 1)
+    return keys
+
+
+def count_experts(chosen: Sequence[jax.Array | None], num_experts: int | None) -> jax.Array | None:
+    """int32 [layers, experts] how many tokens chose each, from each layer's `MixtureOfExperts`;
+    zeros for a dense layer's None. None if they are not counted."""
+    if num_experts is None:
+        return None
+    numbers = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = [
+        jnp.zeros_like(numbers) if own is None else jnp.sum(own == numbers[:, None, None], (1, 2))
+        for own in chosen
+    ]
+    return jnp.stack(counts).astype(jnp.int32)
+
+
+def join_counts(parts: Sequence[jax.Array | None]) -> jax.Array | None:
+    """[layers, experts] from parts [turns, layers of a turn, experts] in order."""
+    counts = [own.reshape(-1, own.shape[-1]) for own in parts if own is not None]
+    return jnp.concatenate(counts) if counts else None
 
 
 class SharedExpert(nnx.Module):
@@ -87,22 +157,29 @@ class MixtureOfExperts(nnx.Module):
         self.gated = gated
         self.shared = shared
 
-    def __call__(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
-        """x and the result: [T, hidden]. Padding, where `is_token` bool [T] is false, has no
-        experts: it would load few of them."""
+    def __call__(
+        self, x: jax.Array, is_token: jax.Array, copies: ExpertCopies | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, hidden] -> (the sums, as x, and the tokens' experts, int32 [top_k, T]).
+
+        Padding, where `is_token` bool [T] is false, has no experts, but the number `num_experts`:
+        it would load few of them. `copies`: experts lie in these slots, and not in order.
+        """
         weights, experts = self._route(x)
         experts = jnp.where(is_token, experts, self.num_experts)
-        own_part = self._own_experts(x, weights, experts)
+        own_part = self._own_experts(x, weights, experts, copies)
         if self.shared is not None:
             own_part = own_part + self.shared.own_part(x)
         total = sum_over_tensor(own_part)
         if self.down.bias is None:
-            return total
+            return total, experts
         is_chosen = experts[:, None] == jnp.arange(self.num_experts)[:, None]
         shares = jnp.sum(jnp.where(is_chosen, weights[:, None], 0), axis=0)
-        return total + self.down.biases(shares.T)
+        return total + self.down.biases(shares.T), experts
 
-    def _own_experts(self, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    def _own_experts(
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, copies: ExpertCopies | None
+    ) -> jax.Array:
         """The sum of this chip's experts' results, or of its slices of all: [T, hidden].
 
         `weights` and `experts` are [top_k, T]. If experts are dealt out over ranks, each chip gets
@@ -113,12 +190,15 @@ class MixtureOfExperts(nnx.Module):
         axes = self.gate.expert_axes
         if axes is None:
             return self._sums(x, weights, sort_lines(experts, self.num_experts))
+        num_slots, slots = self.num_experts, experts
+        if copies is not None:
+            num_slots, slots = copies.num_slots, copies.chosen(experts)
         over_ranks = axes == MESH_AXES
         if over_ranks:
             x = concatenate_over(DATA_AXIS, x)
-            weights, experts = (concatenate_over(DATA_AXIS, a, axis=1) for a in (weights, experts))
-        num_own = -(-self.num_experts // lax.axis_size(axes))
-        own = experts - lax.axis_index(axes) * num_own
+            weights, slots = (concatenate_over(DATA_AXIS, a, axis=1) for a in (weights, slots))
+        num_own = -(-num_slots // lax.axis_size(axes))
+        own = slots - lax.axis_index(axes) * num_own
         is_own = (own >= 0) & (own < num_own)
         sums = self._sums(x, weights, sort_lines(jnp.where(is_own, own, num_own), num_own))
         return own_rank_sum(sums) if over_ranks else sums

@@ -23,10 +23,16 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.from_one = from_one
 
+    @property
+    def factors(self) -> jax.Array:
+        """float32 [size], by which x / rms(x) is multiplied."""
+        weight = self.weight[...].astype(jnp.float32)
+        return 1.0 + weight if self.from_one else weight
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.from_one:
-            return (wide * scale * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+            return (wide * scale * self.factors).astype(x.dtype)
         return (wide * scale).astype(x.dtype) * self.weight[...]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, MeshAxes
-from sgl_jax.layers.sources import Shape, Source, Stacked
+from sgl_jax.layers.sources import InSlots, Shape, Source, Stacked
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]
@@ -43,16 +43,20 @@ def parameter(
     *axes: MeshAxes,
     initial: Initial = "normal",
     read: Read = "all",
+    by_expert: bool = False,
 ) -> nnx.Param[Any]:
     """Declare a parameter of the whole model; `axes` name the mesh axes of each dimension.
 
-    `source` is a shape for parameters that no checkpoint holds.
+    `source` is a shape for parameters that no checkpoint holds. `by_expert`: the first axis are
+    experts, which may be placed (`stack_layers`).
     """
     own = None if isinstance(source, tuple) else source
     shape = source if isinstance(source, tuple) else source.shape
     spec = P(*axes, *[None] * (len(shape) - len(axes)))
     array = jax.ShapeDtypeStruct(shape, dtype)
-    return nnx.Param(array, spec=spec, source=own, initial=initial, read=read, layers=())
+    return nnx.Param(
+        array, spec=spec, source=own, initial=initial, read=read, layers=(), by_expert=by_expert
+    )
 
 
 def declarations(module: nnx.Module) -> dict[Path, Declaration]:
@@ -66,14 +70,18 @@ def declarations(module: nnx.Module) -> dict[Path, Declaration]:
 
 
 def stack_layers(
-    layer: nnx.Module, layers: Sequence[int], data_shards: int, prefix: str = "{}."
+    layer: nnx.Module,
+    layers: Sequence[int],
+    data_shards: int,
+    prefix: str = "{}.",
+    slots: tuple[tuple[int, ...], ...] | None = None,
 ) -> None:
     """Turn a layer's declarations, in place, into declarations of `layers` stacked on axis 0.
 
     `prefix`, with a layer's number, stands before the names of its tensors. With `data_shards`
     above 1 each parameter is also split over 'data', along its first axis that is whole and
     divides; a parameter without such an axis stays replicated, and experts that are dealt out over
-    'data' stay as they are.
+    'data' stay as they are. `slots` are the experts in each layer's slots; None: all in order.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         declared = param.get_value()
@@ -84,5 +92,9 @@ def stack_layers(
                     axes[dim] = DATA_AXIS
                     break
         source = param.source and Stacked(tuple(map(prefix.format, layers)), param.source)
-        param.set_value(jax.ShapeDtypeStruct((len(layers), *declared.shape), declared.dtype))
+        shape = (len(layers), *declared.shape)
+        if slots is not None and param.by_expert:
+            source = InSlots(source, slots)
+            shape = source.shape
+        param.set_value(jax.ShapeDtypeStruct(shape, declared.dtype))
         param.set_metadata(spec=P(None, *axes), source=source, layers=tuple(layers))

@@ -150,12 +150,13 @@ class _Parts(NamedTuple):
             source.quantized(MatrixPart(kind, group))
             for kind in ("values", "scales", "zero_points")
         )
+        declare = partial(parameter, read=read, by_expert=read == "experts")
         of_values = value_dtype(scheme.weight)
         of_scales = scale_dtype(scheme.weight, dtype, in_groups=group is not None)
         return cls(
-            parameter(values, of_values, *axes, initial="values", read=read),
-            parameter(scales, of_scales, *by_group, initial="scales", read=read),
-            parameter(zero_points, of_values, *by_group, initial="zeros", read=read)
+            declare(values, of_values, *axes, initial="values"),
+            declare(scales, of_scales, *by_group, initial="scales"),
+            declare(zero_points, of_values, *by_group, initial="zeros")
             if scheme.has_zero_points
             else None,
         )

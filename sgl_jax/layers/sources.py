@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 from sgl_jax.kernels.tpu_chip import LANES
@@ -79,6 +80,11 @@ class Source(ABC):
     def plain_shape(self) -> Shape:
         """The parameter's shape on a mesh of one chip, where nothing is padded or copied."""
         return self.shape
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the parameter is the same on a mesh of one chip."""
+        return self.plain_shape == self.shape
 
     @property
     @abstractmethod
@@ -298,6 +304,43 @@ class Padded(OfPart):
     def fit(self, plain: jax.Array) -> jax.Array:
         widths = [(0, size - own) for own, size in zip(plain.shape, self.shape, strict=True)]
         return jnp.pad(plain, widths)
+
+
+@dataclass(frozen=True)
+class InSlots(OfPart):
+    """All layers' experts, of a part [layers, experts, ...], in the slots of a placement.
+
+    `slots` has the expert in each slot of each layer.
+    """
+
+    slots: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> Shape:
+        return _with_axis(self.part.shape, 1, len(self.slots[0]))
+
+    @property
+    def plain_shape(self) -> Shape:
+        return self.part.plain_shape
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        for layer, own in zip(range(len(self.slots))[index[0]], out, strict=True):
+            for expert, part in zip(self.slots[layer][index[1]], own, strict=True):
+                one = slice(layer, layer + 1), slice(expert, expert + 1), *index[2:]
+                self.part.fill(part[None, None], one, tensors, prefix)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        """A layer at a time: its experts may lie on other chips than their slots."""
+
+        def take(own: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return own[0][own[1]]
+
+        fitted: jax.Array = lax.map(take, (self.part.fit(plain), jnp.asarray(self.slots)))
+        return fitted
 
 
 @dataclass(frozen=True)

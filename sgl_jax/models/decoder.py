@@ -7,7 +7,6 @@ cache is carried through and updated in place.
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +25,8 @@ from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
-from sgl_jax.layers.attention import Attention
+from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
-from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
@@ -37,8 +35,7 @@ from sgl_jax.layers.mesh_axes import (
     concatenate_over,
     scatter_sum,
 )
-from sgl_jax.layers.mlp import GatedMLP
-from sgl_jax.layers.moe import MixtureOfExperts
+from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
@@ -48,6 +45,8 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
+from sgl_jax.models.decoder_layer import DecoderLayer, gathered, sum_terms
+from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
 # Tensors some checkpoints carry that no parameter needs.
@@ -66,6 +65,7 @@ class BuildOptions(NamedTuple):
     move_lines: LineMoves = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
+    ring_products: RingProducts = XLA_RING_PRODUCTS
     has_kv_scales: bool = False  # of an 8-bit KV cache
     separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
     widens_int4: bool = False  # int4 is int8 in memory: a CPU's programs reject int4 (jax 0.10.2)
@@ -74,8 +74,12 @@ class BuildOptions(NamedTuple):
     unrolled_layers: int = 1
     defers_sum: bool = False
     ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
+    placement: ExpertPlacement | None = None  # of experts that are dealt out; None: in order
+    counts_experts: bool = False  # the model returns how often each expert was chosen
     # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
     scattered_tokens: int | None = None
+    # A program of at most so many splits them by columns, see `hidden_columns`.
+    column_tokens: int = 0
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -88,94 +92,15 @@ class BuildOptions(NamedTuple):
 
     def all_experts(self, part: Source) -> Source:
         """`part` [experts, ...] with so many experts of zeros after it that the chips divide them;
-        no router chooses these."""
+        no router chooses these. A placement fills all slots."""
+        if self.placement is not None:
+            return part
         return Padded(part, -(-part.shape[0] // self.ep_size) * self.ep_size, axis=0)
 
     @property
     def expert_slices(self) -> int:
         """Chips that share each expert's inner width."""
         return 1 if self.expert_axes else self.tp_size
-
-
-class DecoderLayer(nnx.Module):
-    """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
-    its input.
-
-    Some models also normalise the terms they add.
-    """
-
-    def __init__(
-        self,
-        input_norm: RMSNorm,
-        attention: Attention | GatedDeltaNet,
-        post_attention_norm: RMSNorm,
-        mlp: GatedMLP | MixtureOfExperts,
-        *,
-        attended_norm: RMSNorm | None = None,
-        mlp_output_norm: RMSNorm | None = None,
-    ) -> None:
-        """`post_attention_norm` normalises the feed-forward layer's input; the last two normalise
-        the terms that attention and the feed-forward layer add."""
-        self.input_norm = input_norm
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.mlp = mlp
-        self.attended_norm = attended_norm
-        self.mlp_output_norm = mlp_output_norm
-
-    def __call__(
-        self,
-        hidden: jax.Array,
-        is_token: jax.Array,
-        reads: tuple[Any, ...],
-        memory: Any,
-        layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory).
-
-        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
-        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
-        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
-        """
-        mix: Callable[..., tuple[jax.Array, Any]] = self.attention
-        attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
-        hidden = hidden + _normalised(attended, self.attended_norm)
-        mlp, normalised = self.mlp, self.post_attention_norm(hidden)
-        added = mlp(normalised) if isinstance(mlp, GatedMLP) else mlp(normalised, is_token)
-        return hidden, _normalised(added, self.mlp_output_norm), memory
-
-    def on_blocks(
-        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
-    ) -> tuple[Blocks, Blocks, Any]:
-        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
-
-        Dense layers with attention only.
-        """
-        assert isinstance(self.attention, Attention)
-        normed = _gather(hidden, self.input_norm)
-        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
-        attended, memory = mix(normed, *reads, memory, layer)
-        hidden = _sum(hidden, tuple(_normalised(block, self.attended_norm) for block in attended))
-        normed = _gather(hidden, self.post_attention_norm)
-        return hidden, tuple(map(self._fed_forward, normed)), memory
-
-    def _fed_forward(self, normed: jax.Array) -> jax.Array:
-        assert isinstance(self.mlp, GatedMLP)
-        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
-
-
-def _sum(*terms: Any) -> Any:
-    """The sum of arrays, or block by block."""
-    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
-
-
-def _gather(hidden: Blocks, norm: RMSNorm) -> Blocks:
-    """Scattered hidden states, normalised, on every chip of the rank."""
-    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
-
-
-def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
-    return x if norm is None else norm(x)
 
 
 # One or two terms whose sum is the hidden state, [T, hidden_size] or its scattered blocks each; and
@@ -213,6 +138,9 @@ class CausalLM(nnx.Module):
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
         self.scattered_tokens = options.scattered_tokens
+        self.placement = options.placement
+        self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
+        self.ring_products = options.ring_products
         self.stretches = find_stretches(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -222,6 +150,9 @@ class CausalLM(nnx.Module):
                 for layers in map(stretch.layers_like, range(stretch.period))
             }
         )
+        fits = (options.tp_size, options.ring_products.multiple)
+        has_columns = all(layer.fits_columns(*fits) for layer in self.layers.values())
+        self.column_tokens = options.column_tokens if has_columns else 0
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
         body = architecture.body
@@ -238,7 +169,8 @@ class CausalLM(nnx.Module):
         own = self.architecture
         layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, layers, shards, own.body + "layers.{}.")
+        slots = options.placement and options.placement.of_layers(layers)
+        stack_layers(layer, layers, shards, own.body + "layers.{}.", slots)
         return layer
 
     def __call__(
@@ -248,7 +180,7 @@ class CausalLM(nnx.Module):
         kv_pools: tuple[jax.Array, ...],
         state_batch: StateBatch | None = None,
         states: LayerStates | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None, jax.Array | None]:
         """Run one step's tokens.
 
         Args:
@@ -262,24 +194,39 @@ class CausalLM(nnx.Module):
 
         Returns:
             hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools and
-            states.
+            states; with `counts_experts`, int32 [layers, experts] how many of this rank's tokens
+            chose each expert.
         """
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
         sizes = self._block_sizes(len(token_ids))
-        hidden: Any = self._embed_blocks(token_ids, sizes) if sizes else self._embed(token_ids)
-        terms: tuple[Any, ...] = (hidden,)
-        if self.defers_sum:
-            terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
-        for stretch in self.stretches:
-            terms, memories = self._run(stretch, (terms, memories), batches[0].valid, reads)
+        in_columns = len(token_ids) <= self.column_tokens
+        hidden: Any
         if sizes:
-            hidden = join_blocks(_gather(_sum(*terms), self.norm))
+            hidden = self._embed_blocks(token_ids, sizes)
+        elif in_columns:
+            hidden = self._scaled(scatter_sum(self.embedding.own_part(token_ids), axis=1))
         else:
-            hidden = self.norm(_sum(*terms))
-        return hidden, memories[: len(kv_pools)], memories[-1] if is_recurrent else None
+            hidden = self._embed(token_ids)
+        terms: tuple[Any, ...] = (hidden,)
+        if self.defers_sum and not in_columns:
+            terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
+        keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
+        is_token, counts = batches[0].valid, []
+        for stretch in self.stretches:
+            carry = (terms, memories)
+            (terms, memories), own = self._run(stretch, carry, is_token, keys, reads, in_columns)
+            counts.append(own)
+        if sizes:
+            hidden = join_blocks(gathered(sum_terms(*terms), self.norm))
+        elif in_columns:
+            hidden = self.norm(concatenate_over(TENSOR_AXIS, terms[0], axis=1))
+        else:
+            hidden = self.norm(sum_terms(*terms))
+        states = memories[-1] if is_recurrent else None
+        return hidden, memories[: len(kv_pools)], states, join_counts(counts)
 
     def _block_sizes(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of each block in a step that scatters hidden states; () in others."""
@@ -324,32 +271,44 @@ class CausalLM(nnx.Module):
         stretch: Stretch,
         carry: Carry,
         is_token: jax.Array,
+        keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
-    ) -> Carry:
-        """All layers of a stretch; `reads` of all layers."""
+        in_columns: bool,
+    ) -> tuple[Carry, jax.Array | None]:
+        """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
         remembered = {place: self._remembered_at(stretch, place) for place in places}
+        slots = [
+            self.placement and self.placement.slots(stretch.layers_like(place))
+            for place in range(stretch.period)
+        ]
 
-        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, None]:
-            terms, memories = carry[0], list(carry[1])
+        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, jax.Array | None]:
+            terms, memories, chosen = carry[0], list(carry[1]), []
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
-                hidden = _sum(*terms)
+                hidden = sum_terms(*terms)
                 rest = (reads[place], memories[pool], first + turn * step)
-                hidden, delta, memories[pool] = (
+                if in_columns:
+                    hidden, memories[pool] = layer.on_columns(hidden, *rest, self.ring_products)
+                    terms = (hidden,)
+                    continue
+                copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
+                hidden, delta, memories[pool], experts = (
                     layer.on_blocks(hidden, *rest)
                     if isinstance(hidden, tuple)
-                    else layer(hidden, is_token, *rest)
+                    else layer(hidden, is_token, copies, *rest)
                 )
-                terms = (hidden, delta) if self.defers_sum else (_sum(hidden, delta),)
-            return (terms, tuple(memories)), None
+                chosen.append(experts)
+                terms = (hidden, delta) if self.defers_sum else (sum_terms(hidden, delta),)
+            return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
-        return lax.scan(run_period, carry, turns, unroll=unroll)[0]
+        return lax.scan(run_period, carry, turns, unroll=unroll)
 
     def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
         """The memory of the layers at `place` of a period: their group's pool, the first one's

@@ -6,7 +6,8 @@ The config has the windows and their rotation's base, the scale of scores and th
 from functools import partial
 
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions, DecoderLayer
+from sgl_jax.models.decoder import Architecture, BuildOptions
+from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm
 
 

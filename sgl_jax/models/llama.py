@@ -9,7 +9,8 @@ from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.sources import Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import BuildOptions, DecoderLayer
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.projections import linear
 
 

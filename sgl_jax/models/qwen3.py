@@ -7,7 +7,8 @@ from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
 from sgl_jax.layers.sources import EitherWay, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
-from sgl_jax.models.decoder import BuildOptions, DecoderLayer
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
 

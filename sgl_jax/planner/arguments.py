@@ -15,7 +15,8 @@ from sgl_jax.planner.topology import Topology
 SERVER_SETTINGS = (
     *("model_path", "dtype", "quantization", "kv_cache_dtype", "context_length"),
     *("tp_size", "dp_size"),
-    *("ep_size", "weight_sharding", "hidden_sharding", "attention_backend"),
+    *("ep_size", "ep_num_redundant_experts", "init_expert_location"),
+    *("weight_sharding", "hidden_sharding", "attention_backend"),
     *("page_size", "mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
     *("max_running_requests", "chunked_prefill_size"),
     *("speculative_algorithm", "speculative_num_draft_tokens"),
@@ -115,8 +116,17 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:
     """A copy of `request` for another slice and mesh, with experts over as much of it as before."""
     own = request.args
-    ep_size = own.ep_size
+    ep_size, copies, location = own.ep_size, own.ep_num_redundant_experts, own.init_expert_location
     if ep_size > 1:
         ep_size = tp_size if ep_size == own.tp_size else dp_size * tp_size
-    args = dataclasses.replace(own, dp_size=dp_size, tp_size=tp_size, ep_size=ep_size)
+    if ep_size == 1:
+        copies, location = 0, "trivial"
+    args = dataclasses.replace(
+        own,
+        dp_size=dp_size,
+        tp_size=tp_size,
+        ep_size=ep_size,
+        ep_num_redundant_experts=copies,
+        init_expert_location=location,
+    )
     return dataclasses.replace(request, args=args, topology=topology)

@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
 from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.layers.mesh_axes import DATA_AXIS
+from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
@@ -14,6 +17,7 @@ from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory, requests_wit
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.quantized_products import expert_format, quantized_products
 from sgl_jax.planner.quantized_time import conversion_bundles
+from sgl_jax.planner.ring_products import ring_products
 from sgl_jax.planner.step_time import StepTime, estimate_step
 from sgl_jax.planner.topology import topology_mesh
 
@@ -36,6 +40,14 @@ class StepEstimate:
     time: StepTime
 
 
+class ExpertBalance(NamedTuple):
+    """The greatest load of a device over the mean, averaged over layers: experts in order, and
+    placed."""
+
+    in_order: float
+    placed: float
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The estimate of one mesh."""
@@ -48,6 +60,7 @@ class Estimate:
     requests_per_s: float  # of all ranks
     # `memory.num_requests` if every layer kept every token; None where every layer does.
     requests_without_windows: int | None = None
+    balance: ExpertBalance | None = None  # None without a file of loads
 
     @property
     def max_context(self) -> int:
@@ -122,7 +135,17 @@ def make_estimate(request: PlanRequest) -> Estimate:
         concurrency,
         requests_per_s=request.args.dp_size * concurrency / round_s,
         requests_without_windows=requests_without_windows(request),
+        balance=_balance(engine.config),
     )
+
+
+def _balance(config: EngineConfig) -> ExpertBalance | None:
+    loads = loads_for(config.args, config.model)
+    if loads is None or config.placement is None:
+        return None
+    num_devices = config.args.ep_size
+    placed = config.placement.imbalance(loads, num_devices)
+    return ExpertBalance(unplaced_imbalance(loads, num_devices), placed)
 
 
 def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
@@ -164,8 +187,11 @@ def device_bytes(
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
         quantized=quantized_products(engine.placed, request.args.tp_size),
+        ring=ring_products(engine.placed, request.args.tp_size),
+        column_tokens=engine.placed.model.column_tokens,
         expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
         expert_devices=request.args.ep_size,
+        expert_copies=request.args.ep_num_redundant_experts,
         expert_ranks=request.args.dp_size if request.args.ep_size > request.args.tp_size else 1,
     )
 

@@ -20,6 +20,7 @@ from sgl_jax.kernels.qkv_heads import block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
 from sgl_jax.planner.quantized_products import QuantizedProduct
+from sgl_jax.planner.ring_products import RingProduct
 from sgl_jax.planner.topology import Chip
 
 
@@ -47,7 +48,10 @@ class DeviceBytes:
     tp_size: int  # devices that share the heads, and each expert if `expert_devices` is 1
     expert_devices: int = 1  # that whole experts are dealt out to
     expert_ranks: int = 1  # whose tokens these experts serve
+    expert_copies: int = 0  # beside the experts, on all devices together
     quantized: tuple[QuantizedProduct, ...] = ()  # some of the layers' weights
+    ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, in a step of `column_tokens`
+    column_tokens: int = 0  # the most of such a step
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 
@@ -154,7 +158,8 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
         return KernelTime(0.0, 0.0)
     tokens, devices = tokens * memory.expert_ranks, memory.expert_devices
     touched = experts_touched(tokens, moe)
-    experts, lines = -(-moe.num_experts // devices), tokens * moe.top_k / devices
+    experts = -(-(moe.num_experts + memory.expert_copies) // devices)
+    lines = tokens * moe.top_k / devices
     inner = moe.intermediate_size // (memory.tp_size if devices == 1 else 1)
     products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize

@@ -50,7 +50,18 @@ def _on_device(shape: tuple[int, ...], spec: P, tp_size: int) -> tuple[int, ...]
     )
 
 
-def expert_format(placed: PlacedModel) -> WeightFormat | None:
-    """The format of the experts' values; None if they are floats, or there are none."""
-    found = (own.weight for _, own in nnx.iter_graph(placed.model) if type(own) is QuantizedExperts)
-    return next(found, None)
+class ExpertFormat(NamedTuple):
+    """The format of experts' values."""
+
+    weight: WeightFormat
+    scales_results: bool  # each output has one scale, see `kernels.grouped_matmul`
+
+
+def expert_format(placed: PlacedModel) -> ExpertFormat | None:
+    """None if experts are floats, or there are none."""
+    for _, own in nnx.iter_graph(placed.model):
+        if type(own) is QuantizedExperts:
+            shapes = own.scales.get_value().shape, own.values.get_value().shape
+            is_one = all(1 in pair or pair[0] == pair[1] for pair in zip(*shapes, strict=True))
+            return ExpertFormat(own.weight, is_one and own.zero_points is None)
+    return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sgl_jax.kernels.quantized_matmul.tpu import VALUES_NAME, kernel_of
 from sgl_jax.planner.kernel_time import KernelTime
-from sgl_jax.planner.quantized_products import QuantizedProduct
+from sgl_jax.planner.quantized_products import ExpertFormat, QuantizedProduct
 from sgl_jax.planner.topology import Chip
 
 _MI = 2**20
@@ -22,43 +22,50 @@ class ProductBundles(NamedTuple):
     per_token_as_values: Mapping[str, float]  # multiplied as they are
     activations: float  # that 2**10 activations are quantized with
     conversion: Mapping[str, int]  # of values to scaled numbers
+    unscaled: Mapping[str, int]  # the same, if the result is scaled; of experts
 
 
-# From schedules of 5,120 inputs by 384 outputs with 128 and 512 tokens, in groups of 128, and of
-# 8,192 by 896 with 512; MXFP4 from visits of the grouped product. An int8 takes as long as an int4.
+# `python -m benchmarks.kernels.quantized_cost` counts them.
 PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
     {
         "TPU v5 lite": ProductBundles(
-            12.3,
-            {"int8": 6.75, "fp8": 13.1},
-            3.05,
-            {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
+            11.3,
+            {"int8": 6.74, "fp8": 13.1},
+            3.04,
+            {"int8": 1014, "int4": 1047, "fp8": 2310, "mxfp4": 5246},
+            {"int8": 41, "fp8": 1126},
         ),
         "TPU v6 lite": ProductBundles(
-            4.95,
-            {"int8": 2.38, "fp8": 4.67},
+            4.94,
+            {"int8": 2.36, "fp8": 4.65},
             2.84,
-            {"int8": 411, "int4": 411, "fp8": 2197, "mxfp4": 1300},
+            {"int8": 403, "int4": 398, "fp8": 1910, "mxfp4": 1475},
+            {"int8": 0, "fp8": 1468},
         ),
         "TPU v5": ProductBundles(
-            12.3,
+            11.3,
             {"int8": 6.77, "fp8": 13.2},
-            3.10,
-            {"int8": 954, "int4": 954, "fp8": 2418, "mxfp4": 5000},
+            3.09,
+            {"int8": 1042, "int4": 1075, "fp8": 2337, "mxfp4": 5245},
+            {"int8": 42, "fp8": 1127},
         ),
         "TPU7x": ProductBundles(
-            2.69,
+            2.65,
             {"int8": 2.67, "fp8": 1.15},
-            1.55,
-            {"int8": 534, "int4": 534, "fp8": 548, "mxfp4": 3600},
+            1.87,
+            {"int8": 533, "int4": 524, "fp8": 533, "mxfp4": 1514},
+            {"int8": 0, "fp8": 0},
         ),
     }
 )
 
 
-def conversion_bundles(weight: str | None, chip: Chip) -> int:
-    """Instructions that turn 2**20 values into numbers; None: they are numbers."""
-    return 0 if weight is None else PRODUCT_BUNDLES[chip.device_kind].conversion[weight]
+def conversion_bundles(experts: ExpertFormat | None, chip: Chip) -> int:
+    """Instructions that turn 2**20 values of experts into numbers; None: they are numbers."""
+    if experts is None:
+        return 0
+    own = PRODUCT_BUNDLES[chip.device_kind]
+    return (own.unscaled if experts.scales_results else own.conversion)[experts.weight]
 
 
 def quantized_time(

@@ -12,12 +12,14 @@ from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.program_cost import Collective
-from sgl_jax.planner.step_time import ICI_HOP_S
+from sgl_jax.planner.topology import ICI_HOP_S
 
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
-    "heads + attention + recurrences + experts + their lines + exposed collectives",
+    "ring products + heads + attention + recurrences + experts + their lines + exposed collectives",
+    "ring products = bytes of weights / HBM bandwidth, or the kernels' instructions, if those are "
+    "more; their exchange is played hop by hop over one link, chips in step, and exposed beyond",
     "quantized products, where a kernel makes them = bytes of weights / HBM bandwidth, or the "
     "kernel's instructions, if those are more",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
@@ -46,7 +48,8 @@ def as_text(plan: Estimate) -> str:
     lines = [
         f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
         f"{topology.num_devices} devices, {topology.chip.device_kind}): "
-        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args.ep_size)}",
+        f"dp {args.dp_size} x tp {args.tp_size}{_experts(args)}",
+        *_balance_lines(plan),
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
@@ -90,6 +93,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "dp_size": args.dp_size,
         "tp_size": args.tp_size,
         "ep_size": args.ep_size,
+        "expert_balance": plan.balance and plan.balance._asdict(),
         "num_chips": topology.num_chips,
         "workload": dataclasses.asdict(plan.request.workload),
         "memory": {**dataclasses.asdict(plan.memory), "num_pages": plan.memory.num_pages},
@@ -128,8 +132,20 @@ def _step_dict(step: StepEstimate) -> dict[str, Any]:
     }
 
 
-def _experts(ep_size: int) -> str:
-    return "" if ep_size == 1 else f", whole experts over {ep_size} devices"
+def _experts(args: ServerArgs) -> str:
+    copies = f", {args.ep_num_redundant_experts} copies" if args.ep_num_redundant_experts else ""
+    return "" if args.ep_size == 1 else f", whole experts over {args.ep_size} devices{copies}"
+
+
+def _balance_lines(plan: Estimate) -> list[str]:
+    """The recorded loads of devices, if a file has them."""
+    if plan.balance is None:
+        return []
+    before, after = plan.balance
+    return [
+        f"by {plan.request.args.init_expert_location} the device whose experts are chosen most has "
+        f"{after:.2f} times the mean load, {before:.2f} times with experts in order"
+    ]
 
 
 def _window_lines(plan: Estimate) -> list[str]:
@@ -149,6 +165,7 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = ""
     quantized = f"quantized products {_ms(time.quantized_s)}, " if time.quantized_s else ""
+    quantized += f"ring products {_ms(time.ring_s)}, " if time.ring_s else ""
     if time.experts_s:
         experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""

@@ -22,10 +22,9 @@ from sgl_jax.planner.kernel_time import (
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.quantized_time import quantized_time
-from sgl_jax.planner.topology import Chip
+from sgl_jax.planner.ring_time import RingTime, ring_time
+from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
-# From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
-ICI_HOP_S = 1e-6
 # A ring through the slice uses two of a chip's links, one in each direction.
 _RING_LINKS = 2
 
@@ -43,6 +42,7 @@ class StepTime:
     experts_s: float
     lines_s: float  # bringing tokens to their experts' lines and back
     quantized_s: float  # products with quantized matrices, where a kernel makes them
+    ring_s: float  # products over a ring, without their exchanges
     collectives_s: float  # transfers
     exposed_s: float  # of these, the time with nothing else to compute
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
@@ -58,24 +58,29 @@ def estimate_step(
 ) -> StepTime:
     """Put one step's time together; `num_tokens` are of the program's shape, padding included."""
     program = cost.estimated_cycles / chip.clock_hz
-    products = quantized_time(memory.quantized, num_tokens, chip)
+    in_columns = num_tokens <= memory.column_tokens
+    products = quantized_time(() if in_columns else memory.quantized, num_tokens, chip)
+    rings = RingTime()
+    if in_columns:
+        rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     flops = 2 * work.tokens * memory.layer_and_head_numbers
-    fused = max(program, weights - products.hbm_s)
+    fused = max(program, weights - products.hbm_s - rings.hbm_s)
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
     lines = lines_time(work.tokens, config, memory, chip)
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     exposed = sum(exposed_time(collective, chip) for collective in cost.collectives)
+    collectives, exposed = collectives + rings.transfers_s, exposed + rings.exposed_s
     heads = 0.0
     kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
     if kernel:
         sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
     kernels = (attention, recurrences, experts, products)
-    total = fused + heads + lines + sum(kernel.total_s for kernel in kernels)
-    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
+    total = fused + heads + lines + rings.products_s + sum(kernel.total_s for kernel in kernels)
+    waits = {"HBM": rings.products_s, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in kernels:
         waits[part.bound] += part.total_s
@@ -89,6 +94,7 @@ def estimate_step(
         experts_s=experts.total_s,
         lines_s=lines,
         quantized_s=products.total_s,
+        ring_s=rings.products_s,
         collectives_s=collectives,
         exposed_s=exposed,
         bound=max(waits, key=lambda name: waits[name]),

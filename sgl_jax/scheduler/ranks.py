@@ -7,7 +7,7 @@ row. Owns the columns; other files decide their contents.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,31 @@ class Ranks:
             Outlook(None if soonest < 0 else soonest, num_tables * most_growth, longest)
             for soonest, most_growth, longest in columns.tolist()
         ]
+
+    def states(self) -> list[dict[str, Any]]:
+        """The memory, load and counts of each rank, as JSON values: `MemoryView` and
+
+        - num_running: requests.
+        - session_pages: that idle sessions alone hold, the tree's included.
+        - forecast_pages: the reserve for the output of running requests, and one more.
+        - most_growth_pages: that these may come to take at most.
+        - counters: of this rank.
+        """
+        states = []
+        for rank, outlook in zip(self.ranks, self.outlooks(), strict=True):
+            memory, running = rank.memory, rank.running
+            most_growth = outlook.most_growth + memory.request_pages(outlook.longest)
+            states.append(
+                {
+                    **memory.view().as_dict(),
+                    "num_running": len(running),
+                    "session_pages": memory.num_session_pages,
+                    "forecast_pages": rank.reserve.pages(memory, running),
+                    "most_growth_pages": most_growth,
+                    "counters": rank.counters(),
+                }
+            )
+        return states
 
     def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
         """The rank of a joint row, and its row there."""

@@ -360,29 +360,13 @@ class Scheduler:
         return [rank.memory.view() for rank in self.ranks]
 
     def rank_states(self) -> list[dict[str, Any]]:
-        """The memory, load and counts of each rank, as JSON values: `MemoryView` and
+        """The memory, load and counts of each rank, as JSON values: `Ranks.states`, and
 
-        - num_running, num_waiting: requests; waiting ones count if they can run on no other rank.
-        - session_pages: that idle sessions alone hold, the tree's included.
-        - forecast_pages: the reserve for the output of running requests, and one more.
-        - most_growth_pages: that these may come to take at most.
-        - counters: of this rank.
+        - num_waiting: requests that can run on no other rank.
         """
-        states = []
-        for rank, outlook in zip(self.ranks, self._all_ranks.outlooks(), strict=True):
-            memory, running = rank.memory, rank.running
-            states.append(
-                {
-                    **memory.view().as_dict(),
-                    "num_running": len(running),
-                    "num_waiting": self.num_waiting_for(rank.dp_rank),
-                    "session_pages": memory.num_session_pages,
-                    "forecast_pages": rank.reserve.pages(memory, running),
-                    "most_growth_pages": outlook.most_growth
-                    + memory.request_pages(outlook.longest),
-                    "counters": rank.counters(),
-                }
-            )
+        states = self._all_ranks.states()
+        for dp_rank, state in enumerate(states):
+            state["num_waiting"] = self.num_waiting_for(dp_rank)
         return states
 
     def tenants(self) -> dict[str, TenantCounts]:

@@ -21,14 +21,17 @@ from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.core.progress import Progress
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.expert_placement import place_experts
 from sgl_jax.models.placement import place_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def load(folder, dp=1, tp=1, *, load_format=None, shards_weights=False, **options):
+def load(folder, dp=1, tp=1, *, load_format=None, shards_weights=False, placement=None, **options):
     mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
     built = BuildOptions(jnp.float32, shards_weights=shards_weights)
+    if placement is not None:
+        built = built._replace(placement=placement, ep_size=dp * tp, tp_size=tp)
     placed = place_model(ModelConfig.from_path(folder), mesh, built)
     return flatten_mapping(
         load_params(placed, folder, load_format or detect_format(folder), **options)
@@ -268,6 +271,43 @@ def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
         assert_same(actual, expected)
         for path, array in expected.items():
             assert actual[path].sharding == array.sharding
+
+
+def four_experts(folder, family):
+    """A copy of a model of five experts without the last."""
+    shutil.copytree(GOLDEN / family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {
+        name: tensor[:4] if "mlp.gate." in name or name.endswith("experts.gate_up_proj") else tensor
+        for name, tensor in tensors.items()
+        if "experts.4." not in name
+    }
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("num_copies", [0, 2])
+@pytest.mark.parametrize("load_format", ["safetensors", "orbax"])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
+def test_placed_experts_lie_in_their_slots(tmp_path, load_format, num_copies, dp, tp):
+    folder = given = four_experts(tmp_path / "given", "qwen3_moe")
+    loads = np.array([[1, 2, 3, 9], [9, 2, 1, 1]])
+    placement = place_experts(loads, num_copies, 2)
+    if load_format == "orbax":
+        folder = tmp_path / "orbax"
+        convert(given, folder, "float32")
+    plain = load(given)
+    placed = load(folder, dp, tp, placement=placement)
+    for path, array in placed.items():
+        own, wanted = np.asarray(array), np.asarray(plain[path])
+        if path[-2] in ("gate", "up", "down"):
+            assert own.shape[1] == 4 + num_copies
+            wanted = np.stack([wanted[n][list(placement.experts[n])] for n in range(2)])
+            assert array.sharding.spec[1] == ("tensor" if tp > 1 else ("data", "tensor"))
+        if path != ("embedding", "weight") and path != ("lm_head", "weight"):
+            np.testing.assert_array_equal(own, wanted, str(path))
 
 
 def test_an_orbax_checkpoint_of_another_config_is_refused(tmp_path):

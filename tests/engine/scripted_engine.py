@@ -32,6 +32,7 @@ from sgl_jax.core.messages import (
     CompileGrammar,
     ContinueGeneration,
     DescribePage,
+    DumpExpertRecord,
     FindPrefix,
     FlushCache,
     ForkSession,
@@ -47,7 +48,9 @@ from sgl_jax.core.messages import (
     SessionMessage,
     SetInternalState,
     Shutdown,
+    StartExpertRecord,
     StartProfile,
+    StopExpertRecord,
     StopProfile,
     StopRequest,
     UpdateWeightsFromDisk,
@@ -201,6 +204,10 @@ class ScriptedEngine:
                 return Reply(rid=message.rid, ok=True, data=data)
             case StartProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": message.output_dir})
+            case StartExpertRecord() | StopExpertRecord():
+                return Reply(rid=message.rid, ok=True)
+            case DumpExpertRecord():
+                return Reply(rid=message.rid, ok=True, data={"logical_count": [[3, 1], [0, 4]]})
             case StopProfile():
                 return Reply(rid=message.rid, ok=True, data={"output_dir": "somewhere"})
         return None

@@ -1,16 +1,42 @@
 """The mesh that is asked for, or a clear refusal; a compilation cache that others cannot write."""
 
+from itertools import pairwise
+
 import jax
+import numpy as np
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
+from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
 
 
 def test_the_mesh_holds_tp_chips_for_each_rank():
     mesh = make_mesh(ServerArgs(device="cpu", dp_size=2, tp_size=2))
     assert dict(mesh.shape) == {"data": 2, "tensor": 2}
     assert platform_of(mesh) == "cpu"
+
+
+@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu describes the slices")
+@pytest.mark.parametrize(
+    ("name", "dp_size", "tp_size"),
+    [
+        ("v6e-4", 1, 4),
+        ("v6e-8", 1, 8),
+        ("v6e-8", 2, 4),
+        ("v6e-16", 1, 16),
+        ("v5p-8", 1, 4),
+        ("v5p-16", 1, 8),
+        ("tpu7x-8", 1, 8),
+    ],
+)
+def test_chips_of_a_rank_are_in_the_order_of_a_ring(name, dp_size, tp_size):
+    mesh = topology_mesh(Topology.parse(name), dp_size, tp_size)
+    assert len(set(mesh.devices.flat)) == dp_size * tp_size
+    for rank in mesh.devices:
+        for one, other in pairwise([*rank, rank[0]]):
+            apart = np.abs(np.subtract(one.coords, other.coords)).sum()
+            assert apart == 1 or (apart == 0 and one.core_on_chip != other.core_on_chip)
 
 
 def test_too_few_devices_are_named():

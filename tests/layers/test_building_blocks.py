@@ -64,7 +64,7 @@ def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE, params=Non
         result = getattr(nnx.merge(graphdef, params), method)(*inputs)
         if isinstance(result, SplitLogits):
             return join_shares(result.whole_rows(), inputs[0].shape[0])
-        return result
+        return result[0] if isinstance(result, tuple) else result  # without a mixture's choices
 
     call = jax.shard_map(
         local,
@@ -187,7 +187,7 @@ class ExpertLayers(nnx.Module):
 
         def run_layer(x, index):
             layer = nnx.merge(graphdef, weights_of_layer(weights, index))
-            return (x + layer(x, are_tokens(x))) / 8, None
+            return (x + layer(x, are_tokens(x))[0]) / 8, None
 
         return lax.scan(run_layer, x, jnp.arange(3))[0]
 

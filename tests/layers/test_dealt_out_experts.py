@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,7 +16,8 @@ from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.expert_lines import lines as expert_lines
 from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.layers.moe import clamped_swiglu
+from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
+from sgl_jax.models.expert_placement import place_experts
 from tests.layers.modules import declared_shapes, declared_specs, mixture_of_experts
 from tests.models.configs import EXPERTS, read
 
@@ -65,9 +67,13 @@ def padded(params, num_stored):
     return jax.tree.map_with_path(pad, params)
 
 
-def run(layout, x, is_token, params, *, axes=None, simulate=False, **options):
-    """x [ranks, T, hidden] through a layer whose experts are dealt out over `axes`."""
+def run(layout, x, is_token, params, *, axes=None, simulate=False, copies=None, **options):
+    """x [ranks, T, hidden] through a layer whose experts are dealt out over `axes`.
+
+    `copies` are a placement's slots and the tokens' keys [ranks, T]: params are in slots then.
+    """
     num_stored = NUM_EXPERTS if axes is None else layout.num_stored
+    slots, keys = (None, np.zeros(x.shape[:2], np.int32)) if copies is None else copies
     module = mixture_of_experts(
         grouped_matmul_implementation("cpu", simulate=simulate),
         norm_topk_prob=True,
@@ -79,17 +85,19 @@ def run(layout, x, is_token, params, *, axes=None, simulate=False, **options):
     graphdef = nnx.graphdef(module)
     devices = np.array(jax.devices()[: layout.dp * layout.tp]).reshape(layout.dp, layout.tp)
 
-    def local(params, x, is_token):
-        return nnx.merge(graphdef, params)(x[0], is_token[0])[None]
+    def local(params, x, is_token, keys):
+        copied = ExpertCopies.of_layer(slots, jnp.int32(0), keys[0])
+        return nnx.merge(graphdef, params)(x[0], is_token[0], copied)[0][None]
 
     call = jax.shard_map(
         local,
         mesh=Mesh(devices, ("data", "tensor")),
-        in_specs=(declared_specs(module), P("data"), P("data")),
+        in_specs=(declared_specs(module), P("data"), P("data"), P("data")),
         out_specs=P("data"),
         check_vma=False,
     )
-    return np.asarray(jax.jit(call)(padded(params, num_stored), x, is_token))
+    params = params if slots is not None else padded(params, num_stored)
+    return np.asarray(jax.jit(call)(params, x, is_token, keys))
 
 
 def tokens(layout, seed=1):
@@ -170,7 +178,10 @@ def test_lines_in_parts_lose_no_token(choose, monkeypatch):
     check(Layout(2, 2, over_ranks=True), choose)
 
 
-@pytest.mark.parametrize("choose", [any_tokens, one_chips_experts_alone, an_idle_rank])
+LONG = [pytest.param(choose, marks=pytest.mark.long) for choose in (any_tokens, an_idle_rank)]
+
+
+@pytest.mark.parametrize("choose", [one_chips_experts_alone, *LONG])
 def test_the_tpus_kernels_simulated(choose):
     params = weights(has_biases=False)
     layout = Layout(2, 1, over_ranks=True)
@@ -181,6 +192,76 @@ def test_the_tpus_kernels_simulated(choose):
         for simulate in (True, False)
     )
     np.testing.assert_allclose(actual[is_token], expected[is_token], rtol=0, atol=1e-5)
+
+
+def in_slots(params, placement):
+    """The experts' parameters in the slots of a placement's one layer."""
+
+    def take(path, array):
+        is_shared = path[0].key == "router" or [key.key for key in path] == ["down", "bias"]
+        return array if is_shared else array[list(placement.experts[0])]
+
+    return jax.tree.map_with_path(take, params)
+
+
+LOADS = np.array([[50, 10, 1, 20, 3]])
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize(
+    ("layout", "num_copies"),
+    [(Layout(1, 2, False), 1), (Layout(1, 4, False), 7), (Layout(2, 2, True), 3)],
+    ids=str,
+)
+def test_copies_of_experts_give_the_same_sums(layout, num_copies, choose):
+    params = weights(has_biases=True)
+    x, is_token = tokens(layout)
+    choose(x, is_token, params)
+    num_chips = layout.tp * (layout.dp if layout.over_ranks else 1)
+    placement = place_experts(LOADS, num_copies, num_chips)
+    keys = np.random.default_rng(2).integers(0, 2**16, x.shape[:2]).astype(np.int32)
+    actual = run(
+        *(layout, x, is_token, in_slots(params, placement)),
+        axes=layout.axes,
+        copies=(placement.slots([0]), keys),
+        has_biases=True,
+    )
+    for rank in range(layout.dp):
+        own = slice(rank, rank + 1)
+        one = Layout(1, 1, over_ranks=False)
+        wanted = run(one, x[own], is_token[own], params, has_biases=True)[0]
+        valid = is_token[rank]
+        np.testing.assert_allclose(actual[rank][valid], wanted[valid], rtol=0, atol=1e-5)
+
+
+def test_a_token_has_the_same_bits_at_any_place_of_a_step():
+    """Its key, and not its place, chooses the copies, whose chips group the terms of its sum."""
+    layout, params = Layout(1, 4, over_ranks=False), weights(has_biases=False)
+    x, is_token = tokens(layout)
+    placement = place_experts(LOADS, 7, 4)
+    keys = np.asarray(copy_keys(jnp.arange(TOKENS)[None] * 7, jnp.arange(TOKENS)[None]))
+
+    def results(order):
+        copies = placement.slots([0]), keys[:, order]
+        own = in_slots(params, placement)
+        return run(layout, x[:, order], is_token, own, axes=layout.axes, copies=copies)[0]
+
+    order = np.random.default_rng(3).permutation(TOKENS)
+    np.testing.assert_array_equal(results(np.arange(TOKENS))[order], results(order))
+
+
+def test_keys_spread_tokens_over_all_copies():
+    """Equal positions, as in a benchmark of equal prompts, and equal tokens alike."""
+    placement = place_experts(np.array([[9, 1, 1, 1]]), 4, 4)
+    ids = np.random.default_rng(0).integers(0, 150_000, 4000).astype(np.int32)
+    some = np.full_like(ids, 77)
+    for keys in (copy_keys(ids, some), copy_keys(some, np.arange(4000, dtype=np.int32))):
+        copies = ExpertCopies.of_layer(placement.slots([0]), jnp.int32(0), keys)
+        chosen = np.asarray(copies.chosen(jnp.zeros((1, 4000), jnp.int32)))[0]
+        own = [slot for slot in placement.slots([0])[0, 0] if slot >= 0]
+        counts = np.bincount(chosen, minlength=8)
+        assert len(own) == 4
+        assert counts[own].min() > 900
 
 
 @pytest.mark.parametrize(("dp", "tp", "allowed"), [(2, 4, "1, 4, 8"), (1, 4, "1, 4")])

@@ -5,6 +5,7 @@ import pytest
 
 from sgl_jax.layers.sources import (
     EitherWay,
+    InSlots,
     Padded,
     Slice,
     Stacked,
@@ -70,6 +71,27 @@ def test_a_parameter_is_read_as_the_checkpoint_stores_it():
     for names in (apart, set(), {"b.all"}):
         assert set(source.as_stored(having(names)).tensors()) == apart
     assert source.shape == source.as_stored(having({"a.all"})).shape == (2, 2, 2, 4)
+
+
+def test_each_layers_experts_lie_in_its_slots():
+    stored = {
+        f"layer.{layer}.{expert}.w": np.random.default_rng(10 * layer + expert).normal(size=(3, 4))
+        for layer in range(2)
+        for expert in range(3)
+    }
+    experts = Stacked(("0.", "1.", "2."), Padded(Tensor("w", (3, 4)), 5, axis=1))
+    source = InSlots(Stacked(("0.", "1."), experts), ((2, 0, 2, 1), (0, 1, 1, 2)))
+    plain = Stacked(("0.", "1."), experts)
+    assert (source.shape, source.plain_shape) == ((2, 4, 3, 5), (2, 3, 3, 4))
+    whole = part(plain, Arrays(stored), tuple(map(slice, [0] * 4, plain.shape)))
+    wanted = np.stack([whole[0, [2, 0, 2, 1]], whole[1, [0, 1, 1, 2]]])
+    for rows in (slice(0, 4), slice(2, 4)):
+        index = (slice(0, 2), rows, slice(1, 3), slice(0, 5))
+        found = part(source, Arrays(stored), index)
+        np.testing.assert_array_equal(found, wanted[:, rows, 1:])
+    np.testing.assert_array_equal(source.fit(whole[..., :4]), wanted)
+    in_order = InSlots(plain, ((0, 1, 2), (0, 1, 2)))
+    assert not in_order.is_plain  # though its shape is
 
 
 def having(names):

@@ -27,7 +27,7 @@ def wide_model(tmp_path: Path) -> Path:
     folder = tmp_path / "wide"
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**16}))
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**15}))
     return folder
 
 

@@ -57,11 +57,13 @@ class Server:
         dp=1,
         tp=1,
         ep=1,
+        copies=0,
         page_size=16,
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
         scattered=False,
+        in_columns=False,
         max_len=80,
     ):
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
@@ -71,6 +73,7 @@ class Server:
             dp_size=dp,
             tp_size=tp,
             ep_size=ep,
+            ep_num_redundant_experts=copies,
             page_size=page_size,
             weight_sharding=weight_sharding,
             attention_backend=attention_backend,
@@ -82,6 +85,8 @@ class Server:
             )
         if scattered:
             options = options._replace(scattered_tokens=1)
+        if in_columns:
+            options = options._replace(column_tokens=64)
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
@@ -181,7 +186,7 @@ class Server:
         state_batch = None
         if states is not None:
             state_batch = StateBatch.build(*slots[0], kept[0], *rows, tokens.shape[1])
-        hidden, pools, states = model(tokens[0], batches, pools, state_batch, states)
+        hidden, pools, states, _ = model(tokens[0], batches, pools, state_batch, states)
         logits = join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])
         return logits[None], pools, states
 

@@ -21,11 +21,13 @@ class Setup(NamedTuple):
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    copies: int = 0
     page_size: int = 16
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
     scattered: bool = False
+    in_columns: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -38,9 +40,15 @@ UNROLLED = Setup(tp=2, unrolled_layers=2)
 SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
 SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
 SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
+COLUMNS = Setup(tp=2, in_columns=True)
+COLUMNS_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, in_columns=True)
+COLUMNS_OVER_FOUR = Setup(tp=4, in_columns=True)
+COLUMNS_OF_SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data", in_columns=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
+COPIED_EXPERTS = Setup(tp=2, ep=2, copies=1)
+COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,10 @@ EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
         *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
         ("qwen3", SCATTERED_UNROLLED),
         ("qwen2", SCATTERED_OVER_FOUR),
+        *[(family, COLUMNS) for family in ("llama", "gemma3")],
+        ("qwen3", COLUMNS_UNROLLED),
+        ("qwen2", COLUMNS_OVER_FOUR),
+        ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
         ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_5", TWO_RANKS),
@@ -73,6 +85,11 @@ EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
             (family, setup)
             for family in ("qwen3_moe", "gpt_oss", "qwen3_next")
             for setup in (EXPERTS_OVER_A_RANK, EXPERTS_OVER_RANKS)
+        ],
+        *[
+            (family, setup)
+            for family in ("qwen3_moe_mixed", "gpt_oss_mxfp4")
+            for setup in (COPIED_EXPERTS, COPIED_EXPERTS_OVER_RANKS)
         ],
         ("gpt_oss_mxfp4", Setup()),
         *[

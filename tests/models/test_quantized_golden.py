@@ -21,7 +21,7 @@ TOLERANCE_OF_TWO_CHIPS = 0.06
 ON_TWO_CHIPS = ("ct_int8_dynamic", "ct_int4_asymmetric_group32", "gptq_act_order_group32")
 
 
-def tolerance(name, tp=1, dp=1):
+def tolerance(name, tp=1, dp=1, in_columns=False):
     config = ModelConfig.from_path(GOLDEN / "quantized" / name)
     is_weight_only = all(rule.scheme.activation is None for _, rule in config.layers[0].rules)
     return TOLERANCE if is_weight_only or tp == 1 else TOLERANCE_OF_TWO_CHIPS
@@ -40,6 +40,8 @@ def tolerance(name, tp=1, dp=1):
             for name in FOLDERS
         ],
         ("ct_int4_group32", {"dp": 2}),
+        ("ct_int8_weight_only", {"tp": 2, "in_columns": True}),
+        ("ct_fp8_kv_scales", {"tp": 2, "in_columns": True}),
     ],
     ids=str,
 )

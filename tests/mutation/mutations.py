@@ -60,6 +60,7 @@ _ROOM = "sgl_jax/scheduler/admission/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
+_CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
 _RESERVE = "sgl_jax/scheduler/admission/reserve.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
@@ -1495,7 +1496,7 @@ MUTATIONS = (
     ),
     Mutation(
         "look no further than the first requests",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        _CANDIDATES,
         "offer.floor, room, floor):\n",
         "offer.floor, room, floor):\n                return\n",
     ),
@@ -1513,13 +1514,13 @@ MUTATIONS = (
     ),
     Mutation(
         "try the least important first",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
-        "level, num_levels = highest - columns.priority[:end],",
-        "level, num_levels = columns.priority[:end] - lowest,",
+        _CANDIDATES,
+        "level, num_levels = levels.highest - columns.priority[:end],",
+        "level, num_levels = columns.priority[:end] - levels.highest + levels.number - 1,",
     ),
     Mutation(
         "take far priorities for the same",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        _CANDIDATES,
         "if num_levels > MOST_LEVELS:",
         "if False:",
     ),
@@ -2413,19 +2414,19 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: shares before priorities",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        _CANDIDATES,
         "level = level * NUM_LEVELS + turns.level[tenant]",
         "level = level + turns.level[tenant] * num_levels",
     ),
     Mutation(
         "pressure: no turn among tenants of one level",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        _CANDIDATES,
         "turn, num_levels = turns.order[tenant], num_levels",
         "turn, num_levels = columns.no_turns[:end], num_levels",
     ),
     Mutation(
         "pressure: turns of tenants after the requests that others would read",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        _CANDIDATES,
         "turn = turn * NUM_REUSES + self._reuse_order()",
         "turn = turn + self._reuse_order() * NUM_REUSES",
     ),

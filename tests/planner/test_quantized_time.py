@@ -6,11 +6,17 @@ from sgl_jax.core.quantization import Scheme
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.quantized_products import QuantizedProduct, expert_format, quantized_products
-from sgl_jax.planner.quantized_time import conversion_bundles, quantized_time
+from sgl_jax.planner.quantized_products import (
+    ExpertFormat,
+    QuantizedProduct,
+    expert_format,
+    quantized_products,
+)
+from sgl_jax.planner.quantized_time import PRODUCT_BUNDLES, conversion_bundles, quantized_time
 from sgl_jax.planner.topology import CHIPS, topology_mesh
 
 V6E = CHIPS["v6e"]
+BUNDLES = PRODUCT_BUNDLES[V6E.device_kind]
 MI = 2**20
 
 
@@ -31,16 +37,16 @@ def test_values_are_converted_once_and_multiplied_with_each_token():
         for tokens in (100, 200)
     )
     a_token = (many - few) / 100
-    assert few - 100 * a_token == pytest.approx(4 * 8 * 411 / V6E.clock_hz)
-    assert a_token == pytest.approx(4 * 8 * 4.95 / V6E.clock_hz)
+    assert few - 100 * a_token == pytest.approx(4 * 8 * BUNDLES.conversion["int4"] / V6E.clock_hz)
+    assert a_token == pytest.approx(4 * 8 * BUNDLES.per_token / V6E.clock_hz)
 
 
 def test_activations_of_8_bits_need_no_conversion():
     found = quantized_time((product(Scheme("int8", activation="int8")),), 2048, V6E)
     second = product(Scheme("int8", activation="int8"))._replace(shares_activations=True)
-    multiplied = 4 * 8 * 2.38 * 2048 / V6E.clock_hz
+    multiplied = 4 * 8 * BUNDLES.per_token_as_values["int8"] * 2048 / V6E.clock_hz
     assert quantized_time((second,), 2048, V6E).instructions_s == pytest.approx(multiplied)
-    quantized = 4 * 4096 * 2 * 2.84 / V6E.clock_hz
+    quantized = 4 * 4096 * 2 * BUNDLES.activations / V6E.clock_hz
     assert found.instructions_s == pytest.approx(multiplied + quantized)
 
 
@@ -70,7 +76,11 @@ def test_a_devices_part_of_every_matrix_is_found():
 
 
 def test_experts_are_converted_in_their_own_kernel():
-    assert expert_format(placed("--model-path", "gpt-oss-120b")) == "mxfp4"
+    in_groups = expert_format(placed("--model-path", "gpt-oss-120b"))
+    assert in_groups == ExpertFormat("mxfp4", scales_results=False)
     assert quantized_products(placed("--model-path", "gpt-oss-120b"), 8) == ()
-    assert conversion_bundles("mxfp4", V6E) == 1300
+    assert conversion_bundles(in_groups, V6E) == BUNDLES.conversion["mxfp4"]
+    whole = expert_format(placed("--model-path", "qwen3-30b-a3b", "--quantization", "int8"))
+    assert whole == ExpertFormat("int8", scales_results=True)
+    assert conversion_bundles(whole, V6E) == BUNDLES.unscaled["int8"]
     assert conversion_bundles(None, V6E) == 0

@@ -17,8 +17,8 @@ from sgl_jax.planner.kernel_time import (
     lines_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
-from sgl_jax.planner.step_time import ICI_HOP_S, collective_time, estimate_step, exposed_time
-from sgl_jax.planner.topology import CHIPS
+from sgl_jax.planner.step_time import collective_time, estimate_step, exposed_time
+from sgl_jax.planner.topology import CHIPS, ICI_HOP_S
 
 CHIP = CHIPS["v6e"]
 LLAMA = read_config("llama-3.1-8b")

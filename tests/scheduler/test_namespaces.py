@@ -9,7 +9,7 @@ from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import NO_FLOOR
-from sgl_jax.scheduler.waiting.waiting_queue import Offer
+from sgl_jax.scheduler.waiting.candidate_order import Offer
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 

@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     outputs: int = 192
     transposed: bool = True
     dtype: Any = jnp.bfloat16
+    is_int8: bool = False  # of the matrices, with a scale for each output
 
     @property
     def matrices(self):
@@ -30,22 +31,26 @@ class Shape(NamedTuple):
 
 
 def assert_compiles_without_copies(shape, mesh):
-    def run(lines, matrices, layer, sizes):
-        return tpu_grouped_matmul(
-            lines, GroupMatrices(matrices), layer, sizes, transposed=shape.transposed
-        )
+    def run(lines, matrices, layer, sizes, *scales):
+        own = GroupMatrices(matrices, *scales, None, "int8") if scales else GroupMatrices(matrices)
+        return tpu_grouped_matmul(lines, own, layer, sizes, transposed=shape.transposed)
+
+    stored = jnp.int8 if shape.is_int8 else shape.dtype
+    one = (shape.outputs, 1) if shape.transposed else (1, shape.outputs)
+    scales = [struct(jnp.float32, LAYERS, shape.groups, *one)] if shape.is_int8 else []
 
     compiled, seconds = compile_on(
         mesh,
         run,
         struct(shape.dtype, shape.lines, shape.inputs),
-        struct(shape.dtype, *shape.matrices),
+        struct(stored, *shape.matrices),
         struct(jnp.int32),
         struct(jnp.int32, shape.groups),
+        *scales,
     )
     memory = compiled.memory_analysis()
     itemsize = jnp.dtype(shape.dtype).itemsize
-    matrix_bytes = shape.inputs * shape.outputs * itemsize
+    matrix_bytes = shape.inputs * shape.outputs * jnp.dtype(stored).itemsize
     activation_bytes = shape.lines * (shape.inputs + shape.outputs) * itemsize
     all_matrices = LAYERS * shape.groups * matrix_bytes
     # Stored as they are, not padded to whole rows of lanes.
@@ -76,6 +81,8 @@ SHAPES = {
         groups=8, inputs=14336, outputs=4096, lines=4096
     ),
     "an eighth of 1,408": INWARDS._replace(groups=64, outputs=176, lines=96),
+    "whole experts of int8": INWARDS._replace(groups=32, outputs=768, is_int8=True),
+    "whole experts of int8 outwards": OUTWARDS._replace(groups=32, inputs=768, is_int8=True),
     "float32": INWARDS._replace(dtype=jnp.float32),
     "float32 outwards": OUTWARDS._replace(dtype=jnp.float32),
 }

@@ -16,6 +16,8 @@ from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
 from sgl_jax.kernels.expert_lines.tpu import ADD_NAME, GATE_NAME, GATHER_NAME
 from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
+from sgl_jax.kernels.ring_products.tpu import GATHER_NAME as RING_GATHER_NAME
+from sgl_jax.kernels.ring_products.tpu import SCATTER_NAME as RING_SCATTER_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.layers.token_blocks import block_sizes
@@ -82,12 +84,11 @@ LAYOUTS = (
     ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None),
     ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None),
 )
-# Several devices, a mixture of experts, and recurrences, in few compilations of decode steps. The
+# Several devices and recurrences, in few compilations of decode steps; experts follow below. The
 # kernels alone are compiled for other generations, too, and two ranks in `tests/planner`.
 QUICK = {
     ("llama-3.1-8b", "v5e-4", 4, "decode"),
     ("qwen3-next-80b-a3b", "v6e-8", 8, "decode"),
-    ("qwen3-30b-a3b", "v6e-4", 4, "decode"),
 }
 # All convolutions' states fit into a v5e's vector memory: the compiler takes them there, and back,
 # for each snapshot that is copied.
@@ -243,6 +244,29 @@ def test_exchanges_of_scattered_hidden_states_run_beside_products():
         for time in (exposed_time, collective_time)
     )
     assert exposed < whole / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [
+        ("llama-3.3-70b", "int8"),
+        pytest.param("llama-3.3-70b", None, marks=pytest.mark.long),
+        pytest.param("qwen3-32b", "fp8", marks=pytest.mark.long),
+    ],
+)
+def test_layers_of_a_short_step_with_columns_exchange_within_their_products(model, quantization):
+    layers = read_config(model).quantized(quantization).layers[:2]
+    settings = {"hidden_sharding": "tensor"}
+    engine, program, bucket = _compile(model, "v6e-8", 1, 8, "decode", layers, **settings)
+    cost = program_cost(program)
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    assert cost.temp_bytes < 64 * 2**20
+    kernels = Counter(cost.kernels)
+    assert kernels[RING_GATHER_NAME] == kernels[RING_SCATTER_NAME] == 2 * len(layers)
+    exchanges = {(c.kind, c.num_bytes): c.times for c in cost.collectives if c.num_bytes > 2**14}
+    # After the embedding, and before the last norm.
+    hidden = bucket.tokens * engine.config.model.hidden_size * 2
+    assert exchanges == {("reduce-scatter", hidden // 8): 1, ("all-gather", hidden): 1}
 
 
 def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():

@@ -124,11 +124,17 @@ def _list_visits(group_sizes: Any, layer: Any, *visits: Any, tile: int) -> None:
 
 
 def _kernel(
-    visits: _Visits, lines: Any, *refs: Any, transposed: bool, weight: WeightFormat | None
+    visits: _Visits,
+    lines: Any,
+    *refs: Any,
+    transposed: bool,
+    weight: WeightFormat | None,
+    scales_results: bool,
 ) -> None:
     """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width].
 
-    `refs` are the matrix, its scales and zero points if it has them, and out.
+    `refs` are the matrix, its scales and zero points if it has them, and out. `scales_results`: the
+    scales are [1, 1, 1, width].
     """
     *parts, out = refs
     visit = pl.program_id(1)
@@ -136,10 +142,23 @@ def _kernel(
     @pl.when(visit < visits.sizes[1])
     def _() -> None:
         own = [part[0, 0] for part in parts]
-        matrix = own[0] if weight is None else _numbers(own, weight, lines.dtype, transposed)
+        matrix = own[0]
+        if weight is not None and scales_results:
+            matrix = as_numbers(own[0], weight, lines.dtype)
+        elif weight is not None:
+            matrix = _numbers(own, weight, lines.dtype, transposed)
         new = product(lines[...], matrix, (1, 1 if transposed else 0))
+        if scales_results:
+            new = new * as_scales(own[1], jnp.float32)
         keep = _is_of_group(visits, visit, out.shape)
         out[...] = jnp.where(keep, new, out[...].astype(jnp.float32)).astype(out.dtype)
+
+
+def _has_a_scale_for_each_output(matrices: GroupMatrices, transposed: bool) -> bool:
+    """True if all inputs share each output's scale, which then multiplies the result."""
+    if matrices.scales is None or matrices.zero_points is not None:
+        return False
+    return matrices.scales.shape[3 if transposed else 2] == 1
 
 
 def _numbers(
@@ -206,8 +225,22 @@ def tpu_grouped_matmul(
         block = (width, across) if transposed else (across, width)
         return pl.BlockSpec((1, 1, *block), of_matrix)
 
+    blocks = list(map(block_of, parts))
+    scales_results = _has_a_scale_for_each_output(matrices, transposed)
+    if scales_results:
+        # Each step would copy [outputs, 1] to rows of 128 lanes.
+        parts[1] = parts[1].swapaxes(2, 3) if transposed else parts[1]
+        blocks[1] = pl.BlockSpec(
+            (1, 1, 1, width),
+            lambda column, v, visits: (visits.sizes[0], visits.group[v], 0, column),
+        )
     kernel = pl.pallas_call(
-        partial(_kernel, transposed=transposed, weight=matrices.weight),
+        partial(
+            _kernel,
+            transposed=transposed,
+            weight=matrices.weight,
+            scales_results=scales_results,
+        ),
         name=NAME,
         out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -215,7 +248,7 @@ def tpu_grouped_matmul(
             grid=(pl.cdiv(outputs, width), max_visits(num_lines, num_groups, tile)),
             in_specs=[
                 pl.BlockSpec((tile, inputs), lambda _, v, visits: (visits.tile[v], 0)),
-                *map(block_of, parts),
+                *blocks,
             ],
             out_specs=pl.BlockSpec((tile, width), lambda c, v, visits: (visits.tile[v], c)),
         ),

@@ -64,9 +64,17 @@ def choose_blocks(num_tokens: int, inputs: int, outputs: int, groups: int) -> Bl
     return Blocks(min(num_tokens, _MAX_TOKENS), per_block * group, _width(most, outputs))
 
 
+def value_blocks(num_tokens: int, inputs: int, outputs: int) -> Blocks:
+    """Blocks that are multiplied without conversion."""
+    width = _width(_MAX_VALUES // inputs, outputs)
+    return Blocks(min(num_tokens, _MAX_TOKENS), inputs, width)
+
+
 def _width(most: int, outputs: int) -> int:
-    """Outputs of a block: whole rows of lanes, `most` at most."""
-    return min(max(most // LANES, 1) * LANES, outputs)
+    """Outputs of a block: whole rows of lanes, about `most` at most, and blocks of equal size."""
+    widest = max(most // LANES, 1) * LANES
+    per_block = pl.cdiv(outputs, pl.cdiv(outputs, widest))
+    return min(pl.cdiv(per_block, LANES) * LANES, outputs)
 
 
 def kernel_of(scheme: Scheme, num_tokens: int, inputs: int, groups: int) -> str | None:
@@ -168,7 +176,12 @@ def _multiply_numbers(
     return result
 
 
-def _quantize(
+def activation_rows(num_tokens: int, inputs: int) -> int:
+    """Tokens that are quantized at once."""
+    return min(num_tokens, max(_MAX_VALUES // 8 // inputs // _SUBLANES, 1) * _SUBLANES)
+
+
+def quantized_activations(
     x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize_activations` in one pass: XLA reads x twice, and packs values slowly."""
@@ -176,7 +189,7 @@ def _quantize(
     if scale is not None:
         values, _ = quantize_activations(x, activation, scale)
         return values, jnp.broadcast_to(scale, (num_tokens, 1))
-    tokens = min(num_tokens, max(_MAX_VALUES // 8 // inputs // _SUBLANES, 1) * _SUBLANES)
+    tokens = activation_rows(num_tokens, inputs)
 
     def kernel(x: Any, values: Any, scales: Any) -> None:
         values[...], scales[...] = quantize_activations(x[...], activation, None)
@@ -216,12 +229,12 @@ def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, 
 def _multiply_values(
     x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
 ) -> jax.Array:
-    """Equal calls of `_quantize` are one in a program: products share their activations' values."""
+    """Products share their activations' values: equal calls that quantize are one in a program."""
     assert scheme.activation is not None
     num_tokens, inputs = x.shape
     outputs = matrices.scales.shape[2]
-    x_values, x_scales = _quantize(x, scheme.activation, matrices.input_scale)
-    tokens, width = min(num_tokens, _MAX_TOKENS), _width(_MAX_VALUES // inputs, outputs)
+    x_values, x_scales = quantized_activations(x, scheme.activation, matrices.input_scale)
+    tokens, _, width = value_blocks(num_tokens, inputs, outputs)
     kernel = pl.pallas_call(
         _values_kernel,
         name=VALUES_NAME,

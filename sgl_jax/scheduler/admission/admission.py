@@ -25,9 +25,10 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.waiting.candidate_order import Offer
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
-from sgl_jax.scheduler.waiting.waiting_queue import Offer, WaitingQueue
+from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # A rank may run this many requests more than the least busy one, or this share of them more; each
 # further one counts as a step full of prompt tokens.

@@ -1,60 +1,30 @@
-"""Requests without memory as columns of arrays, and the order in which they are tried.
+"""Requests without memory as columns of arrays.
 
 The conditions of a start are kept in arrays, one line a request, so that a step rules out thousands
-of requests at once and examines only the few that are left. Cursors on the ranks' trees track the
-cached length of each prompt, without repeated lookups.
-
-Order: by priority; then, if tenants have shares, by service of the tenant; then requests that were
-passed over too often; then retracted ones, which have output to lose; then the longest cached
-prefix (`lpm`) or nothing (`fcfs`); then the least served tenant, and with `lpm` its requests whose
-prefix most other waiting requests continue; then arrival.
+of requests at once and examines only the few that are left, in the order of `candidate_order`.
+Cursors on the ranks' trees track the cached length of each prompt, without repeated lookups.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
+from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
-from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
+from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
-from sgl_jax.scheduler.waiting.waiting_lines import (
-    LAST,
-    MOST_LEVELS,
-    NEVER,
-    NO_RANK,
-    NUM_REUSES,
-    Int64Array,
-    count_in_use,
-    drop_leaders,
-    least_pages,
-    order_keys,
-    pass_over,
-    places_of,
-    reuse_order,
-    rule_out,
-    take_offer,
-)
+from sgl_jax.scheduler.waiting.waiting_lines import NO_RANK, drop_leaders, pass_over
 
 # Later requests of its own priority or a lower one that start before a request is due.
 MAX_PASSED_OVER = 128
-
-
-class Offer(NamedTuple):
-    """The ranks' capacity in a step; updated as requests start."""
-
-    num_pages: Int32Array  # [ranks] that a request may take, beside shared pages of its prefix
-    is_open: BoolArray  # [ranks] whether the step takes another request that fits
-    floor: Int64Array  # [ranks] a request starts only if its priority is above this
-    may_preempt: BoolArray  # [ranks] whether running requests may give way
 
 
 class WaitingQueue:
@@ -80,19 +50,20 @@ class WaitingQueue:
     ) -> None:
         self._max_passed_over = max_passed_over
         self._tenants = tenants
-        self.set_policy(policy)
         self._memories = memories
         self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
         self._columns = WaitingColumns(len(memories), capacity)
+        self._order = CandidateOrder(self._columns, memories, tenants, max_passed_over)
+        self.set_policy(policy)
         self._priorities = PriorityCounts()
         self.num_pinned: Counter[int | None] = Counter()  # by the rank that a request names
 
     def set_policy(self, policy: str) -> None:
         """Set the order: fcfs or lpm."""
-        self._uses_cached_len = policy == "lpm"
+        self._order.uses_cached_len = policy == "lpm"
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -250,7 +221,7 @@ class WaitingQueue:
         """Return whether it still waits for that rank when that step is planned."""
         return int(self._columns.stay_until[request.line]) > step
 
-    # -- candidates ---------------------------------------------------------------------------
+    # -- all requests -------------------------------------------------------------------------
 
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
@@ -263,69 +234,12 @@ class WaitingQueue:
             preemptible: of each rank, if requests may preempt; else empty.
             threshold: by which a request's priority must exceed a preempted one's.
         """
-        columns = self._columns
         self._take_moves()
-        end = columns.end
-        ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
-        self._drop_leaders(slice(end))
-        room, floor = np.zeros(len(ranks), np.int32), np.zeros(len(ranks), np.int64)
-        take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor)
-        least, doubtful = least_pages(
-            end,
-            ranks,
-            room,
-            offer.is_open,
-            floor,
-            step,
-            columns.is_waiting,
-            columns.has_leader,
-            columns.stay_until,
-            columns.stay_rank,
-            columns.may_run,
-            columns.priority,
-            columns.num_pages,
-            columns.cached_pages,
-        )
-        if len(doubtful):
-            self._count_in_use(doubtful, ranks, room, least)
-        is_full = self._tenants.is_full
-        if is_full.any():
-            least[:, is_full[columns.tenant[:end]]] = NEVER
-        most_room = self._most_room(ranks, preemptible, threshold)
-        turns, passed_over = self._tenants.turns(), columns.passed_over
-        if turns is not None and turns.is_lagging.any():
-            is_lagging = turns.is_lagging[columns.tenant[:end]]
-            passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
-        keys = self._order_keys(least, room, most_room, turns, passed_over)
-        while len(keys) and keys[first := int(keys.argmin())] != LAST:
-            keys[first] = LAST
-            yield self._by_line[first]
-            if take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor):
-                rule_out(
-                    keys,
-                    least,
-                    room,
-                    floor,
-                    most_room,
-                    self._max_passed_over,
-                    columns.priority,
-                    passed_over,
-                )
-
-    def _most_room(
-        self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int
-    ) -> Int32Array:
-        """The pages of each of `ranks` for each line if all requests that it may preempt give way,
-        -1 if none does: int32[len(ranks), end]; int32[len(ranks), 0] if none may preempt."""
-        if not preemptible:
-            return np.zeros((len(ranks), 0), np.int32)
-        end = self._columns.end
-        below = self._columns.priority[:end] - threshold
-        most = np.empty((len(ranks), end), np.int32)
-        for k, dp_rank in enumerate(ranks.tolist()):
-            counts = np.searchsorted(preemptible[dp_rank].priorities, below)
-            most[k] = np.where(counts > 0, preemptible[dp_rank].most_pages[counts], -1)
-        return most
+        self._drop_leaders(slice(self._columns.end))
+        highest = self._priorities.highest or 0
+        levels = Levels(highest, highest - (self._priorities.lowest or 0) + 1)
+        for line in self._order.lines(offer, step, preemptible, threshold, levels):
+            yield self._by_line[line]
 
     @property
     def highest_priority(self) -> int | None:
@@ -359,8 +273,6 @@ class WaitingQueue:
             "rows": int((rest & ~has_any_row).sum()),
         }
 
-    # -- inside -------------------------------------------------------------------------------
-
     def _take_moves(self) -> None:
         """Copy changed cursors of the ranks' trees."""
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
@@ -370,68 +282,3 @@ class WaitingQueue:
                 self._columns.read_cursors(dp_rank, cursors, 0, self._columns.end)
         if any(have_moved):
             self._columns.note_most_cached(0, self._columns.end)
-
-    def _count_in_use(
-        self, lines: Int64Array, ranks: IntpArray, room: Int32Array, least: Int32Array
-    ) -> None:
-        """Raise `least` for those `lines` that do not fit but might if all their cached pages were
-        in use: a line takes all pages of its prefix that are not in use."""
-        columns = self._columns
-        for k, dp_rank in enumerate(ranks.tolist()):
-            memory, place = self._memories[dp_rank], columns.place[dp_rank]
-            nodes, most = memory.cache.cursors.nodes, int(room[k])
-            in_use = np.zeros(len(nodes), np.int32)
-            for number in places_of(lines, least[k], most, place, len(nodes)).tolist():
-                in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
-            cached_pages = columns.cached_pages[dp_rank]
-            count_in_use(lines, least[k], most, place, in_use, columns.num_pages, cached_pages)
-
-    def _order_keys(
-        self,
-        least: Int32Array,
-        room: Int32Array,
-        most_room: Int32Array,
-        turns: Turns | None,
-        passed_over: Int32Array,
-    ) -> Int64Array:
-        """`order_keys`; the arguments are `candidates`'."""
-        columns = self._columns
-        end = columns.end
-        tenant = columns.tenant[:end]
-        highest, lowest = self._priorities.highest or 0, self._priorities.lowest or 0
-        level, num_levels = highest - columns.priority[:end], highest - lowest + 1
-        turn = columns.no_turns[:end]
-        if turns is not None:
-            level = level * NUM_LEVELS + turns.level[tenant]
-            turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
-            if self._uses_cached_len:
-                turn = turn * NUM_REUSES + self._reuse_order()
-        if num_levels > MOST_LEVELS:  # number the occurring levels
-            level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys: Int64Array = order_keys(
-            least,
-            room,
-            most_room,
-            self._uses_cached_len,
-            self._max_passed_over,
-            level,
-            turn,
-            columns.is_retracted,
-            columns.most_cached,
-            passed_over,
-            columns.arrival,
-        )
-        return keys
-
-    def _reuse_order(self) -> Int32Array:
-        columns, end = self._columns, self._columns.end
-        stems = self._memories[0].cache.cursors.columns  # equal on every rank
-        order: Int32Array = reuse_order(
-            columns.is_waiting[:end],
-            columns.num_pages[:end],
-            columns.most_cached[:end],
-            columns.cursor[0, :end],
-            stems.parent,
-            stems.end_pages,
-        )
-        return order

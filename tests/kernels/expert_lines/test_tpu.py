@@ -61,18 +61,19 @@ def check(case, run):
     dtype = x.dtype
     assert_close(gathered[: len(lines)], lines, dtype)
     expected = lines / (1 + np.exp(-lines)) * lines
-    atol = 0.05 if dtype == jnp.bfloat16 else 1e-5
+    # Two results in turn are rounded to the type.
+    rtol = 2.0**-7 if dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(
-        np.asarray(gates[: len(lines)], np.float64), expected, rtol=0, atol=atol
+        np.asarray(gates[: len(lines)], np.float64), expected, rtol=rtol, atol=1e-5
     )
     shares = np.where(experts < EXPERTS, np.asarray(weights, np.float64), 0).sum(axis=0)
     np.testing.assert_allclose(
-        np.asarray(sums, np.float64), 2 * values * shares[:, None], rtol=0, atol=2 * atol
+        np.asarray(sums, np.float64), 2 * values * shares[:, None], rtol=rtol, atol=1e-2 * rtol
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from(SIZES),
     st.sampled_from(DTYPES),

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from tests.kernels.quantized_matmul.problems import LAYER as DRAWN_LAYER
+from tests.kernels.quantized_matmul.problems import draw, numbers
 
 LAYERS, LAYER = 3, 1
 
@@ -84,3 +87,26 @@ def expected(problem: Problem, program: Program) -> np.ndarray:
     group = np.repeat(np.arange(program.groups), problem.group_sizes)
     lines = np.asarray(problem.lines, np.float64)
     return np.stack([line @ matrices[own] for line, own in zip(lines, group, strict=True)])
+
+
+def quantized_problem(scheme: Scheme, *, transposed: bool) -> tuple[Problem, np.ndarray]:
+    """Lines of three groups, one of them empty, and the result in float64."""
+    groups, sizes = 3, np.array([5, 0, 35], np.int32)
+    drawn = [draw(scheme, inputs=64, outputs=24, seed=group) for group in range(groups)]
+    lines = np.random.default_rng(9).normal(size=(40, 64)).astype(np.float32)
+
+    def stack(name: str) -> Any:
+        """[layers, groups, k, m], or [layers, groups, m, k]."""
+        parts = [getattr(own, name) for own in drawn]
+        if parts[0] is None:
+            return None
+        stacked = np.stack(parts, axis=1)
+        return jnp.asarray(stacked.swapaxes(2, 3) if transposed else stacked)
+
+    arrays = (stack(name) for name in ("values", "scales", "zero_points"))
+    of_line = np.repeat(np.arange(groups), sizes)
+    wanted = np.stack(
+        [line @ numbers(scheme, drawn[own]) for line, own in zip(lines, of_line, strict=True)]
+    )
+    matrices = GroupMatrices(*arrays, scheme.weight)
+    return Problem(lines, matrices, np.int32(DRAWN_LAYER), sizes), wanted

@@ -1,7 +1,6 @@
 """Who multiplies groups where; and those who leave it to XLA do it right."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,9 +12,7 @@ from sgl_jax.kernels.grouped_matmul.interface import (
 )
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-from tests.kernels.grouped_matmul.problems import Case, Program, build, expected
-from tests.kernels.quantized_matmul.problems import LAYER as DRAWN_LAYER
-from tests.kernels.quantized_matmul.problems import draw, numbers
+from tests.kernels.grouped_matmul.problems import Case, Program, build, expected, quantized_problem
 
 SIZES = {
     "an empty group between others": (5, 0, 35),
@@ -45,29 +42,13 @@ def test_agrees_with_float64(sizes, multiply, transposed):
     ids=lambda own: own.name,
 )
 def test_quantized_matrices_agree_with_float64(scheme, multiply, transposed):
-    groups, sizes = 3, np.array([5, 0, 35], np.int32)
-    drawn = [draw(scheme, inputs=64, outputs=24, seed=group) for group in range(groups)]
-    lines = np.random.default_rng(9).normal(size=(40, 64)).astype(np.float32)
-
-    def stack(name):
-        """[layers, groups, k, m], or [layers, groups, m, k]."""
-        parts = [getattr(own, name) for own in drawn]
-        if parts[0] is None:
-            return None
-        stacked = np.stack(parts, axis=1)
-        return jnp.asarray(stacked.swapaxes(2, 3) if transposed else stacked)
-
-    arrays = (stack(name) for name in ("values", "scales", "zero_points"))
-    matrices = GroupMatrices(*arrays, scheme.weight)
+    problem, wanted = quantized_problem(scheme, transposed=transposed)
+    matrices = problem.matrices
     # The format is no array.
     run = jax.jit(
         lambda lines, layer, sizes: multiply(lines, matrices, layer, sizes, transposed=transposed)
     )
-    found = run(lines, np.int32(DRAWN_LAYER), sizes)
-    of_line = np.repeat(np.arange(groups), sizes)
-    wanted = np.stack(
-        [line @ numbers(scheme, drawn[own]) for line, own in zip(lines, of_line, strict=True)]
-    )
+    found = run(problem.lines, problem.layer, problem.group_sizes)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 

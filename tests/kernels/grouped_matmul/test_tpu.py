@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
+from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul import tpu
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import Tiles
-from tests.kernels.grouped_matmul.problems import Case, Program, build, cases, expected
+from tests.kernels.grouped_matmul.problems import (
+    Case,
+    Program,
+    build,
+    cases,
+    expected,
+    quantized_problem,
+)
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
 from tests.quick_compilation import quick_jit
 
@@ -66,6 +75,32 @@ def test_each_line_is_multiplied_with_the_matrix_of_its_group(mode, case):
 @given(case=cases(PROGRAMS))
 def test_each_line_meets_its_group_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "scheme",
+    [Scheme("int8"), Scheme("int4", 32, has_zero_points=True), Scheme("mxfp4", 32)],
+    ids=lambda own: own.name,
+)
+def test_quantized_matrices_agree_with_float64(scheme, transposed, mode):
+    """With one scale for each output, and with scales of groups of inputs."""
+    problem, wanted = quantized_problem(scheme, transposed=transposed)
+    weight = problem.matrices.weight
+
+    def run(arrays):
+        lines, (values, scales, zero_points, _), *rest = arrays
+        own = GroupMatrices(values, scales, zero_points, weight)
+        with force_tpu_interpret_mode(MODES[mode]):
+            return tpu.tpu_grouped_matmul(
+                lines, own, *rest, transposed=transposed, tiles=Tiles(16, 24)
+            )
+
+    arrays = problem._replace(matrices=problem.matrices._replace(weight=None))
+    greatest = np.abs(wanted).max()
+    found = simulate(quick_jit(run), arrays)
+    assert_close(found / greatest, wanted / greatest, jnp.float32)
 
 
 SIZES = {

@@ -13,7 +13,8 @@ from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import NO_FLOOR
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, Offer, WaitingQueue
+from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.liveness import due_of
 

@@ -1,5 +1,7 @@
 """Inverses of a chunk's triangular systems against float64."""
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,25 +12,34 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
 from tests.kernels.simulation import EAGER
+from tests.quick_compilation import quick_jit
+
+PAIRS = 2
 
 # The worst that keys make of it: alike, with high betas, little forgotten.
 TOLERANCE = {jnp.float32: 1e-6, jnp.bfloat16: 1.5e-2}
 
 
-def solve(pairs, dtype):
+@lru_cache
+def solver(dtype):
     def kernel(source, target):
-        for n, found in enumerate(inverses([source[n] for n in range(len(pairs))], dtype)):
+        for n, found in enumerate(inverses([source[n] for n in range(PAIRS)], dtype)):
             target[n] = found
 
-    with force_tpu_interpret_mode(EAGER):
-        out = jax.ShapeDtypeStruct(pairs.shape, jnp.float32)
-        return np.asarray(pl.pallas_call(kernel, out_shape=out)(pairs))
+    @quick_jit
+    def solve(pairs):
+        with force_tpu_interpret_mode(EAGER):
+            return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(pairs.shape, jnp.float32))(
+                pairs
+            )
+
+    return solve
 
 
 def check(systems, dtype):
     """Two systems [4, 64, 64] side by side; numbers on and above the diagonal do not count."""
     side_by_side = np.concatenate([systems[::2], systems[1::2]], axis=2).astype(np.float32)
-    found = solve(side_by_side, dtype)
+    found = np.asarray(solver(dtype)(side_by_side))
     lower = np.tril(systems.astype(np.float32).astype(np.float64), -1)
     want = np.linalg.inv(np.eye(CHUNK_TOKENS) + lower)
     for half in range(2):

@@ -202,7 +202,17 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Each traces and compiles the kernel anew.
+QUICKEST = {"forget_to_wait_in_for_inputs", "write_another_slot", "solve_one_size_less"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if fault.__name__ in QUICKEST else pytest.mark.long)
+        for fault in FAULTS
+    ],
+)
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

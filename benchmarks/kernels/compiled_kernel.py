@@ -1,0 +1,108 @@
+"""A kernel at one shape, compiled for a TPU by the TPU's own compiler, and its schedule.
+
+Import this before anything loads libtpu: it has the compiler write schedules.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.kernels.schedule import Loop, Schedule, read_schedules, request_dumps
+
+DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
+request_dumps(DUMPS)  # before anything loads libtpu
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+from sgl_jax.planner.topology import Topology, topology_mesh  # noqa: E402
+
+Shape = tuple[tuple[int, ...], Any]  # and the dtype
+
+
+class Kernel(NamedTuple):
+    """A kernel at one shape."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: list[Shape]  # of its arguments
+    donated: int | None
+    unit: str  # for which bundles are counted
+    cost: Callable[[Schedule], tuple[float, Loop]]  # bundles per unit, and the loop they are of
+    dma: str  # contents of one DMA
+
+
+def hot_loop(schedule: Schedule) -> Loop:
+    """The cheapest of the loops that use the matrix unit most: the one without masks."""
+    most = schedule.hot_loops[0].units["MXU"]
+    loops = [loop for loop in schedule.hot_loops if loop.units["MXU"] > 0.9 * most]
+    return min(loops, key=lambda loop: loop.bundles)
+
+
+def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
+    """Bundles of the hot loop for each of `amount` units that one turn of it does."""
+
+    def cost(schedule: Schedule) -> tuple[float, Loop]:
+        loop = hot_loop(schedule)
+        return loop.bundles / amount, loop
+
+    return cost
+
+
+def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
+    """Bundles of the longest loop, for each of its turns."""
+    loop = max(schedule.loops, key=lambda loop: loop.bundles)
+    return loop.bundles, loop
+
+
+def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
+    """Bundles of the innermost loop for each of `amount` units."""
+
+    def cost(schedule: Schedule) -> tuple[float, Loop]:
+        loop = max(schedule.loops, key=lambda loop: loop.depth)
+        return loop.bundles / amount, loop
+
+    return cost
+
+
+class Compiled(NamedTuple):
+    """A kernel's program for one chip."""
+
+    schedule: Schedule
+    vmem_bytes: int | None
+    temp_bytes: int
+    compile_s: float
+
+
+def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled]:
+    """Compile a kernel for one chip of a kind, and read its schedule."""
+    shutil.rmtree(DUMPS, ignore_errors=True)
+    DUMPS.mkdir()
+    mesh = topology_mesh(Topology.all_of(chip)[0], 1, 1)
+    whole = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):
+        kernel = make()
+        structs = [jax.ShapeDtypeStruct(s, dtype, sharding=whole) for s, dtype in kernel.shapes]
+        donated = () if kernel.donated is None else (kernel.donated,)
+        lowered = jax.jit(kernel.function, donate_argnums=donated).lower(*structs)
+    start = time.process_time()
+    compiled = lowered.compile()
+    compile_s = time.process_time() - start
+    lines = (compiled.as_text() or "").splitlines()
+    found = (re.search(r"%([A-Za-z_]\w*)", line) for line in lines if '"tpu_custom_call"' in line)
+    # A kernel may have another that plans its work, in some bundles.
+    names = {name.group(1) for name in found if name}
+    schedule = max((s for s in read_schedules(DUMPS) if s.kernel in names), key=lambda s: s.bundles)
+    call = next(line for line in lines if f"%{schedule.kernel}" in line and "custom-call(" in line)
+    vmem = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', call)
+    memory = compiled.memory_analysis()
+    assert memory is not None, "libtpu reports the memory of what it compiles"
+    return kernel, Compiled(
+        schedule, int(vmem.group(1)) if vmem else None, memory.temp_size_in_bytes, compile_s
+    )

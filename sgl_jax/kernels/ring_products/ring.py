@@ -1,0 +1,139 @@
+"""A ring of chips that send messages to both neighbours, and blocks of matrices on their way.
+
+Messages are numbered by their distance: message k goes (k + 1) // 2 chips, to the right if k is
+odd, else to the left; 0 stays. To the chip opposite, one half goes on either side. Every message
+of a call has a place of its own in the receiver's vector memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sgl_jax.kernels.tpu_chip import LANES
+
+# Messages to the chip opposite are cut in two if this divides the tokens: whole tiles of two bytes
+# a number.
+SPLIT_TOKENS = 32
+
+
+class Ring(NamedTuple):
+    """The chips along a mesh axis, and the parts, by tokens, of each message between them."""
+
+    axis: str
+    parts: int
+
+    @classmethod
+    def of(cls, axis: str, num_tokens: int) -> "Ring":
+        """In two parts if a chip lies opposite: one of them goes to it on each side."""
+        is_even = lax.axis_size(axis) % 2 == 0
+        return cls(axis, 2 if is_even and num_tokens % SPLIT_TOKENS == 0 else 1)
+
+    @property
+    def chips(self) -> int:
+        return lax.axis_size(self.axis)
+
+    def at(self, offset: Any) -> jax.Array:
+        """The place of the chip so far to the right of this one."""
+        return lax.rem(lax.axis_index(self.axis) + offset + self.chips, self.chips)
+
+    def places(self, num_tokens: int, width: int, dtype: Any) -> Any:
+        """Vector memory for a message of each number."""
+        return pltpu.VMEM((self.chips, self.parts, num_tokens // self.parts, width), dtype)
+
+    def semaphores(self) -> list[Any]:
+        """For messages sent and received."""
+        return [pltpu.SemaphoreType.DMA((self.chips, self.parts))] * 2
+
+    def signal_neighbours(self) -> None:
+        """Announce that messages may come; `wait_for_neighbours` waits until they may go."""
+        barrier = pltpu.get_barrier_semaphore()
+        for offset in (-1, 1):
+            pl.semaphore_signal(barrier, device_id={self.axis: self.at(offset)})
+
+    def wait_for_neighbours(self) -> None:
+        pl.semaphore_wait(pltpu.get_barrier_semaphore(), 2)
+
+    def message(self, k: Any, part: int, source: Any, places: Any, sent: Any, received: Any) -> Any:
+        """The copy of a part of `source` [parts, ...] to place k of the next chip on its way."""
+        turns_back = self._is_split(part) & (k == self.chips - 1)
+        direction = jnp.where(turns_back, -1, _direction(k))
+        return pltpu.make_async_remote_copy(
+            *(source.at[part], places.at[k, part], sent.at[k, part], received.at[k, part]),
+            device_id={self.axis: self.at(direction)},
+        )
+
+    def for_each_next(self, k: Any, do: Callable[[Any, int], None]) -> None:
+        """do(message, part) for each part of a message whose way leads on from place k."""
+        last = self.chips - 1
+        for part in range(self.parts):
+            is_split = self._is_split(part)
+            end = last if is_split else self.chips
+            pl.when(k + 2 < end)(partial(do, k + 2, part))
+            pl.when((k == 0) & (end > 1))(partial(do, 1, part))
+            if is_split:
+                pl.when(k == last - 1)(partial(do, last, part))
+
+    def all_messages(self) -> list[tuple[int, int]]:
+        return [(k, part) for k in range(1, self.chips) for part in range(self.parts)]
+
+    def _is_split(self, part: int) -> bool:
+        """True for the part of the last message that goes to the left."""
+        return part == 1
+
+
+def _direction(k: Any) -> Any:
+    return 2 * lax.rem(k, 2) - 1
+
+
+def distance(k: Any) -> Any:
+    """Chips to the right that message k goes."""
+    return _direction(k) * lax.div(k + 1, 2)
+
+
+class Stream(NamedTuple):
+    """The blocks of matrices [layers, ...] in the order of their use, in turns of buffers."""
+
+    layer: Any
+    matrices: Any
+    buffers: Any  # [turns, matrices, rows, columns]
+    arrived: Any  # DMA semaphores [turns]
+    corner: Any  # of a block's number: its first row and column
+    total: int
+
+    def start(self, block: Any) -> None:
+        @pl.when(block < self.total)
+        def _() -> None:
+            for copy in self._copies(block):
+                copy.start()
+
+    def start_first(self) -> None:
+        for block in range(self.buffers.shape[0]):
+            self.start(block)
+
+    def wait(self, block: Any) -> Any:
+        """The block's buffer, [matrices, rows, columns]."""
+        for copy in self._copies(block):
+            copy.wait()
+        return self.buffers.at[lax.rem(block, self.buffers.shape[0])]
+
+    def replace(self, block: Any) -> None:
+        """Fill the buffer of a block that has been used."""
+        self.start(block + self.buffers.shape[0])
+
+    def _copies(self, block: Any) -> list[Any]:
+        turn = lax.rem(block, self.buffers.shape[0])
+        _, _, rows, columns = self.buffers.shape
+        row, column = self.corner(block)
+        part = pl.ds(pl.multiple_of(row, rows), rows), pl.ds(pl.multiple_of(column, LANES), columns)
+        return [
+            pltpu.make_async_copy(
+                matrix.at[self.layer, *part], self.buffers.at[turn, n], self.arrived.at[turn]
+            )
+            for n, matrix in enumerate(self.matrices)
+        ]

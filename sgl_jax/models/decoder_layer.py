@@ -1,0 +1,159 @@
+"""One layer of a decoder: attention or a recurrence, and a feed-forward layer.
+
+Hidden states are on every chip of a rank, or scattered over them by tokens (`token_blocks`), or by
+columns (`hidden_columns`).
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sgl_jax.kernels.ring_products.interface import RingProducts
+from sgl_jax.layers.attention import Attention
+from sgl_jax.layers.gated_delta_net import GatedDeltaNet
+from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over, scatter_sum
+from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.token_blocks import Blocks
+
+
+class DecoderLayer(nnx.Module):
+    """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
+    its input.
+
+    Some models also normalise the terms they add.
+    """
+
+    def __init__(
+        self,
+        input_norm: RMSNorm,
+        attention: Attention | GatedDeltaNet,
+        post_attention_norm: RMSNorm,
+        mlp: GatedMLP | MixtureOfExperts,
+        *,
+        attended_norm: RMSNorm | None = None,
+        mlp_output_norm: RMSNorm | None = None,
+    ) -> None:
+        """`post_attention_norm` normalises the feed-forward layer's input; the last two normalise
+        the terms that attention and the feed-forward layer add."""
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+        self.attended_norm = attended_norm
+        self.mlp_output_norm = mlp_output_norm
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        is_token: jax.Array,
+        copies: ExpertCopies | None,
+        reads: tuple[Any, ...],
+        memory: Any,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
+        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory, and the
+        tokens' experts as `MixtureOfExperts` returns them).
+
+        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
+        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
+        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
+        """
+        mix: Callable[..., tuple[jax.Array, Any]] = self.attention
+        attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
+        hidden = hidden + _normalised(attended, self.attended_norm)
+        mlp, normalised, experts = self.mlp, self.post_attention_norm(hidden), None
+        if isinstance(mlp, GatedMLP):
+            added = mlp(normalised)
+        else:
+            added, experts = mlp(normalised, is_token, copies)
+        return hidden, _normalised(added, self.mlp_output_norm), memory, experts
+
+    def on_blocks(
+        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
+    ) -> tuple[Blocks, Blocks, Any, None]:
+        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
+
+        Dense layers with attention only.
+        """
+        assert isinstance(self.attention, Attention)
+        normed = gathered(hidden, self.input_norm)
+        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
+        attended, memory = mix(normed, *reads, memory, layer)
+        hidden = sum_terms(
+            hidden, tuple(_normalised(block, self.attended_norm) for block in attended)
+        )
+        normed = gathered(hidden, self.post_attention_norm)
+        return hidden, tuple(map(self._fed_forward, normed)), memory, None
+
+    def fits_columns(self, num_chips: int, multiple: int) -> bool:
+        """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
+        products support its matrices."""
+        own, mlp = self.attention, self.mlp
+        if not isinstance(own, Attention) or not isinstance(mlp, GatedMLP) or own.gate:
+            return False
+        if self.attended_norm or self.mlp_output_norm or own.output.bias:
+            return False
+        return all(
+            is_supported(linear, num_chips, multiple)
+            for _, linears in self.column_products()
+            for linear in linears
+        )
+
+    def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
+        """The products of `on_columns`: true for one that gathers, and its matrices."""
+        own, mlp = self.attention, self.mlp
+        assert isinstance(own, Attention)
+        assert isinstance(mlp, GatedMLP)
+        into, out = ((own.qkv,), (mlp.gate, mlp.up)), ((own.output,), (mlp.down,))
+        return *((True, linears) for linears in into), *((False, linears) for linears in out)
+
+    def on_columns(
+        self,
+        hidden: jax.Array,
+        reads: tuple[Any, ...],
+        memory: Any,
+        layer: jax.Array,
+        ring: RingProducts,
+    ) -> tuple[jax.Array, Any]:
+        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`.
+
+        Layers that `fits_columns` only.
+        """
+        own, mlp = self.attention, self.mlp
+        assert isinstance(own, Attention)
+        assert isinstance(mlp, GatedMLP)
+        qkv = gather_multiply(ring, hidden, self.input_norm, (own.qkv,), lambda qkv: qkv)
+        if own.qkv.bias is not None:
+            qkv += own.qkv.bias[...]
+        attend: Callable[..., tuple[jax.Array, Any]] = own.attended
+        attended, memory = attend(qkv, *reads, memory, layer)
+        hidden = multiply_scatter(ring, attended, own.output, hidden)
+        norm = self.post_attention_norm
+        inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
+        return multiply_scatter(ring, inner, mlp.down, hidden), memory
+
+    def _fed_forward(self, normed: jax.Array) -> jax.Array:
+        assert isinstance(self.mlp, GatedMLP)
+        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
+
+
+def sum_terms(*terms: Any) -> Any:
+    """The sum of arrays, or block by block."""
+    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
+
+
+def gathered(hidden: Blocks, norm: RMSNorm) -> Blocks:
+    """Scattered hidden states, normalised, on every chip of the rank."""
+    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
+
+
+def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return x if norm is None else norm(x)

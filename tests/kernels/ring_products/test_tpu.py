@@ -1,0 +1,141 @@
+"""The TPU's products over a ring, their messages simulated on CPU devices, beside float64."""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
+
+from sgl_jax.kernels.ring_products import ring as ring_module
+from sgl_jax.kernels.ring_products import tpu
+from tests.kernels.ring_products.problems import Program, check, draw, on_ring
+from tests.kernels.simulation import MODES, NoWait, simulate
+from tests.quick_compilation import quick_jit
+
+PROGRAMS = (
+    Program(2, ranks=2),
+    Program(4, is_quantized=True),
+    Program(4, dtype=jnp.bfloat16),
+    Program(4, tokens=16),  # too few for two parts
+    Program(3, tokens=8),  # no chip lies opposite
+)
+
+
+def multiply(program, interpret):
+    def run(problem):
+        products = tpu.tpu_gather_multiply, tpu.tpu_multiply_scatter
+        with force_tpu_interpret_mode(interpret):
+            return on_ring(program, *products)(problem)
+
+    return quick_jit(run)
+
+
+compiled = lru_cache(multiply)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several to each matrix, in fewer buffers than there are blocks."""
+    monkeypatch.setattr(tpu, "_MAX_BLOCK", 128 * 128)
+    monkeypatch.setattr(tpu, "_MAX_BUFFERS", 3)
+
+
+def run_and_check(program, seed, run):
+    problem = draw(program, seed)
+    check(program, problem, simulate(run, problem))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_layers_in_a_row_are_those_of_the_whole_arrays(mode, program, seed):
+    run_and_check(program, seed, compiled(program, MODES[mode]))
+
+
+def send_the_wrong_way(monkeypatch):
+    own = ring_module._direction
+    monkeypatch.setattr(ring_module, "_direction", lambda k: -own(k))
+
+
+def send_before_the_neighbours_are_there(monkeypatch):
+    monkeypatch.setattr(ring_module.Ring, "wait_for_neighbours", lambda self: None)
+
+
+def read_another_layer(monkeypatch):
+    own = tpu.Stream
+    monkeypatch.setattr(tpu, "Stream", lambda layer, *rest: own(layer - 1, *rest))
+
+
+def use_blocks_that_have_not_come(monkeypatch):
+    own = ring_module.Stream._copies
+    monkeypatch.setattr(ring_module.Stream, "_copies", lambda *args: list(map(NoWait, own(*args))))
+
+
+class NotReceived(NoWait):
+    """A message that is read before it has come."""
+
+    def wait_recv(self):
+        pass
+
+    def wait_send(self):
+        self.copy.wait_send()
+
+
+def read_messages_before_they_come(monkeypatch):
+    own = ring_module.Ring.message
+    monkeypatch.setattr(ring_module.Ring, "message", lambda *args: NotReceived(own(*args)))
+
+
+def leave_messages_under_way(monkeypatch):
+    monkeypatch.setattr(ring_module.Ring, "all_messages", lambda self: [])
+
+
+def add_no_more_than_the_nearest(monkeypatch):
+    own = ring_module.Ring.for_each_next
+
+    def wrong(self, k, do):
+        if do.__name__ != "add_received":
+            own(self, k, do)
+
+    monkeypatch.setattr(ring_module.Ring, "for_each_next", wrong)
+
+
+FAULTS = (
+    send_the_wrong_way,
+    send_before_the_neighbours_are_there,
+    read_another_layer,
+    use_blocks_that_have_not_come,
+    read_messages_before_they_come,
+    leave_messages_under_way,
+    add_no_more_than_the_nearest,
+)
+OVER_FOUR = Program(4, inner=128)
+
+
+def check_in_both_modes():
+    for mode in MODES.values():
+        run_and_check(OVER_FOUR, 0, multiply(OVER_FOUR, mode))
+
+
+def test_without_a_fault_the_case_that_they_are_seeded_into_passes():
+    check_in_both_modes()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_in_both_modes()
+
+
+@pytest.mark.parametrize("chips", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_each_chip_gets_each_message_once_from_the_nearest_side(chips, tokens, monkeypatch):
+    monkeypatch.setattr(tpu.lax, "axis_size", lambda axis: chips)
+    ring = ring_module.Ring.of("tensor", tokens)
+    assert ring.parts == (2 if chips % 2 == 0 and tokens == 64 else 1)
+    offsets = sorted(int(ring_module.distance(k)) % chips for k in range(chips))
+    assert offsets == list(range(chips))
