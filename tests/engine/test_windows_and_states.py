@@ -36,7 +36,7 @@ MODELS = [
     *[(family, "none") for family in (*FAMILIES, "gpt_oss_mxfp4")],
     *[(family, scheme) for family in FAMILIES[1:] for scheme in AT_LOAD],
 ]
-BY_DEFAULT = (("gemma3", "none"), ("qwen3_5", "none"), ("qwen3_5", "w8a8_int8"))
+BY_DEFAULT = (("gemma3", "none"), ("qwen3_5", "w8a8_int8"))
 
 
 @pytest.fixture(

@@ -175,7 +175,7 @@ class InputsFirstReader:
 
 
 def _plus_one(name: str, stored: NDArray[Any]) -> NDArray[np.uint32]:
-    """Words of GPTQ's zero points from those of the zero points less one.
+    """Words of GPTQ's zero points; each stored one is less by one.
 
     GPTQModel subtracts from whole words, so that a zero point of 0 borrows from its neighbour.
     AutoGPTQ instead sets its own bits and all above them, and the zero points there are lost.
