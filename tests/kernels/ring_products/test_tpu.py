@@ -21,6 +21,7 @@ PROGRAMS = (
     Program(4, tokens=16),  # too few for two parts
     Program(3, tokens=8),  # no chip lies opposite
 )
+QUICK = (PROGRAMS[1], PROGRAMS[4])
 
 
 def multiply(program, interpret):
@@ -48,7 +49,13 @@ def run_and_check(program, seed, run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=str(program), marks=() if program in QUICK else pytest.mark.long)
+        for program in PROGRAMS
+    ],
+)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_layers_in_a_row_are_those_of_the_whole_arrays(mode, program, seed):
