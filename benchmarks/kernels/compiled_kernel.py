@@ -1,8 +1,9 @@
-"""A kernel at one shape, compiled for a TPU by the TPU's own compiler, and its schedule.
+"""Kernels compiled for a TPU by the TPU's own compiler, and their schedules.
 
 Import this before anything loads libtpu: it has the compiler write schedules.
 """
 
+import atexit
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from benchmarks.kernels.schedule import Loop, Schedule, read_schedules, request_
 
 DUMPS = Path(tempfile.mkdtemp(prefix="kernel_cost"))
 request_dumps(DUMPS)  # before anything loads libtpu
+atexit.register(shutil.rmtree, DUMPS, ignore_errors=True)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
@@ -80,10 +82,26 @@ class Compiled(NamedTuple):
     compile_s: float
 
 
-def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled]:
-    """Compile a kernel for one chip of a kind, and read its schedule."""
+class Schedules(NamedTuple):
+    """A program, and the schedules of its kernels and of operations that are scheduled alike."""
+
+    program: jax.stages.Compiled
+    schedules: list[Schedule]  # in the order of their compilation
+    compile_s: float  # of work, the writing of schedules included
+
+
+def compile_schedules(lowered: jax.stages.Lowered) -> Schedules:
+    """Compile a program for a TPU, and read the schedules that the compiler writes."""
     shutil.rmtree(DUMPS, ignore_errors=True)
     DUMPS.mkdir()
+    start = time.process_time()
+    program = lowered.compile()
+    compile_s = time.process_time() - start
+    return Schedules(program, read_schedules(DUMPS), compile_s)
+
+
+def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled]:
+    """Compile a kernel for one chip of a kind, and read its schedule."""
     mesh = topology_mesh(Topology.all_of(chip)[0], 1, 1)
     whole = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
@@ -91,14 +109,12 @@ def compile_for(chip: str, make: Callable[[], Kernel]) -> tuple[Kernel, Compiled
         structs = [jax.ShapeDtypeStruct(s, dtype, sharding=whole) for s, dtype in kernel.shapes]
         donated = () if kernel.donated is None else (kernel.donated,)
         lowered = jax.jit(kernel.function, donate_argnums=donated).lower(*structs)
-    start = time.process_time()
-    compiled = lowered.compile()
-    compile_s = time.process_time() - start
+    compiled, schedules, compile_s = compile_schedules(lowered)
     lines = (compiled.as_text() or "").splitlines()
     found = (re.search(r"%([A-Za-z_]\w*)", line) for line in lines if '"tpu_custom_call"' in line)
     # A kernel may have another that plans its work, in some bundles.
     names = {name.group(1) for name in found if name}
-    schedule = max((s for s in read_schedules(DUMPS) if s.kernel in names), key=lambda s: s.bundles)
+    schedule = max((s for s in schedules if s.kernel in names), key=lambda s: s.bundles)
     call = next(line for line in lines if f"%{schedule.kernel}" in line and "custom-call(" in line)
     vmem = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', call)
     memory = compiled.memory_analysis()

@@ -15,13 +15,12 @@ the gated delta rule's decode and of its convolution.
 
 import argparse
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 # Before jax: it has the compiler write its schedules.
-from benchmarks.kernels.compiled_kernel import DUMPS, Kernel, compile_for, per  # isort: skip
+from benchmarks.kernels.compiled_kernel import Kernel, compile_for, per  # isort: skip
 import jax.numpy as jnp
 
 from benchmarks.kernels.attention_kernels import ATTENTION_KERNELS, CHUNK, DTYPE
@@ -129,7 +128,6 @@ def main() -> None:
                 print(row(costs[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps([cost._asdict() for cost in costs], indent=1))
-    shutil.rmtree(DUMPS, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -10,28 +10,22 @@ of their longest loop, of which a turn gathers 64 or 128 rows.
 """
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.schedule import read_schedules, request_dumps
+# Before jax: it has the compiler write its schedules.
+from benchmarks.kernels.compiled_kernel import compile_schedules  # isort: skip
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-DUMPS = Path(tempfile.mkdtemp(prefix="expert_lines_cost"))
-request_dumps(DUMPS)  # before anything loads libtpu
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, lines_at_once, sort_lines  # noqa: E402
-from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_gate, tpu_gather  # noqa: E402
-from sgl_jax.kernels.expert_lines.xla import xla_add, xla_gather  # noqa: E402
-from sgl_jax.layers.moe import silu_gated  # noqa: E402
-from sgl_jax.planner.program_cost import program_cost  # noqa: E402
-from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh  # noqa: E402
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, lines_at_once, sort_lines
+from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_gate, tpu_gather
+from sgl_jax.kernels.expert_lines.xla import xla_add, xla_gather
+from sgl_jax.layers.moe import silu_gated
+from sgl_jax.planner.program_cost import program_cost
+from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh
 
 EXPERTS, CHIPS_OF_EXPERTS, TOP_K, HIDDEN, INNER, BLOCK = 128, 4, 8, 2048, 768, 256
 # Operations that have no estimate.
@@ -79,27 +73,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=list(CHIPS))
     words = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
     print("| piece | tokens | chip | cycles, by the compiler | bundles (longest loop) of others |")
     print("|---|---|---|---|---|")
     for chip in words.chips:
         mesh = topology_mesh(Topology.all_of(chip)[0], 1, 1)
         for tokens in (256, 2048):
             for name, (function, arguments) in pieces(tokens).items():
-                for old in DUMPS.iterdir():
-                    old.unlink()
                 whole = NamedSharding(mesh, P())
                 placed = jax.tree.map(lambda a, whole=whole: a.update(sharding=whole), arguments)
                 with jax.set_mesh(mesh):
-                    compiled = jax.jit(function).lower(*placed).compile()
+                    lowered = jax.jit(function).lower(*placed)
+                compiled, schedules, _ = compile_schedules(lowered)
                 others = [
                     f"{own.bundles:,} ({max((loop.bundles for loop in own.loops), default=0):,})"
-                    for own in read_schedules(DUMPS)
+                    for own in schedules
                     if own.kernel.startswith(UNCOUNTED)
                 ]
                 cycles = program_cost(compiled).estimated_cycles
                 print(f"| {name} | {tokens} | {chip} | {cycles:,} | {', '.join(others)} |")
-    shutil.rmtree(DUMPS)
 
 
 if __name__ == "__main__":

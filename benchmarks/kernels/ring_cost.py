@@ -8,28 +8,22 @@ multiplies a block, for 2**20 numbers of the matrix; for each chip of the ring; 
 """
 
 import argparse
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.schedule import read_schedules, request_dumps
+# Before jax: it has the compiler write its schedules.
+from benchmarks.kernels.compiled_kernel import compile_schedules  # isort: skip
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-DUMPS = Path(tempfile.mkdtemp(prefix="ring_cost"))
-request_dumps(DUMPS)  # before anything loads libtpu
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-from sgl_jax.kernels.ring_products.matrices import RingMatrix  # noqa: E402
-from sgl_jax.kernels.ring_products.tpu import (  # noqa: E402
+from sgl_jax.kernels.ring_products.matrices import RingMatrix
+from sgl_jax.kernels.ring_products.tpu import (
     block_width,
     tpu_gather_multiply,
     tpu_multiply_scatter,
 )
-from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh  # noqa: E402
+from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh
 
 LAYERS, COLUMNS = 4, 1024
 MI = 2**20
@@ -76,7 +70,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", nargs="+", default=["v6e"], choices=list(CHIPS))
     words = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
     print("| product | tokens | type | chip | a block, of 2**20 | each chip | the rest |")
     print("|---|---|---|---|---|---|---|")
     for chip in words.chips:
@@ -84,10 +77,9 @@ def main() -> None:
         for tokens in (8, 128, 512):
             for name, (count, width) in PRODUCTS.items():
                 for dtype in (jnp.bfloat16, jnp.int8):
-                    for old in DUMPS.iterdir():
-                        old.unlink()
-                    lower(mesh, tokens, count, width, dtype).compile()
-                    (found,) = (own for own in read_schedules(DUMPS) if "ring" in own.kernel)
+                    lowered = lower(mesh, tokens, count, width, dtype)
+                    _, schedules, _ = compile_schedules(lowered)
+                    (found,) = (own for own in schedules if "ring" in own.kernel)
                     loops = {own.depth: own.bundles for own in found.loops}
                     block = max(count, 1) * COLUMNS * block_width(width, COLUMNS)
                     rest = found.bundles - loops[2] - loops[1]
@@ -95,7 +87,6 @@ def main() -> None:
                         f"| {name} | {tokens} | {jnp.dtype(dtype).name} | {chip} "
                         f"| {loops[2] * MI / block:,.0f} | {loops[1]:,} | {rest:,} |"
                     )
-    shutil.rmtree(DUMPS)
 
 
 if __name__ == "__main__":
