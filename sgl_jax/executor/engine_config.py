@@ -18,6 +18,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
@@ -43,9 +44,6 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
-# With smaller pages the TPU's attention waits for its instructions (docs/inside/kernels.md).
-TPU_PAGE_SIZE = 128
-_PAGE_SIZE = 16
 _UNROLLED_LAYERS = 4
 # Each block of fewer tokens would read all weights, and compute too little with them.
 _SCATTERED_TOKENS = 1024
@@ -53,11 +51,7 @@ _SCATTERED_TOKENS = 1024
 _COLUMN_TOKENS = 512
 # For their hidden states and sums, in a TPU's vector memory beside the blocks of a matrix.
 _COLUMN_BYTES = 32 << 20
-_CPU_CHUNK_TOKENS = 512
-_ACCELERATOR_CHUNK_TOKENS = 2048
-_CPU_RUNNING_REQUESTS = 32
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
-_ACCELERATOR_RUNNING_REQUESTS = 256
 
 
 class EngineConfig(NamedTuple):
@@ -104,9 +98,9 @@ class EngineConfig(NamedTuple):
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
         states = _state_layout(args, model, groups)
+        placement = placement_for(args, model)
         config = cls(
-            *(args, platform, model, groups, pool_layouts, states, limits, buckets),
-            placement_for(args, model),
+            args, platform, model, groups, pool_layouts, states, limits, buckets, placement
         )
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
@@ -356,35 +350,6 @@ class EngineConfig(NamedTuple):
             counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
         state = StepState(token_table, row_lens, pools, states, counts)
         return state, of_rows(PACKED_WIDTH)
-
-
-def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
-    """`args` with a value for each setting that depends on the device."""
-    on_cpu = platform == "cpu"
-    backend = args.attention_backend
-    if backend == "auto":
-        backend = "pallas" if platform == "tpu" else "xla"
-    if backend == "pallas" and platform == "gpu":
-        raise ValueError(
-            "--attention-backend pallas runs on a TPU and is simulated on a CPU; on a gpu "
-            "choose xla"
-        )
-    # XLA on the CPU is some 30 times slower in bfloat16.
-    dtype = ("float32" if on_cpu else "bfloat16") if args.dtype == "auto" else args.dtype
-    return dataclasses.replace(
-        args,
-        device=platform,
-        dtype=dtype,
-        kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
-        # On a CPU, steps and the compiler would take each other's cores and threads.
-        warmup=("all" if on_cpu else "plain") if args.warmup == "auto" else args.warmup,
-        attention_backend=backend,
-        page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),
-        max_running_requests=args.max_running_requests
-        or (_CPU_RUNNING_REQUESTS if on_cpu else _ACCELERATOR_RUNNING_REQUESTS),
-        chunked_prefill_size=args.chunked_prefill_size
-        or (_CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS),
-    )
 
 
 def _stores_kv_scales(model: ModelConfig) -> bool:

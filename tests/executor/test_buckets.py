@@ -4,7 +4,7 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Bucket, StepLimits, choose_buckets, step_limits
-from sgl_jax.executor.engine_config import resolve_for_device
+from sgl_jax.executor.device_defaults import resolve_for_device
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

@@ -21,7 +21,7 @@ from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import step_limits
-from sgl_jax.executor.engine_config import resolve_for_device
+from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
