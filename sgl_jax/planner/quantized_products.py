@@ -6,6 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.quantization import Scheme, WeightFormat
+from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
 from sgl_jax.models.placement import PlacedModel
@@ -54,14 +55,15 @@ class ExpertFormat(NamedTuple):
     """The format of experts' values."""
 
     weight: WeightFormat
-    scales_results: bool  # each output has one scale, see `kernels.grouped_matmul`
+    scales_outputs: bool  # see `GroupMatrices`
 
 
 def expert_format(placed: PlacedModel) -> ExpertFormat | None:
     """None if experts are floats, or there are none."""
     for _, own in nnx.iter_graph(placed.model):
         if type(own) is QuantizedExperts:
-            shapes = own.scales.get_value().shape, own.values.get_value().shape
-            is_one = all(1 in pair or pair[0] == pair[1] for pair in zip(*shapes, strict=True))
-            return ExpertFormat(own.weight, is_one and own.zero_points is None)
+            values, scales = own.values.get_value(), own.scales.get_value()
+            zero_points = None if own.zero_points is None else own.zero_points.get_value()
+            matrices = GroupMatrices(values, scales, zero_points, own.weight)
+            return ExpertFormat(own.weight, matrices.scales_outputs)
     return None

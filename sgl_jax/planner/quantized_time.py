@@ -65,7 +65,7 @@ def conversion_bundles(experts: ExpertFormat | None, chip: Chip) -> int:
     if experts is None:
         return 0
     own = PRODUCT_BUNDLES[chip.device_kind]
-    return (own.unscaled if experts.scales_results else own.conversion)[experts.weight]
+    return (own.unscaled if experts.scales_outputs else own.conversion)[experts.weight]
 
 
 def quantized_time(

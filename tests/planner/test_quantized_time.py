@@ -77,10 +77,10 @@ def test_a_devices_part_of_every_matrix_is_found():
 
 def test_experts_are_converted_in_their_own_kernel():
     in_groups = expert_format(placed("--model-path", "gpt-oss-120b"))
-    assert in_groups == ExpertFormat("mxfp4", scales_results=False)
+    assert in_groups == ExpertFormat("mxfp4", scales_outputs=False)
     assert quantized_products(placed("--model-path", "gpt-oss-120b"), 8) == ()
     assert conversion_bundles(in_groups, V6E) == BUNDLES.conversion["mxfp4"]
     whole = expert_format(placed("--model-path", "qwen3-30b-a3b", "--quantization", "int8"))
-    assert whole == ExpertFormat("int8", scales_results=True)
+    assert whole == ExpertFormat("int8", scales_outputs=True)
     assert conversion_bundles(whole, V6E) == BUNDLES.unscaled["int8"]
     assert conversion_bundles(None, V6E) == 0

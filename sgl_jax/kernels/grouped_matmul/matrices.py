@@ -21,6 +21,14 @@ class GroupMatrices(NamedTuple):
     zero_points: jax.Array | None = None  # as scales
     weight: WeightFormat | None = None  # None: floats
 
+    @property
+    def scales_outputs(self) -> bool:
+        """True if all inputs share each output's scale, which can then multiply the result."""
+        if self.scales is None or self.zero_points is not None:
+            return False
+        pairs = zip(self.scales.shape, self.values.shape, strict=True)
+        return [own for own, size in pairs if own != size] == [1]
+
     def numbers(
         self, layer: jax.Array, group: jax.Array | slice, dtype: DTypeLike, *, transposed: bool
     ) -> jax.Array:

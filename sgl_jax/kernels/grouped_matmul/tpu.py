@@ -129,11 +129,11 @@ def _kernel(
     *refs: Any,
     transposed: bool,
     weight: WeightFormat | None,
-    scales_results: bool,
+    scales_outputs: bool,
 ) -> None:
     """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width].
 
-    `refs` are the matrix, its scales and zero points if it has them, and out. `scales_results`: the
+    `refs` are the matrix, its scales and zero points if it has them, and out. `scales_outputs`: the
     scales are [1, 1, 1, width].
     """
     *parts, out = refs
@@ -143,22 +143,15 @@ def _kernel(
     def _() -> None:
         own = [part[0, 0] for part in parts]
         matrix = own[0]
-        if weight is not None and scales_results:
+        if weight is not None and scales_outputs:
             matrix = as_numbers(own[0], weight, lines.dtype)
         elif weight is not None:
             matrix = _numbers(own, weight, lines.dtype, transposed)
         new = product(lines[...], matrix, (1, 1 if transposed else 0))
-        if scales_results:
+        if scales_outputs:
             new = new * as_scales(own[1], jnp.float32)
         keep = _is_of_group(visits, visit, out.shape)
         out[...] = jnp.where(keep, new, out[...].astype(jnp.float32)).astype(out.dtype)
-
-
-def _has_a_scale_for_each_output(matrices: GroupMatrices, transposed: bool) -> bool:
-    """True if all inputs share each output's scale, which then multiplies the result."""
-    if matrices.scales is None or matrices.zero_points is not None:
-        return False
-    return matrices.scales.shape[3 if transposed else 2] == 1
 
 
 def _numbers(
@@ -226,8 +219,7 @@ def tpu_grouped_matmul(
         return pl.BlockSpec((1, 1, *block), of_matrix)
 
     blocks = list(map(block_of, parts))
-    scales_results = _has_a_scale_for_each_output(matrices, transposed)
-    if scales_results:
+    if matrices.scales_outputs:
         # Each step would copy [outputs, 1] to rows of 128 lanes.
         parts[1] = parts[1].swapaxes(2, 3) if transposed else parts[1]
         blocks[1] = pl.BlockSpec(
@@ -239,7 +231,7 @@ def tpu_grouped_matmul(
             _kernel,
             transposed=transposed,
             weight=matrices.weight,
-            scales_results=scales_results,
+            scales_outputs=matrices.scales_outputs,
         ),
         name=NAME,
         out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
