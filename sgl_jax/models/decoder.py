@@ -151,7 +151,9 @@ class CausalLM(nnx.Module):
             }
         )
         fits = (options.tp_size, options.ring_products.multiple)
-        has_columns = all(layer.fits_columns(*fits) for layer in self.layers.values())
+        has_columns = options.column_tokens > 0 and all(
+            layer.fits_columns(*fits) for layer in self.layers.values()
+        )
         self.column_tokens = options.column_tokens if has_columns else 0
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings

@@ -95,14 +95,11 @@ def _gather_kernel(
         source = ring.at(-distance(lax.div(block, num_blocks)))
         return source * x.shape[1], lax.rem(block, num_blocks) * width
 
-    def message(k: Any, part: int) -> Any:
-        return ring.message(k, part, columns.at[0], columns, sent, received)
+    def message(k: Any, part: int, source: Any = 0) -> Any:
+        return ring.message(k, part, columns.at[source], columns, sent, received)
 
     def send_on(source: Any) -> None:
-        def start(k: Any, part: int) -> None:
-            ring.message(k, part, columns.at[source], columns, sent, received).start()
-
-        ring.for_each_next(source, start)
+        ring.for_each_next(source, lambda k, part: message(k, part, source).start())
 
     def receive(k: Any) -> None:
         @pl.when(k < ring.chips)
@@ -140,17 +137,22 @@ def _gather_kernel(
 
     pl.loop(0, ring.chips)(multiply)
     mean = jnp.sum(squares[...], axis=1, keepdims=True) / norm.size
-    rows = lax.rsqrt(mean + eps)
+    _finish_sums(sums, lax.rsqrt(mean + eps), scales, finish, out)
+    for k, part in ring.all_messages():
+        message(k, part).wait_send()
+
+
+def _finish_sums(sums: Any, rows: jax.Array, scales: Any, finish: Finish, out: Any) -> None:
+    """Sums [matrices, blocks, T, width], times `rows` [T, 1], finished into out."""
+    count, num_blocks, _, width = sums.shape
     for n in range(num_blocks):
         span = slice(n * width, (n + 1) * width)
-        results = [sums[m, n] * rows for m in range(len(matrices))]
+        results = [sums[m, n] * rows for m in range(count)]
         if scales:
             results = [
                 result * own[0, :, span] for result, own in zip(results, scales, strict=True)
             ]
         out[:, span] = finish(*results).astype(out.dtype)
-    for k, part in ring.all_messages():
-        message(k, part).wait_send()
 
 
 def _lane_sums(x: jax.Array) -> jax.Array:
