@@ -7,8 +7,6 @@ the larger chunks.
 import itertools
 from typing import NamedTuple
 
-from tests.live.live_server import WARM
-
 
 class Variant(NamedTuple):
     """One setting of every axis."""
@@ -66,7 +64,6 @@ POOL_TOKENS = 6144
 COMMON_FLAGS = (
     *("--served-model-name", "demo", "--context-length", "1280", "--max-running-requests", "8"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--decode-log-interval", "0"),
-    *WARM,
 )
 AXES = ((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2), (True, False))
 # The innermost axes need no programs of their own, so that neighbours share what was compiled.

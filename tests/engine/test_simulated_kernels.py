@@ -79,6 +79,7 @@ def heads_of_whole_rows(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.long
 def test_heads_that_a_kernel_normalises_and_rotates_serve_the_same_tokens(heads_of_whole_rows):
     def generate(backend):
         settings = SETTINGS | {"load_format": "dummy", "attention_backend": backend}

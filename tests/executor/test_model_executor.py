@@ -108,15 +108,28 @@ def test_sampled_tokens_do_not_depend_on_rank_neighbours_or_overlap(make_executo
     assert spread == together
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("dp_size", [1, 2])
+GREEDY = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=0.7, top_k=3, frequency_penalty=0.3, min_new_tokens=20)
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "dp_size", "overlap"),
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.7, top_k=3, frequency_penalty=0.3, min_new_tokens=20),
+        (GREEDY, 1, True),
+        (GREEDY, 2, False),
+        (RANDOM, 1, False),
+        (RANDOM, 2, True),
+        *[
+            pytest.param(*own, marks=pytest.mark.long)
+            for own in (
+                (GREEDY, 1, False),
+                (GREEDY, 2, True),
+                (RANDOM, 1, True),
+                (RANDOM, 2, False),
+            )
+        ],
     ],
-    ids=["greedy", "random"],
+    ids=lambda own: own if not isinstance(own, SamplingParams) else f"{own.temperature}",
 )
 def test_drafts_change_how_many_tokens_a_step_brings_but_not_which(
     make_executor, sampling, dp_size, overlap

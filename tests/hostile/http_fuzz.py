@@ -26,13 +26,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.hostile.http_mutations import Case, mutated
-from tests.live.live_server import WARM, LiveServer, live_server
+from tests.live.live_server import LiveServer, live_server
 
 FLAGS = (
     *("--context-length", "256", "--max-running-requests", "4", "--max-queued-requests", "64"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--receive-timeout", "1"),
     *("--keep-alive-timeout", "5"),  # each case reads until its connection is closed
-    *("--served-model-name", "default", "--decode-log-interval", "0", *WARM),
+    *("--served-model-name", "default", "--decode-log-interval", "0"),
 )
 NUM_CLIENTS = 24
 # Far more than the server's own limits: 1 s to receive, 5 s of keeping a connection alive.

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.live_server import DEMO, WARM, live_server
+from tests.live.live_server import DEMO, live_server
 
 pytestmark = pytest.mark.long
 BODY = {
@@ -25,7 +25,7 @@ def test_requests_outlive_pauses_and_updates_and_a_paused_server_ends(tmp_path: 
     def post(path: str, **body: object) -> httpx.Response:
         return httpx.post(server.url + path, json=body, timeout=300)
 
-    with live_server(tmp_path, "--page-size", "4", *WARM) as server:
+    with live_server(tmp_path, "--page-size", "4") as server:
         ask()
         threads = []
         for mode in ("in_place", "retract"):

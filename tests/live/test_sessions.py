@@ -13,16 +13,13 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.live.live_server import WARM, LiveServer, live_server
+from tests.live.live_server import LiveServer, live_server
 from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {**GREEDY, "max_new_tokens": 900}
 TIMEOUT_S = 120.0
-FLAGS = (
-    *("--context-length", "1024", "--max-running-requests", "8", "--check-memory", "busy"),
-    *WARM,
-)
+FLAGS = (*("--context-length", "1024", "--max-running-requests", "8", "--check-memory", "busy"),)
 # Two ranks with a quarter of the rows and of the pages that all their sessions want, drafts, and
 # retracts though nothing is short. Small, so that there is little to compile.
 HARD = (

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.accuracy.near_ties import differences
-from tests.live.live_server import WARM, LiveServer, live_server
+from tests.live.live_server import LiveServer, live_server
 
 NUM_REQUESTS = 1000
 CONCURRENCY = 64
@@ -27,7 +27,7 @@ FLAGS = (
     *("--dp-size", "2", "--max-running-requests", "16", "--context-length", "512"),
     # A pool that holds about a third of what wants to run: evictions and retracts all the time.
     *("--max-total-tokens", "768", "--schedule-conservativeness", "0.2"),
-    *("--check-memory", "busy", "--decode-log-interval", "0", *WARM),
+    *("--check-memory", "busy", "--decode-log-interval", "0"),
 )
 
 
