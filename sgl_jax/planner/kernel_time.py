@@ -50,8 +50,7 @@ class DeviceBytes:
     expert_ranks: int = 1  # whose tokens these experts serve
     expert_copies: int = 0  # beside the experts, on all devices together
     quantized: tuple[QuantizedProduct, ...] = ()  # some of the layers' weights
-    ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, in a step of `column_tokens`
-    column_tokens: int = 0  # the most of such a step
+    ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, if they are multiplied so
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
 
@@ -176,7 +175,9 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
     )
     return KernelTime(
         hbm_s=(memory.expert_bytes * touched + line_bytes) / chip.hbm_bytes_per_s,
-        instructions_s=products * visits * visit / chip.clock_hz,
+        instructions_s=products
+        * visits
+        * max(visit / chip.clock_hz, chip.matrix_seconds(2 * tile * weights)),
         feeds_mxu=True,
     )
 

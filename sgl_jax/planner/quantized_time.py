@@ -72,12 +72,14 @@ def quantized_time(
     products: tuple[QuantizedProduct, ...], num_tokens: int, chip: Chip
 ) -> KernelTime:
     """The time of the kernels in a step of `num_tokens`, padding included."""
-    num_bytes = cycles = 0.0
+    num_bytes = seconds = 0.0
     for own in products:
         if kernel_of(own.scheme, num_tokens, own.inputs, own.groups) is not None:
+            flops = 2.0 * num_tokens * own.inputs * own.outputs
+            least = chip.matrix_seconds(flops, own.scheme.activation)
             num_bytes += own.num_layers * own.num_bytes
-            cycles += own.num_layers * _cycles(own, num_tokens, chip)
-    return KernelTime(num_bytes / chip.hbm_bytes_per_s, cycles / chip.clock_hz, feeds_mxu=True)
+            seconds += own.num_layers * max(_cycles(own, num_tokens, chip) / chip.clock_hz, least)
+    return KernelTime(num_bytes / chip.hbm_bytes_per_s, seconds, feeds_mxu=True)
 
 
 def _cycles(own: QuantizedProduct, num_tokens: int, chip: Chip) -> float:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from sgl_jax.core.quantization import ActivationFormat
 from sgl_jax.executor.devices import arrange_devices
 
 GIB = 2**30
@@ -41,7 +42,12 @@ class Chip:
     clock_hz: float
     ici_link_bytes_per_s: float  # of one link in one direction
     cores_in_name: int  # counted for a chip in the name of a slice
+    fast_format: ActivationFormat  # that is multiplied at twice the rate of bf16
     grids: tuple[tuple[int, ...], ...]  # of chips, that can be rented, the smallest first
+
+    def matrix_seconds(self, flops: float, activation: ActivationFormat | None = None) -> float:
+        """The least time of products, of bf16 or of activations in 8 bits."""
+        return flops / self.bf16_flops_per_s / (2 if activation == self.fast_format else 1)
 
 
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -51,10 +57,16 @@ _CUBES = (
 )
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": Chip("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, _FLAT),
-        "v6e": Chip("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, _FLAT),
-        "v5p": Chip("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, _CUBES),
-        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, _CUBES),
+        "v5e": Chip(
+            "TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, "int8", _FLAT
+        ),
+        "v6e": Chip(
+            "TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, "int8", _FLAT
+        ),
+        "v5p": Chip(
+            "TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, "int8", _CUBES
+        ),
+        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, "fp8", _CUBES),
     }
 )
 

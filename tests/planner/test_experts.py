@@ -49,6 +49,13 @@ def test_a_visit_computes_a_whole_tile_for_each_group_that_has_a_line_in_it():
     assert many.instructions_s == pytest.approx(48 * 3 * (128 + 128 - 1) * visit(128) / 1.75e9)
 
 
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_no_product_is_faster_than_the_matrix_units(chip):
+    lines = 16_384 * 8
+    least = 48 * 3 * 2 * lines * 2048 * 192 / chip.bf16_flops_per_s
+    assert experts_time(16_384, MOE, device(), chip).instructions_s > least
+
+
 def test_the_longer_of_the_two_is_what_it_takes():
     time = experts_time(64, MOE, device(8 * ONE_GB), CHIP)
     assert time.total_s == max(time.hbm_s, time.instructions_s) > 0

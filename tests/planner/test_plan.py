@@ -10,7 +10,7 @@ from sgl_jax.planner import sweep as sweep_module
 from sgl_jax.planner import topology as topology_module
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.estimate import StepDoesNotFitError
+from sgl_jax.planner.estimate import ExpertBalance, StepDoesNotFitError
 from sgl_jax.planner.memory import plan_memory, smallest_fit
 from sgl_jax.planner.report import as_dict, as_text
 from sgl_jax.planner.topology import has_tpu_compiler
@@ -98,6 +98,19 @@ def test_text_and_json_say_the_same(plan):
     for line in values["assumptions"] + values["advice"]:
         assert line in text
     assert f"Serve with: {values['serve_command']}" in text
+
+
+def test_the_balance_of_recorded_loads_is_reported(plan):
+    assert "times the mean load" not in as_text(plan)
+    assert as_dict(plan)["expert_balance"] is None
+    args = dataclasses.replace(plan.request.args, init_expert_location="loads.json")
+    request = dataclasses.replace(plan.request, args=args)
+    placed = dataclasses.replace(plan, request=request, balance=ExpertBalance(2.3, 1.01))
+    assert (
+        "by loads.json the device whose experts are chosen most has 1.01 times the mean load, 2.30 "
+        "times with experts in order"
+    ) in as_text(placed)
+    assert as_dict(placed)["expert_balance"] == {"in_order": 2.3, "placed": 1.01}
 
 
 def test_what_windows_save_is_told_where_there_are_windows(plan):

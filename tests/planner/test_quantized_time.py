@@ -50,6 +50,19 @@ def test_activations_of_8_bits_need_no_conversion():
     assert found.instructions_s == pytest.approx(multiplied + quantized)
 
 
+@pytest.mark.parametrize(
+    ("chip", "activation", "rate"),
+    [("v5e", "int8", 2), ("v5e", "fp8", 1), ("tpu7x", "int8", 1), ("tpu7x", "fp8", 2)],
+)
+def test_no_product_is_faster_than_the_matrix_units(chip, activation, rate):
+    own, chip = product(Scheme(activation, activation=activation)), CHIPS[chip]
+    least = 4 * 2 * 2048 * 8 * MI / (rate * chip.bf16_flops_per_s)
+    assert quantized_time((own,), 2048, chip).instructions_s >= least * (1 - 1e-12)
+    # And in four bits as numbers.
+    grouped = quantized_time((product(Scheme("int4", 128), 32),), 2048, chip)
+    assert grouped.instructions_s >= rate * least * (1 - 1e-12)
+
+
 def test_products_of_xla_are_in_the_program():
     assert quantized_time((product(Scheme("int8")),), 2048, V6E).total_s == 0
 
