@@ -97,8 +97,8 @@ class ServerArgs(SchedulerArgs):
     )
     hidden_sharding: str = setting(
         "replicated",
-        "hidden states between products: on every chip of a rank (replicated), or split over its "
-        "chips, by tokens in long steps and by columns in short ones (tensor)",
+        "hidden states between products: on every chip of a rank (replicated), or each chip has "
+        "some columns, which products exchange while they multiply (tensor)",
         ("replicated", "tensor"),
     )
     attention_backend: str = setting(

@@ -45,12 +45,6 @@ from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 _UNROLLED_LAYERS = 4
-# Each block of fewer tokens would read all weights, and compute too little with them.
-_SCATTERED_TOKENS = 1024
-# At most: XLA multiplies more tokens in as little time as the kernels.
-_COLUMN_TOKENS = 512
-# For their hidden states and sums, in a TPU's vector memory beside the blocks of a matrix.
-_COLUMN_BYTES = 32 << 20
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
 
 
@@ -158,30 +152,8 @@ class EngineConfig(NamedTuple):
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
-            scattered_tokens=self.scattered_tokens,
-            column_tokens=self._column_tokens,
+            splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
-
-    @property
-    def scattered_tokens(self) -> int | None:
-        """See `BuildOptions`; None for a model with experts or recurrences.
-
-        Experts would be read once for each block, and recurrences run through all tokens.
-        """
-        layers = self.model.layers
-        is_dense = all(spec.moe is None and spec.recurrence is None for spec in layers)
-        return _SCATTERED_TOKENS if self._splits_hidden and is_dense else None
-
-    @property
-    def _column_tokens(self) -> int:
-        """See `BuildOptions`."""
-        inner = self.model.intermediate_size // self.args.tp_size
-        token_bytes = self.model.hidden_size * self.dtype.itemsize + 2 * inner * 4  # gate and up
-        return min(_COLUMN_TOKENS, _COLUMN_BYTES // token_bytes) if self._splits_hidden else 0
-
-    @property
-    def _splits_hidden(self) -> bool:
-        return self.args.hidden_sharding == "tensor" and self.args.tp_size > 1
 
     @property
     def _counts_experts(self) -> bool:

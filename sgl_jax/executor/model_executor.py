@@ -123,8 +123,7 @@ class ModelExecutor(Executor):
         self._state_shapes = config.state_shapes(pool_pages, self._mesh)
         self._state, self._row_params = make_zeros(self._state_shapes)
         self._programs = Programs(
-            *(placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh),
-            config.scattered_tokens,
+            placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
         )
         self._warmup = args.warmup
         self._watch = CompileWatch()

@@ -34,19 +34,6 @@ StepProgram = Callable[..., tuple[StepState, Any]]
 AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piece -> tables
 
 _MAX_COMPILE_THREADS = 4
-# Options by which exchanges of scattered hidden states run beside products: done by SparseCores,
-# or, where a chip has none, by the products' own fusions.
-SPARSE_CORE_EXCHANGES = (
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
-)
-ASYNC_FUSIONS = (
-    "xla_enable_async_all_gather",
-    "xla_tpu_enable_async_collective_fusion",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps",
-)
-_WITHOUT_SPARSE_CORES = ("TPU v5 lite",)
 # Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
 _SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), P("data"), P("data"))
 _COMPUTED_SPECS: Any = Computed(*_SPECS)
@@ -61,7 +48,6 @@ class Programs:
             of `jax.ShapeDtypeStruct`s with shardings.
         state, row_params: shapes of the tables and pools, see `EngineConfig.state_shapes`.
         sizes: of the engine.
-        scattered_tokens: see `BuildOptions`.
         mesh: ('data', 'tensor').
     """
 
@@ -73,13 +59,11 @@ class Programs:
         row_params: Any,
         sizes: EngineSizes,
         mesh: Mesh,
-        scattered_tokens: int | None = None,
     ) -> None:
         leaves, self._params_tree = jax.tree.flatten(params)
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
-        self._scattered_tokens = scattered_tokens
         self._weights = tuple(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
         )
@@ -233,28 +217,22 @@ class Programs:
         3 seconds a program instead of 2: only shapes of decode alone use it.
         """
         if platform_of(self._mesh) == "tpu":
-            return self._tpu_options(bucket)
+            return self._tpu_options()
         on_cpu = platform_of(self._mesh) == "cpu"
         decode_tokens = bucket.rows * (1 + self._sizes.max_draft_tokens)
         if on_cpu and bucket.tokens > decode_tokens:
             return {"xla_cpu_use_fusion_emitters": False}
         return {}
 
-    def _tpu_options(self, bucket: Bucket) -> dict[str, bool | str]:
+    def _tpu_options(self) -> dict[str, bool | str]:
         """The same for TPUs; docs/measurements/planning.md has the figures.
 
         In loops a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, where arrays arrive in
         tiles of 8, and so every step would begin with a copy of all layers' weights.
         """
-        kind = self._mesh.devices.flat[0].device_kind
-        options: dict[str, bool | str] = {}
-        if kind == "TPU7x":
-            options["xla_tpu_control_large_2nd_minor_layout_for_x16"] = False
-        scatters = self._scattered_tokens is not None and bucket.tokens >= self._scattered_tokens
-        if scatters:
-            names = ASYNC_FUSIONS if kind in _WITHOUT_SPARSE_CORES else SPARSE_CORE_EXCHANGES
-            options |= dict.fromkeys(names, True)
-        return options
+        if self._mesh.devices.flat[0].device_kind == "TPU7x":
+            return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+        return {}
 
     def _on_mesh(self, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec)

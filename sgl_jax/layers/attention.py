@@ -8,13 +8,12 @@ from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, scatter_sum
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation
 from sgl_jax.layers.sources import Source
-from sgl_jax.layers.token_blocks import Blocks, join_blocks, split_blocks
 
 
 class KVScales(nnx.Module):
@@ -119,21 +118,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
         out, kv_cache = self.attended(self.qkv(x), by, batch, kv_cache, layer)
-        return self.output(self._gated(out, x)), kv_cache
-
-    def on_blocks(
-        self,
-        xs: Blocks,
-        by: Rotation,
-        batch: AttentionBatch,
-        kv_cache: jax.Array,
-        layer: jax.Array,
-    ) -> tuple[Blocks, jax.Array]:
-        """The same for blocks of x; each block's result is scattered, see `token_blocks`."""
-        qkv = join_blocks(tuple(map(self.qkv, xs)))
-        out, kv_cache = self.attended(qkv, by, batch, kv_cache, layer)
-        gated = map(self._gated, split_blocks(out, tuple(map(len, xs))), xs)
-        return tuple(self.output(own, scatter_sum) for own in gated), kv_cache
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x))
+        return self.output(out), kv_cache
 
     def attended(
         self,
@@ -154,6 +141,3 @@ class Attention(nnx.Module):
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
         return out.reshape(qkv.shape[0], -1), kv_cache
-
-    def _gated(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        return out if self.gate is None else out * jax.nn.sigmoid(self.gate(x))

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, AddUp, MeshAxes, sum_over_tensor
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.quantized_matrix import Quantized, QuantizedExperts, QuantizedMatrix
 from sgl_jax.layers.sources import Source
@@ -44,14 +44,12 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else parameter(bias, dtype, by_output)
         self.split = split
 
-    def __call__(self, x: jax.Array, add_up: AddUp = sum_over_tensor) -> jax.Array:
-        """x [T, in] -> [T, out]; this chip's columns if the outputs are split.
-
-        If the inputs are, `add_up` makes the result of the chips' parts.
-        """
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, in] -> [T, out]; this chip's columns if the outputs are split, and the sum of all
+        chips' parts if the inputs are."""
         out = self.product(x)
         if self.split == "inputs":
-            out = add_up(out)
+            out = sum_over_tensor(out)
         return out if self.bias is None else out + self.bias[...]
 
     def product(self, x: jax.Array) -> jax.Array:

@@ -19,9 +19,6 @@ MESH_AXES = (DATA_AXIS, TENSOR_AXIS)
 # The axes that one dimension of an array is split over.
 MeshAxes = str | tuple[str, ...] | None
 
-# Adds up the tensor chips' x [n, ...]: `sum_over_tensor` or `scatter_sum`.
-AddUp = Callable[[jax.Array], jax.Array]
-
 
 def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) -> jax.Array:
     result: jax.Array = x if lax.axis_size(axis) == 1 else exchange(x)

@@ -7,6 +7,7 @@ cache is carried through and updated in place.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -42,10 +43,9 @@ from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
-from sgl_jax.layers.token_blocks import Blocks, block_sizes, join_blocks, split_blocks
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
-from sgl_jax.models.decoder_layer import DecoderLayer, gathered, sum_terms
+from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
@@ -76,10 +76,7 @@ class BuildOptions(NamedTuple):
     ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
     placement: ExpertPlacement | None = None  # of experts that are dealt out; None: in order
     counts_experts: bool = False  # the model returns how often each expert was chosen
-    # A program of so many tokens scatters hidden states over a rank's chips, see `token_blocks`.
-    scattered_tokens: int | None = None
-    # A program of at most so many splits them by columns, see `hidden_columns`.
-    column_tokens: int = 0
+    splits_hidden: bool = False  # a rank's chips have columns of hidden states, `hidden_columns`
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -103,9 +100,9 @@ class BuildOptions(NamedTuple):
         return 1 if self.expert_axes else self.tp_size
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] or its scattered blocks each; and
-# the memory of each pool: KV pools, then the states if there are any.
-Carry = tuple[tuple[Any, ...], tuple[Any, ...]]
+# One or two terms whose sum is the hidden state, [T, hidden_size] each, or this chip's columns of
+# it; and the memory of each pool: KV pools, then the states if there are any.
+Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -137,7 +134,6 @@ class CausalLM(nnx.Module):
         self.architecture = architecture
         self.unrolled_layers = options.unrolled_layers
         self.defers_sum = options.defers_sum
-        self.scattered_tokens = options.scattered_tokens
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.ring_products = options.ring_products
@@ -151,10 +147,9 @@ class CausalLM(nnx.Module):
             }
         )
         fits = (options.tp_size, options.ring_products.multiple)
-        has_columns = options.column_tokens > 0 and all(
+        self.has_columns = options.splits_hidden and all(
             layer.fits_columns(*fits) for layer in self.layers.values()
         )
-        self.column_tokens = options.column_tokens if has_columns else 0
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
         body = architecture.body
@@ -203,48 +198,27 @@ class CausalLM(nnx.Module):
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
-        sizes = self._block_sizes(len(token_ids))
-        in_columns = len(token_ids) <= self.column_tokens
-        hidden: Any
-        if sizes:
-            hidden = self._embed_blocks(token_ids, sizes)
-        elif in_columns:
-            hidden = self._scaled(scatter_sum(self.embedding.own_part(token_ids), axis=1))
-        else:
-            hidden = self._embed(token_ids)
-        terms: tuple[Any, ...] = (hidden,)
-        if self.defers_sum and not in_columns:
-            terms = (hidden, jax.tree.map(jnp.zeros_like, hidden))
+        hidden = self._embed(token_ids)
+        terms: tuple[jax.Array, ...] = (hidden,)
+        if self.defers_sum and not self.has_columns:
+            terms = (hidden, jnp.zeros_like(hidden))
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
         for stretch in self.stretches:
             carry = (terms, memories)
-            (terms, memories), own = self._run(stretch, carry, is_token, keys, reads, in_columns)
+            (terms, memories), own = self._run(stretch, carry, is_token, keys, reads)
             counts.append(own)
-        if sizes:
-            hidden = join_blocks(gathered(sum_terms(*terms), self.norm))
-        elif in_columns:
-            hidden = self.norm(concatenate_over(TENSOR_AXIS, terms[0], axis=1))
-        else:
-            hidden = self.norm(sum_terms(*terms))
+        hidden = reduce(jnp.add, terms)
+        if self.has_columns:
+            hidden = concatenate_over(TENSOR_AXIS, hidden, axis=1)
         states = memories[-1] if is_recurrent else None
-        return hidden, memories[: len(kv_pools)], states, join_counts(counts)
-
-    def _block_sizes(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each block in a step that scatters hidden states; () in others."""
-        least = self.scattered_tokens
-        if least is None or num_tokens < least:
-            return ()
-        return block_sizes(num_tokens, lax.axis_size(TENSOR_AXIS))
+        return self.norm(hidden), memories[: len(kv_pools)], states, join_counts(counts)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        return self._scaled(self.embedding(token_ids))
-
-    def _embed_blocks(self, token_ids: jax.Array, sizes: tuple[int, ...]) -> Blocks:
-        parts = split_blocks(self.embedding.own_part(token_ids), sizes)
-        return tuple(self._scaled(scatter_sum(part)) for part in parts)
-
-    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        if self.has_columns:
+            vectors = scatter_sum(self.embedding.own_part(token_ids), axis=1)
+        else:
+            vectors = self.embedding(token_ids)
         if not self.architecture.scales_embedding:
             return vectors
         # By a number of the model's type.
@@ -275,7 +249,6 @@ class CausalLM(nnx.Module):
         is_token: jax.Array,
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
-        in_columns: bool,
     ) -> tuple[Carry, jax.Array | None]:
         """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
@@ -292,20 +265,16 @@ class CausalLM(nnx.Module):
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
-                hidden = sum_terms(*terms)
+                hidden = reduce(jnp.add, terms)
                 rest = (reads[place], memories[pool], first + turn * step)
-                if in_columns:
+                if self.has_columns:
                     hidden, memories[pool] = layer.on_columns(hidden, *rest, self.ring_products)
                     terms = (hidden,)
                     continue
                 copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
-                hidden, delta, memories[pool], experts = (
-                    layer.on_blocks(hidden, *rest)
-                    if isinstance(hidden, tuple)
-                    else layer(hidden, is_token, copies, *rest)
-                )
+                hidden, delta, memories[pool], experts = layer(hidden, is_token, copies, *rest)
                 chosen.append(experts)
-                terms = (hidden, delta) if self.defers_sum else (sum_terms(hidden, delta),)
+                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
             return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)

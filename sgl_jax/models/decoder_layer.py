@@ -1,15 +1,12 @@
 """One layer of a decoder: attention or a recurrence, and a feed-forward layer.
 
-Hidden states are on every chip of a rank, or scattered over them by tokens (`token_blocks`), or by
-columns (`hidden_columns`).
+Hidden states are on every chip of a rank, or scattered over them by columns (`hidden_columns`).
 """
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from sgl_jax.kernels.ring_products.interface import RingProducts
@@ -17,11 +14,9 @@ from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
 from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over, scatter_sum
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.token_blocks import Blocks
 
 
 class DecoderLayer(nnx.Module):
@@ -76,23 +71,6 @@ class DecoderLayer(nnx.Module):
             added, experts = mlp(normalised, is_token, copies)
         return hidden, _normalised(added, self.mlp_output_norm), memory, experts
 
-    def on_blocks(
-        self, hidden: Blocks, reads: tuple[Any, ...], memory: Any, layer: jax.Array
-    ) -> tuple[Blocks, Blocks, Any, None]:
-        """The same for hidden states scattered over the chips of a rank, see `token_blocks`.
-
-        Dense layers with attention only.
-        """
-        assert isinstance(self.attention, Attention)
-        normed = gathered(hidden, self.input_norm)
-        mix: Callable[..., tuple[Blocks, Any]] = self.attention.on_blocks
-        attended, memory = mix(normed, *reads, memory, layer)
-        hidden = sum_terms(
-            hidden, tuple(_normalised(block, self.attended_norm) for block in attended)
-        )
-        normed = gathered(hidden, self.post_attention_norm)
-        return hidden, tuple(map(self._fed_forward, normed)), memory, None
-
     def fits_columns(self, num_chips: int, multiple: int) -> bool:
         """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
         products support its matrices."""
@@ -139,20 +117,6 @@ class DecoderLayer(nnx.Module):
         norm = self.post_attention_norm
         inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
         return multiply_scatter(ring, inner, mlp.down, hidden), memory
-
-    def _fed_forward(self, normed: jax.Array) -> jax.Array:
-        assert isinstance(self.mlp, GatedMLP)
-        return _normalised(scatter_sum(self.mlp.own_part(normed)), self.mlp_output_norm)
-
-
-def sum_terms(*terms: Any) -> Any:
-    """The sum of arrays, or block by block."""
-    return jax.tree.map(lambda *parts: reduce(jnp.add, parts), *terms)
-
-
-def gathered(hidden: Blocks, norm: RMSNorm) -> Blocks:
-    """Scattered hidden states, normalised, on every chip of the rank."""
-    return tuple(concatenate_over(TENSOR_AXIS, norm(block)) for block in hidden)
 
 
 def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:

@@ -34,10 +34,7 @@ def engine_programs(
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
     sizes = config.sizes(pool_pages)
-    programs = Programs(
-        *(placed.graphdef, placed.params, state, row_params, sizes, mesh),
-        config.scattered_tokens,
-    )
+    programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
     return EngineProgramsOnPaper(config, placed, state, programs)
 
 

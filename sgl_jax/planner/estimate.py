@@ -188,7 +188,6 @@ def device_bytes(
         tp_size=request.args.tp_size,
         quantized=quantized_products(engine.placed, request.args.tp_size),
         ring=ring_products(engine.placed, request.args.tp_size),
-        column_tokens=engine.placed.model.column_tokens,
         expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
         expert_devices=request.args.ep_size,
         expert_copies=request.args.ep_num_redundant_experts,

@@ -1,8 +1,9 @@
-"""The products of short steps over a ring, as one device has them."""
+"""The products over a ring, as one device has them."""
 
 from typing import NamedTuple
 
-from sgl_jax.layers.hidden_columns import arrays_of
+from sgl_jax.core.quantization import ActivationFormat
+from sgl_jax.layers.hidden_columns import activation_of, arrays_of
 from sgl_jax.models.placement import PlacedModel
 from sgl_jax.planner.engine_programs import num_bits
 
@@ -15,11 +16,12 @@ class RingProduct(NamedTuple):
     inputs: int
     outputs: int  # of all matrices that are multiplied at once
     num_bytes: int  # of one layer's
+    activation: ActivationFormat | None = None  # that is multiplied; None: floats
 
 
 def ring_products(placed: PlacedModel, tp_size: int) -> tuple[RingProduct, ...]:
-    """The products of a model's short steps; () if they exchange by all-reduces."""
-    if not placed.model.column_tokens:
+    """The products of a model's layers; () if they exchange by all-reduces."""
+    if not placed.model.has_columns:
         return ()
     found = []
     for layer in placed.model.layers.values():
@@ -33,5 +35,5 @@ def ring_products(placed: PlacedModel, tp_size: int) -> tuple[RingProduct, ...]:
                 size += own.size // number * num_bits(own.dtype) // 8 // chips
             outputs *= len(linears)
             inner = (inputs, outputs // tp_size) if gathers else (inputs // tp_size, outputs)
-            found.append(RingProduct(gathers, number, *inner, size))
+            found.append(RingProduct(gathers, number, *inner, size, activation_of(linears[0])))
     return tuple(found)

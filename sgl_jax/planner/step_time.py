@@ -22,7 +22,7 @@ from sgl_jax.planner.kernel_time import (
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.quantized_time import quantized_time
-from sgl_jax.planner.ring_time import RingTime, ring_time
+from sgl_jax.planner.ring_time import ring_time
 from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
 # A ring through the slice uses two of a chip's links, one in each direction.
@@ -58,11 +58,8 @@ def estimate_step(
 ) -> StepTime:
     """Put one step's time together; `num_tokens` are of the program's shape, padding included."""
     program = cost.estimated_cycles / chip.clock_hz
-    in_columns = num_tokens <= memory.column_tokens
-    products = quantized_time(() if in_columns else memory.quantized, num_tokens, chip)
-    rings = RingTime()
-    if in_columns:
-        rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
+    products = quantized_time(() if memory.ring else memory.quantized, num_tokens, chip)
+    rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     flops = 2 * work.tokens * memory.layer_and_head_numbers
     fused = max(program, weights - products.hbm_s - rings.hbm_s)

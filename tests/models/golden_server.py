@@ -62,7 +62,6 @@ class Server:
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
-        scattered=False,
         in_columns=False,
         max_len=80,
     ):
@@ -83,10 +82,7 @@ class Server:
             options = options._replace(
                 separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
             )
-        if scattered:
-            options = options._replace(scattered_tokens=1)
-        if in_columns:
-            options = options._replace(column_tokens=64)
+        options = options._replace(splits_hidden=in_columns)
         placed = place_model(config, self.mesh, options)
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))

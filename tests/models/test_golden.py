@@ -26,7 +26,6 @@ class Setup(NamedTuple):
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
-    scattered: bool = False
     in_columns: bool = False
 
 
@@ -37,9 +36,6 @@ MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
-SCATTERED = Setup(tp=2, scattered=True)  # two blocks of tokens
-SCATTERED_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, scattered=True)
-SCATTERED_OVER_FOUR = Setup(tp=4, scattered=True)
 COLUMNS = Setup(tp=2, in_columns=True)
 COLUMNS_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, in_columns=True)
 COLUMNS_OVER_FOUR = Setup(tp=4, in_columns=True)
@@ -70,27 +66,15 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ],
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
-        *[(family, SCATTERED) for family in ("llama", "qwen2_windows", "gemma3")],
-        ("qwen3", SCATTERED_UNROLLED),
-        ("qwen2", SCATTERED_OVER_FOUR),
-        *[(family, COLUMNS) for family in ("llama", "gemma3")],
+        *[(family, COLUMNS) for family in ("llama", "qwen2_windows", "gemma3")],
         ("qwen3", COLUMNS_UNROLLED),
         ("qwen2", COLUMNS_OVER_FOUR),
         ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
-        ("gemma3", SPLIT_WEIGHTS),
         ("qwen3_next", SPLIT_WEIGHTS),
-        ("qwen3_5", TWO_RANKS),
-        ("gpt_oss", SPLIT_WEIGHTS),
-        *[
-            (family, setup)
-            for family in ("qwen3_moe", "gpt_oss", "qwen3_next")
-            for setup in (EXPERTS_OVER_A_RANK, EXPERTS_OVER_RANKS)
-        ],
-        *[
-            (family, setup)
-            for family in ("qwen3_moe_mixed", "gpt_oss_mxfp4")
-            for setup in (COPIED_EXPERTS, COPIED_EXPERTS_OVER_RANKS)
-        ],
+        ("qwen3_moe", EXPERTS_OVER_A_RANK),
+        ("gpt_oss", EXPERTS_OVER_RANKS),
+        ("qwen3_moe_mixed", COPIED_EXPERTS),
+        ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
         ("gpt_oss_mxfp4", Setup()),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
@@ -105,6 +89,15 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("qwen3_next", UNROLLED),
                 ("qwen3_5_moe", TWO_CHIPS),
                 ("qwen3_5_moe", SPLIT_WEIGHTS),
+                ("gemma3", SPLIT_WEIGHTS),
+                ("qwen3_5", TWO_RANKS),
+                ("gpt_oss", SPLIT_WEIGHTS),
+                ("gpt_oss", EXPERTS_OVER_A_RANK),
+                ("qwen3_moe", EXPERTS_OVER_RANKS),
+                ("qwen3_next", EXPERTS_OVER_A_RANK),
+                ("qwen3_next", EXPERTS_OVER_RANKS),
+                ("gpt_oss_mxfp4", COPIED_EXPERTS),
+                ("qwen3_moe_mixed", COPIED_EXPERTS_OVER_RANKS),
                 ("qwen3_moe", SIMULATED_TPU),
                 ("gemma3", SIMULATED_TPU),
                 ("gpt_oss", SIMULATED_TPU),

@@ -18,10 +18,13 @@ TOLERANCE = 1e-3  # of the logits' range
 # of its own; and sums in another order put a number near the boundary of two roundings on its
 # other side. Both are errors of quantization, as large as those that the reference has.
 TOLERANCE_OF_TWO_CHIPS = 0.06
-ON_TWO_CHIPS = ("ct_int8_dynamic", "ct_int4_asymmetric_group32", "gptq_act_order_group32")
+ON_TWO_CHIPS = (
+    *("ct_int8_dynamic", "ct_int4_asymmetric_group32", "gptq_act_order_group32"),
+    "moe_fp8_block",
+)
 
 
-def tolerance(name, tp=1, dp=1, in_columns=False):
+def tolerance(name, tp=1, **_):
     config = ModelConfig.from_path(GOLDEN / "quantized" / name)
     is_weight_only = all(rule.scheme.activation is None for _, rule in config.layers[0].rules)
     return TOLERANCE if is_weight_only or tp == 1 else TOLERANCE_OF_TWO_CHIPS
@@ -35,12 +38,18 @@ def tolerance(name, tp=1, dp=1, in_columns=False):
             pytest.param(
                 name,
                 {"tp": 2},
-                marks=() if name in ON_TWO_CHIPS or "moe_" in name else pytest.mark.long,
+                marks=() if name in ON_TWO_CHIPS else pytest.mark.long,
             )
             for name in FOLDERS
         ],
         ("ct_int4_group32", {"dp": 2}),
+        ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "copies": 2}),
+        pytest.param(
+            "moe_ct_int4_group32", {"dp": 2, "ep": 2, "copies": 2}, marks=pytest.mark.long
+        ),
+        pytest.param("moe_fp8_block", {"dp": 2, "ep": 2, "copies": 4}, marks=pytest.mark.long),
         ("ct_int8_weight_only", {"tp": 2, "in_columns": True}),
+        ("ct_int8_dynamic", {"tp": 2, "in_columns": True}),
         ("ct_fp8_kv_scales", {"tp": 2, "in_columns": True}),
     ],
     ids=str,

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.executor.programs import ASYNC_FUSIONS, SPARSE_CORE_EXCHANGES
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import Topology, topology_mesh
 
@@ -93,7 +92,18 @@ def product_beside_gather(slice_name, options):
 
 @pytest.mark.parametrize(
     ("slice_name", "options"),
-    [("v6e-4", SPARSE_CORE_EXCHANGES), ("v5e-4", ASYNC_FUSIONS)],
+    [
+        ("v6e-4", ["xla_tpu_enable_sparse_core_collective_offload_all_gather"]),
+        (
+            "v5e-4",
+            [
+                "xla_enable_async_all_gather",
+                "xla_tpu_enable_async_collective_fusion",
+                "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+                "xla_tpu_enable_async_collective_fusion_multiple_steps",
+            ],
+        ),
+    ],
     ids=["SparseCore", "fusions"],
 )
 def test_cycles_between_the_start_and_the_end_of_an_exchange_are_beside_it(slice_name, options):

@@ -47,10 +47,48 @@ def test_sums_cannot_leave_before_they_are_made():
 def test_instructions_count_where_they_take_longer_than_bytes():
     own = LONG._replace(num_layers=1, num_bytes=0)
     count, cycles = RING_BUNDLES[V6E.device_kind], HEADS_CYCLES[V6E.device_kind].call
-    cycles += 64 * (count.numbers + 128 * count.token) + 8 * count.chip
+    cycles += 64 * (count.product.tile + 128 * count.product.token) + 8 * count.chip
     cycles += 128 * 8192 / MI * (count.activations + count.sums)
     found = ring_time((own,), 128, 8, 2, V6E)
     assert found.products_s == pytest.approx(cycles / V6E.clock_hz)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize(
+    ("chip", "activation", "rate"),
+    [
+        ("v5e", None, 1),
+        ("v6e", "int8", 2),
+        ("v6e", "fp8", 1),
+        ("tpu7x", None, 1),
+        ("tpu7x", "fp8", 2),
+    ],
+)
+def test_no_product_is_faster_than_the_matrix_units(gathers, chip, activation, rate):
+    own = RingProduct(gathers, 1, 8192, 8192, 0, activation)
+    least = 2 * 2048 * 8192**2 / (rate * CHIPS[chip].bf16_flops_per_s)
+    assert ring_time((own,), 2048, 8, 2, CHIPS[chip]).products_s > least
+
+
+def test_long_steps_go_in_blocks_of_tokens_that_each_read_the_matrix():
+    one, two = (ring_time((LONG,), tokens, 8, 2, V6E) for tokens in (1024, 2048))
+    assert one.hbm_s == pytest.approx(3 * 128 * MI / V6E.hbm_bytes_per_s)
+    assert two.hbm_s == pytest.approx(2 * one.hbm_s)
+    assert two.exposed_s == pytest.approx(2 * one.exposed_s)
+
+
+def test_columns_in_8_bits_are_gathered_in_half_the_time_and_scattered_in_the_same():
+    gather, scatter = (
+        [
+            ring_time((RingProduct(gathers, 1, 8192, 8192, 0, activation),), 512, 8, 2, V6E)
+            for activation in (None, "int8")
+        ]
+        for gathers in (True, False)
+    )
+    hops = 5 * ICI_HOP_S  # with the barrier
+    assert gather[1].transfers_s - hops == pytest.approx((gather[0].transfers_s - hops) / 2)
+    assert scatter[1].transfers_s == pytest.approx(scatter[0].transfers_s)
+    assert gather[1].products_s < gather[0].products_s
 
 
 def products(*words):

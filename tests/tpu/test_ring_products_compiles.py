@@ -7,7 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.kernels.ring_products.matrices import RingMatrix
-from sgl_jax.kernels.ring_products.tpu import tpu_gather_multiply, tpu_multiply_scatter
+from sgl_jax.kernels.ring_products.tpu.gather import tpu_gather_multiply
+from sgl_jax.kernels.ring_products.tpu.scatter import tpu_multiply_scatter
 from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
 from tests.tpu.compiling import num_kernels
 

@@ -1,1 +1,1 @@
-"""Products of short steps that exchange hidden states over a ring: layers call `interface`."""
+"""Products that exchange hidden states over a ring: layers call `interface`."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
+from sgl_jax.core.quantization import ActivationFormat
 from sgl_jax.kernels.ring_products.matrices import Finish, RingMatrix
 from sgl_jax.kernels.ring_products.xla import xla_gather_multiply, xla_multiply_scatter
 from sgl_jax.kernels.tpu_chip import LANES
@@ -26,6 +27,7 @@ class GatherMultiply(Protocol):
         layer: jax.Array,
         finish: Finish,
         axis: str,
+        activation: ActivationFormat | None = None,
     ) -> jax.Array:
         """finish(*(n(x) @ matrix for each matrix)), where n(x) = x / rms(x) * norm.
 
@@ -37,9 +39,10 @@ class GatherMultiply(Protocol):
             layer: int32 [].
             finish: see `Finish`.
             axis: the mesh axis of the chips.
+            activation: the format that n(x) is quantized to, a scale for each token.
 
         Returns:
-            [T, out] in the dtype of x. Sums are made in float32.
+            [T, out] in the dtype of x. Sums are made in float32, or in int32 for products of int8.
         """
         ...
 
@@ -48,7 +51,13 @@ class MultiplyScatter(Protocol):
     """Multiply, add up over the chips, and leave each chip its columns of the sum."""
 
     def __call__(
-        self, x: jax.Array, matrix: RingMatrix, layer: jax.Array, residual: jax.Array, axis: str
+        self,
+        x: jax.Array,
+        matrix: RingMatrix,
+        layer: jax.Array,
+        residual: jax.Array,
+        axis: str,
+        activation: ActivationFormat | None = None,
     ) -> jax.Array:
         """This chip's columns of residual + the sum of all chips' x @ matrix.
 
@@ -58,10 +67,11 @@ class MultiplyScatter(Protocol):
             layer: int32 [].
             residual: [T, hidden / chips], this chip's columns.
             axis: the mesh axis of the chips.
+            activation: the format that x is quantized to, a scale for each of this chip's tokens.
 
         Returns:
-            [T, hidden / chips] in the dtype of x. A chip's sums are made in float32, and rounded
-            to that dtype on their way to the next chip.
+            [T, hidden / chips] in the dtype of x. A chip's sums are made in float32, or in int32
+            for products of int8, and rounded to that dtype on their way to the next chip.
         """
         ...
 
@@ -83,7 +93,8 @@ def ring_products_implementation(platform: str, *, simulate: bool = False) -> Ri
     if platform == "tpu" or (platform == "cpu" and simulate):
         # Here and not above: without Pallas, its import is not waited for.
         from sgl_jax.kernels.pallas_tpu import simulated
-        from sgl_jax.kernels.ring_products.tpu import tpu_gather_multiply, tpu_multiply_scatter
+        from sgl_jax.kernels.ring_products.tpu.gather import tpu_gather_multiply
+        from sgl_jax.kernels.ring_products.tpu.scatter import tpu_multiply_scatter
 
         if platform == "tpu":
             return RingProducts(tpu_gather_multiply, tpu_multiply_scatter, LANES)

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.ring_products import ring as ring_module
-from sgl_jax.kernels.ring_products import tpu
+from sgl_jax.kernels.ring_products import blocks
+from sgl_jax.kernels.ring_products.tpu import gather, scatter
+from sgl_jax.kernels.ring_products.tpu import ring as ring_module
 from tests.kernels.ring_products.problems import Program, check, draw, on_ring
 from tests.kernels.simulation import MODES, NoWait, simulate
 from tests.quick_compilation import quick_jit
@@ -20,13 +22,17 @@ PROGRAMS = (
     Program(4, dtype=jnp.bfloat16),
     Program(4, tokens=16),  # too few for two parts
     Program(3, tokens=8),  # no chip lies opposite
+    Program(2, tokens=150),  # padded
+    Program(2, tokens=128, is_quantized=True, activation="int8"),
+    Program(2, tokens=128, is_quantized=True, dtype=jnp.bfloat16, activation="int8"),
+    Program(2, tokens=32, is_quantized=True, activation="fp8"),
 )
-QUICK = (PROGRAMS[1], PROGRAMS[4])
+QUICK = PROGRAMS[4:7]
 
 
 def multiply(program, interpret):
     def run(problem):
-        products = tpu.tpu_gather_multiply, tpu.tpu_multiply_scatter
+        products = gather.tpu_gather_multiply, scatter.tpu_multiply_scatter
         with force_tpu_interpret_mode(interpret):
             return on_ring(program, *products)(problem)
 
@@ -38,9 +44,13 @@ compiled = lru_cache(multiply)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several to each matrix, in fewer buffers than there are blocks."""
-    monkeypatch.setattr(tpu, "_MAX_BLOCK", 128 * 128)
-    monkeypatch.setattr(tpu, "_MAX_BUFFERS", 3)
+    """Several to each matrix, in fewer buffers than there are blocks; and two of 128 tokens, each
+    multiplied two tiles at a time."""
+    monkeypatch.setattr(blocks, "_MAX_NUMBERS", 128 * 128)
+    monkeypatch.setattr(blocks, "_MAX_BUFFERS", 3)
+    monkeypatch.setattr(blocks, "_MAX_TILE", 48)
+    room = 12 * 2**20 + 4 * 2**20 + 90 * 8000
+    monkeypatch.setattr(blocks, "most_vmem_bytes", lambda kind: room)
 
 
 def run_and_check(program, seed, run):
@@ -72,8 +82,9 @@ def send_before_the_neighbours_are_there(monkeypatch):
 
 
 def read_another_layer(monkeypatch):
-    own = tpu.Stream
-    monkeypatch.setattr(tpu, "Stream", lambda layer, *rest: own(layer - 1, *rest))
+    own = ring_module.Stream
+    for module in (gather, scatter):
+        monkeypatch.setattr(module, "Stream", lambda layer, *rest: own(layer - 1, *rest))
 
 
 def use_blocks_that_have_not_come(monkeypatch):
@@ -100,14 +111,12 @@ def leave_messages_under_way(monkeypatch):
     monkeypatch.setattr(ring_module.Ring, "all_messages", lambda self: [])
 
 
-def add_no_more_than_the_nearest(monkeypatch):
-    own = ring_module.Ring.for_each_next
+def leave_out_the_last_rows(monkeypatch):
+    def half(num_tokens, size, do):
+        do(pl.ds(0, size // 2))
 
-    def wrong(self, k, do):
-        if do.__name__ != "add_received":
-            own(self, k, do)
-
-    monkeypatch.setattr(ring_module.Ring, "for_each_next", wrong)
+    for module in (gather, scatter):
+        monkeypatch.setattr(module, "for_rows", half)
 
 
 FAULTS = (
@@ -117,7 +126,7 @@ FAULTS = (
     use_blocks_that_have_not_come,
     read_messages_before_they_come,
     leave_messages_under_way,
-    add_no_more_than_the_nearest,
+    leave_out_the_last_rows,
 )
 OVER_FOUR = Program(4, inner=128)
 
@@ -141,8 +150,8 @@ def test_a_seeded_fault_is_noticed(fault, monkeypatch):
 @pytest.mark.parametrize("chips", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_each_chip_gets_each_message_once_from_the_nearest_side(chips, tokens, monkeypatch):
-    monkeypatch.setattr(tpu.lax, "axis_size", lambda axis: chips)
-    ring = ring_module.Ring.of("tensor", tokens)
+    monkeypatch.setattr(gather.lax, "axis_size", lambda axis: chips)
+    ring = ring_module.Ring.of("tensor", tokens, itemsize=2)
     assert ring.parts == (2 if chips % 2 == 0 and tokens == 64 else 1)
     offsets = sorted(int(ring_module.distance(k)) % chips for k in range(chips))
     assert offsets == list(range(chips))

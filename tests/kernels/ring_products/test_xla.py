@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, ring_products_implementation
-from sgl_jax.kernels.ring_products.tpu import tpu_gather_multiply
+from sgl_jax.kernels.ring_products.tpu.gather import tpu_gather_multiply
 from tests.kernels.ring_products.problems import Program, check, draw, on_ring
 
 
@@ -14,6 +14,14 @@ from tests.kernels.ring_products.problems import Program, check, draw, on_ring
 @pytest.mark.parametrize("chips", [2, 4])
 def test_agrees_with_float64(chips, dtype, is_quantized):
     program = Program(chips, 5, 24, 40, is_quantized, dtype)
+    problem = draw(program, 0)
+    check(program, problem, jax.jit(on_ring(program, *XLA_RING_PRODUCTS[:2]))(problem))
+
+
+@pytest.mark.parametrize("activation", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_quantized_activations_agree_with_float64(dtype, activation):
+    program = Program(2, 16, 64, 96, is_quantized=True, dtype=dtype, activation=activation)
     problem = draw(program, 0)
     check(program, problem, jax.jit(on_ring(program, *XLA_RING_PRODUCTS[:2]))(problem))
 

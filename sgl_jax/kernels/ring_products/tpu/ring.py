@@ -15,11 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.ring_products.blocks import is_split
 from sgl_jax.kernels.tpu_chip import LANES
-
-# Messages to the chip opposite are cut in two if this divides the tokens: whole tiles of two bytes
-# a number.
-SPLIT_TOKENS = 32
 
 
 class Ring(NamedTuple):
@@ -29,10 +26,9 @@ class Ring(NamedTuple):
     parts: int
 
     @classmethod
-    def of(cls, axis: str, num_tokens: int) -> "Ring":
+    def of(cls, axis: str, num_tokens: int, itemsize: int) -> "Ring":
         """In two parts if a chip lies opposite: one of them goes to it on each side."""
-        is_even = lax.axis_size(axis) % 2 == 0
-        return cls(axis, 2 if is_even and num_tokens % SPLIT_TOKENS == 0 else 1)
+        return cls(axis, 2 if is_split(lax.axis_size(axis), num_tokens, itemsize) else 1)
 
     @property
     def chips(self) -> int:
@@ -42,9 +38,9 @@ class Ring(NamedTuple):
         """The place of the chip so far to the right of this one."""
         return lax.rem(lax.axis_index(self.axis) + offset + self.chips, self.chips)
 
-    def places(self, num_tokens: int, width: int, dtype: Any) -> Any:
-        """Vector memory for a message of each number."""
-        return pltpu.VMEM((self.chips, self.parts, num_tokens // self.parts, width), dtype)
+    def places(self, num_tokens: int, width: int, dtype: Any, more: int = 0) -> Any:
+        """Vector memory for a message of each number, and some more."""
+        return pltpu.VMEM((self.chips + more, self.parts, num_tokens // self.parts, width), dtype)
 
     def semaphores(self) -> list[Any]:
         """For messages sent and received."""
@@ -68,16 +64,17 @@ class Ring(NamedTuple):
             device_id={self.axis: self.at(direction)},
         )
 
-    def for_each_next(self, k: Any, do: Callable[[Any, int], None]) -> None:
-        """do(message, part) for each part of a message whose way leads on from place k."""
-        last = self.chips - 1
-        for part in range(self.parts):
-            is_split = self._is_split(part)
-            end = last if is_split else self.chips
-            pl.when(k + 2 < end)(partial(do, k + 2, part))
-            pl.when((k == 0) & (end > 1))(partial(do, 1, part))
-            if is_split:
-                pl.when(k == last - 1)(partial(do, last, part))
+    def nexts(self, k: Any, part: int) -> list[tuple[Any, Any]]:
+        """The messages whose way leads on from place k for one part, each with its condition."""
+        last, is_split = self.chips - 1, self._is_split(part)
+        end = last if is_split else self.chips
+        found = [(k + 2 < end, k + 2), ((k == 0) & (end > 1), 1)]
+        return [*found, (k == last - 1, last)] if is_split else found
+
+    def for_each_next(self, k: Any, part: int, do: Callable[[Any, int], None]) -> None:
+        """do(message, part) for each of `nexts`."""
+        for is_next, message in self.nexts(k, part):
+            pl.when(is_next)(partial(do, message, part))
 
     def all_messages(self) -> list[tuple[int, int]]:
         return [(k, part) for k in range(1, self.chips) for part in range(self.parts)]

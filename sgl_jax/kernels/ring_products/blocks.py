@@ -1,0 +1,91 @@
+"""The sizes of blocks, of tokens and of matrices, in the TPU's products over a ring."""
+
+from typing import NamedTuple
+
+from sgl_jax.kernels.tpu_chip import LANES, most_vmem_bytes
+
+_MAX_NUMBERS = 1 << 20  # of a matrix's block
+_BUFFER_BYTES = 12 << 20  # of blocks on their way
+_MAX_BUFFERS = 8
+_OTHER_BYTES = 4 << 20  # of vector memory: norms, scales, registers that do not fit
+_MAX_TILE = 576  # tokens that are multiplied with a matrix's block at once
+_MAX_PIECE = 64  # tokens that are normalised or finished at once
+_SUBLANES = 16  # tokens of a tile of memory, of two bytes a number
+_UNIT = 32  # tokens in whole tiles of memory, of one byte a number or more
+
+
+class TokenBlocks(NamedTuple):
+    """Tokens, padded, in equal blocks, each in equal tiles."""
+
+    blocks: int
+    tiles: int  # of a block
+    tile: int  # tokens
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a block."""
+        return self.tiles * self.tile
+
+    @property
+    def padded(self) -> int:
+        """All tokens."""
+        return self.blocks * self.tokens
+
+    @classmethod
+    def of(cls, num_tokens: int, token_bytes: int, kind: str) -> "TokenBlocks":
+        """The fewest blocks whose tokens, of `token_bytes` each, lie in a chip's vector memory."""
+        room = most_vmem_bytes(kind) - _BUFFER_BYTES - _OTHER_BYTES
+        blocks = -(-num_tokens * token_bytes // room)
+        if blocks == 1 and num_tokens <= _MAX_TILE:
+            return cls(1, 1, num_tokens)
+        tiles = -(-num_tokens // (blocks * _MAX_TILE))
+        return cls(blocks, tiles, -(-num_tokens // (blocks * tiles * _UNIT)) * _UNIT)
+
+
+def gather_token_bytes(
+    chips: int, columns: int, outputs: int, itemsize: int, result_itemsize: int
+) -> int:
+    """Vector memory for a token of a product that gathers, `outputs` of all its matrices.
+
+    Its columns of every chip, as they are multiplied, and as they arrive, twice; sums of each
+    output, and two results.
+    """
+    gathered = (chips + 3) * columns * itemsize
+    return gathered + outputs * (4 + 2 * result_itemsize) + 2 * _ROW_BYTES
+
+
+def scatter_token_bytes(
+    chips: int, columns: int, inputs: int, itemsize: int, result_itemsize: int
+) -> int:
+    """The same for a product that scatters.
+
+    Its inputs, twice; columns to and from every chip, and zeros; the residual and the result,
+    twice; and the sums for one chip.
+    """
+    scattered = (2 * chips + 5) * columns * result_itemsize
+    return 2 * inputs * itemsize + scattered + columns * 4 + 2 * _ROW_BYTES
+
+
+_ROW_BYTES = LANES * 4  # of one number for each token
+
+
+def piece(num_tokens: int) -> int:
+    """The part of so many tokens whose numbers fit into registers, a few of each at a time."""
+    sizes = range(_SUBLANES, _MAX_PIECE + 1, _SUBLANES)
+    return max((size for size in sizes if num_tokens % size == 0), default=num_tokens)
+
+
+def is_split(chips: int, num_tokens: int, itemsize: int) -> bool:
+    """True if messages to the chip opposite are cut in two, into whole tiles of memory."""
+    return chips % 2 == 0 and num_tokens % (2 * 32 // itemsize) == 0
+
+
+def block_width(size: int, columns: int) -> int:
+    """The part of `size` outputs or inputs that makes a block with `columns` hidden states."""
+    sizes = range(LANES, max(_MAX_NUMBERS // columns, LANES) + 1, LANES)
+    return max(own for own in sizes if size % own == 0)
+
+
+def num_buffers(block_bytes: int, num_blocks: int) -> int:
+    """Blocks of matrices that are on their way at once."""
+    return min(max(_BUFFER_BYTES // block_bytes, 2), _MAX_BUFFERS, num_blocks)

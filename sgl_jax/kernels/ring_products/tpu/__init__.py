@@ -1,0 +1,1 @@
+"""The TPU's kernels of products over a ring: layers call `interface`."""
