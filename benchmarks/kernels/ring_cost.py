@@ -31,7 +31,7 @@ MI = 2**20
 PRODUCTS = {"gate and up": (2, 3584), "down": (0, 3584)}
 # Tokens in one tile, and in two.
 TOKENS = (8, 128, 512, 1024)
-# Of the matrix, and of the activations if these are quantized.
+# The type of the matrix, and the activations' format if they are quantized.
 FORMATS: tuple[tuple[Any, ActivationFormat | None], ...] = (
     (jnp.bfloat16, None),
     (jnp.int8, None),
@@ -98,7 +98,11 @@ def main() -> None:
                     _, schedules, _ = compile_schedules(lowered)
                     (found,) = (own for own in schedules if "ring" in own.kernel)
                     hot, *others = found.hot_loops
-                    block = max(count, 1) * COLUMNS * block_width(width, COLUMNS)
+                    block = (
+                        max(count, 1)
+                        * COLUMNS
+                        * block_width(width, COLUMNS, max(count, 1) * jnp.dtype(dtype).itemsize)
+                    )
                     in_others = ", ".join(f"{own.depth}: {own.bundles}" for own in others)
                     rest = found.bundles - sum(own.bundles for own in found.loops)
                     print(

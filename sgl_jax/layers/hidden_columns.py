@@ -19,7 +19,15 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.quantized_matrix import QuantizedMatrix
 
 
-def is_supported(linear: Linear, num_chips: int, multiple: int) -> bool:
+def are_supported(linears: Sequence[Linear], num_chips: int, multiple: int) -> bool:
+    """True for matrices of one format that `_is_supported`: they are multiplied at once."""
+    formats = {
+        own.weight.scheme if isinstance(own.weight, QuantizedMatrix) else None for own in linears
+    }
+    return len(formats) == 1 and all(_is_supported(own, num_chips, multiple) for own in linears)
+
+
+def _is_supported(linear: Linear, num_chips: int, multiple: int) -> bool:
     """True for floats, and for 8-bit weights with a scale for each output alone, whose part on one
     of `num_chips` has widths that `multiple` divides.
 

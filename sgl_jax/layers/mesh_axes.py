@@ -30,12 +30,12 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 
 
-def scatter_sum(x: jax.Array, axis: int = 0) -> jax.Array:
-    """This tensor chip's share, along `axis`, of the sum of all tensor chips' x [n, ...].
+def scatter_sum(x: jax.Array) -> jax.Array:
+    """This tensor chip's columns of the sum of all tensor chips' x [n, width].
 
-    Shares are in the order of the chips, whose number divides the size of `axis`.
+    Columns are in the order of the chips, whose number divides the width.
     """
-    exchange = partial(lax.psum_scatter, axis_name=TENSOR_AXIS, scatter_dimension=axis, tiled=True)
+    exchange = partial(lax.psum_scatter, axis_name=TENSOR_AXIS, scatter_dimension=1, tiled=True)
     return _exchanged(x, TENSOR_AXIS, exchange)
 
 

@@ -216,7 +216,7 @@ class CausalLM(nnx.Module):
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         if self.has_columns:
-            vectors = scatter_sum(self.embedding.own_part(token_ids), axis=1)
+            vectors = scatter_sum(self.embedding.own_part(token_ids))
         else:
             vectors = self.embedding(token_ids)
         if not self.architecture.scales_embedding:

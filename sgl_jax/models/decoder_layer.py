@@ -1,6 +1,6 @@
 """One layer of a decoder: attention or a recurrence, and a feed-forward layer.
 
-Hidden states are on every chip of a rank, or scattered over them by columns (`hidden_columns`).
+Hidden states are on every chip of a rank, or each chip has columns of them (`hidden_columns`).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from flax import nnx
 from sgl_jax.kernels.ring_products.interface import RingProducts
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
-from sgl_jax.layers.hidden_columns import gather_multiply, is_supported, multiply_scatter
+from sgl_jax.layers.hidden_columns import are_supported, gather_multiply, multiply_scatter
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
@@ -80,9 +80,7 @@ class DecoderLayer(nnx.Module):
         if self.attended_norm or self.mlp_output_norm or own.output.bias:
             return False
         return all(
-            is_supported(linear, num_chips, multiple)
-            for _, linears in self.column_products()
-            for linear in linears
+            are_supported(linears, num_chips, multiple) for _, linears in self.column_products()
         )
 
     def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:

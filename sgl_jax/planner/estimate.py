@@ -135,11 +135,12 @@ def make_estimate(request: PlanRequest) -> Estimate:
         concurrency,
         requests_per_s=request.args.dp_size * concurrency / round_s,
         requests_without_windows=requests_without_windows(request),
-        balance=_balance(engine.config),
+        balance=expert_balance(engine.config),
     )
 
 
-def _balance(config: EngineConfig) -> ExpertBalance | None:
+def expert_balance(config: EngineConfig) -> ExpertBalance | None:
+    """None without a file of loads."""
     loads = loads_for(config.args, config.model)
     if loads is None or config.placement is None:
         return None

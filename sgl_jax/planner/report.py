@@ -49,7 +49,7 @@ def as_text(plan: Estimate) -> str:
         f"{args.model_path} on {topology.name} ({'x'.join(map(str, topology.grid))} chips, "
         f"{topology.num_devices} devices, {topology.chip.device_kind}): "
         f"dp {args.dp_size} x tp {args.tp_size}{_experts(args)}",
-        *_balance_lines(plan),
+        *balance_lines(plan),
         "",
         f"Memory of each device, of {in_gib(memory.usable_hbm_bytes)} that programs may use",
         f"  weights              {in_gib(memory.weight_bytes):>10}",
@@ -137,7 +137,7 @@ def _experts(args: ServerArgs) -> str:
     return "" if args.ep_size == 1 else f", whole experts over {args.ep_size} devices{copies}"
 
 
-def _balance_lines(plan: Estimate) -> list[str]:
+def balance_lines(plan: Estimate) -> list[str]:
     """The recorded loads of devices, if a file has them."""
     if plan.balance is None:
         return []

@@ -16,6 +16,7 @@ class RingProduct(NamedTuple):
     inputs: int
     outputs: int  # of all matrices that are multiplied at once
     num_bytes: int  # of one layer's
+    matrices: int = 1  # that are multiplied at once
     activation: ActivationFormat | None = None  # that is multiplied; None: floats
 
 
@@ -35,5 +36,6 @@ def ring_products(placed: PlacedModel, tp_size: int) -> tuple[RingProduct, ...]:
                 size += own.size // number * num_bits(own.dtype) // 8 // chips
             outputs *= len(linears)
             inner = (inputs, outputs // tp_size) if gathers else (inputs // tp_size, outputs)
-            found.append(RingProduct(gathers, number, *inner, size, activation_of(linears[0])))
+            formats = len(linears), activation_of(linears[0])
+            found.append(RingProduct(gathers, number, *inner, size, *formats))
     return tuple(found)

@@ -70,23 +70,29 @@ class RingTime(NamedTuple):
     """Seconds of all layers on one device in a step."""
 
     products_s: float = 0.0  # the kernels without exchanges
-    hbm_s: float = 0.0  # the bytes of their matrices
+    hbm_s: float = 0.0  # the bytes of their matrices, as often as they are read
+    weights_s: float = 0.0  # the same, read once
     transfers_s: float = 0.0
     exposed_s: float = 0.0
 
     def plus(self, other: "RingTime", times: int) -> "RingTime":
         return RingTime(*(mine + times * own for mine, own in zip(self, other, strict=True)))
 
+    @property
+    def bound(self) -> str:
+        """The main wait of the kernels: "HBM" or "MXU"."""
+        return "HBM" if self.hbm_s > self.products_s / 2 else "MXU"
+
 
 def ring_time(
     products: tuple[RingProduct, ...], num_tokens: int, tp_size: int, itemsize: int, chip: Chip
 ) -> RingTime:
-    """The time of a step of `num_tokens`, padding included, of activations of `dtype`."""
+    """The time of a step of `num_tokens`, padding included, of activations of `itemsize`."""
     total = RingTime()
     for own in products:
-        blocks = _token_blocks(own, num_tokens, tp_size, itemsize, chip)
-        one = _one_block(own, blocks, tp_size, itemsize, chip)
-        total = total.plus(one, own.num_layers * blocks.blocks)
+        cut = _token_blocks(own, num_tokens, tp_size, itemsize, chip)
+        one = _one_block(own, cut, tp_size, itemsize, chip)
+        total = total.plus(one, own.num_layers * cut.number)
         total = total.plus(_once(own, num_tokens, tp_size, chip), own.num_layers)
     return total
 
@@ -96,8 +102,8 @@ def _token_blocks(
 ) -> TokenBlocks:
     itemsizes = _multiplied_itemsize(own, itemsize), itemsize
     if own.gathers:
-        columns = own.inputs // tp_size
-        token_bytes = gather_token_bytes(tp_size, columns, own.outputs, *itemsizes)
+        columns, outputs = own.inputs // tp_size, own.outputs // own.matrices
+        token_bytes = gather_token_bytes(tp_size, columns, outputs, own.matrices, *itemsizes)
     else:
         columns = own.outputs // tp_size
         token_bytes = scatter_token_bytes(tp_size, columns, own.inputs, *itemsizes)
@@ -109,21 +115,23 @@ def _multiplied_itemsize(own: RingProduct, itemsize: int) -> int:
 
 
 def _one_block(
-    own: RingProduct, blocks: TokenBlocks, tp_size: int, itemsize: int, chip: Chip
+    own: RingProduct, cut: TokenBlocks, tp_size: int, itemsize: int, chip: Chip
 ) -> RingTime:
     """One layer's product of one block of tokens."""
-    count, num_tokens = RING_BUNDLES[chip.device_kind], blocks.tokens
+    count, num_tokens = RING_BUNDLES[chip.device_kind], cut.tokens
     hidden = own.inputs if own.gathers else own.outputs
     numbers = own.inputs * own.outputs / _MI
     product = count.product if own.activation is None else count.values[own.activation]
-    cycles = numbers * (blocks.tiles * product.tile + num_tokens * product.token)
+    cycles = numbers * (cut.tiles * product.tile + num_tokens * product.token)
     flops = 2.0 * num_tokens * own.inputs * own.outputs
     cycles = max(cycles, chip.matrix_seconds(flops, own.activation) * chip.clock_hz)
-    cycles += tp_size * count.chip + num_tokens * hidden / _MI * count.activations
+    normalised = 0 if own.gathers and own.activation else num_tokens * hidden / _MI
+    cycles += tp_size * count.chip + normalised * count.activations
     hbm = own.num_bytes / chip.hbm_bytes_per_s
     shorter, longer = sorted((hbm, cycles / chip.clock_hz))
-    # The first block's way in and the last one's product overlap with nothing.
-    multiplied = longer + shorter / max(numbers, 1)
+    # The first block's way in and the last one's product overlap with nothing. Later blocks of
+    # tokens find their first ones there.
+    multiplied = longer + shorter / max(numbers, 1) / cut.number
     sums = num_tokens * own.outputs / _MI * count.sums if own.gathers else 0
     sent = _multiplied_itemsize(own, itemsize) if own.gathers else itemsize
     hop = num_tokens * hidden // tp_size * sent / chip.ici_link_bytes_per_s
@@ -131,7 +139,8 @@ def _one_block(
     hops = [ICI_HOP_S + hop] * (tp_size - 1) + [ICI_HOP_S + hop / (1 + in_halves)]
     play = _gathered_s if own.gathers else partial(_scattered_s, in_halves=in_halves)
     whole, alone = play(multiplied / tp_size, hops), multiplied + sums / chip.clock_hz
-    return RingTime(alone, hbm, play(0.0, hops), max(0.0, whole - multiplied))
+    exposed = max(0.0, whole - multiplied)
+    return RingTime(alone, hbm, hbm / cut.number, play(0.0, hops), exposed)
 
 
 def _once(own: RingProduct, num_tokens: int, tp_size: int, chip: Chip) -> RingTime:

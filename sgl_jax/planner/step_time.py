@@ -62,7 +62,7 @@ def estimate_step(
     rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     flops = 2 * work.tokens * memory.layer_and_head_numbers
-    fused = max(program, weights - products.hbm_s - rings.hbm_s)
+    fused = max(program, weights - products.hbm_s - rings.weights_s)
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
@@ -77,7 +77,8 @@ def estimate_step(
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
     kernels = (attention, recurrences, experts, products)
     total = fused + heads + lines + rings.products_s + sum(kernel.total_s for kernel in kernels)
-    waits = {"HBM": rings.products_s, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
+    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
+    waits[rings.bound] += rings.products_s
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in kernels:
         waits[part.bound] += part.total_s

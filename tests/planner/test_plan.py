@@ -5,14 +5,15 @@ import json
 
 import pytest
 
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.planner import __main__ as command
 from sgl_jax.planner import sweep as sweep_module
 from sgl_jax.planner import topology as topology_module
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.estimate import ExpertBalance, StepDoesNotFitError
+from sgl_jax.planner.estimate import ExpertBalance, StepDoesNotFitError, expert_balance
 from sgl_jax.planner.memory import plan_memory, smallest_fit
-from sgl_jax.planner.report import as_dict, as_text
+from sgl_jax.planner.report import as_dict, as_text, balance_lines
 from sgl_jax.planner.topology import has_tpu_compiler
 
 pytestmark = pytest.mark.skipif(
@@ -100,17 +101,20 @@ def test_text_and_json_say_the_same(plan):
     assert f"Serve with: {values['serve_command']}" in text
 
 
-def test_the_balance_of_recorded_loads_is_reported(plan):
+def test_the_balance_of_recorded_loads_is_reported(plan, tmp_path):
     assert "times the mean load" not in as_text(plan)
     assert as_dict(plan)["expert_balance"] is None
-    args = dataclasses.replace(plan.request.args, init_expert_location="loads.json")
-    request = dataclasses.replace(plan.request, args=args)
-    placed = dataclasses.replace(plan, request=request, balance=ExpertBalance(2.3, 1.01))
-    assert (
-        "by loads.json the device whose experts are chosen most has 1.01 times the mean load, 2.30 "
-        "times with experts in order"
-    ) in as_text(placed)
-    assert as_dict(placed)["expert_balance"] == {"in_order": 2.3, "placed": 1.01}
+    # Of 128 experts on four devices, those of the first are chosen three times as often.
+    file, loads = tmp_path / "loads.json", [[3] * 32 + [1] * 96] * 48
+    file.write_text(json.dumps({"logical_count": loads}))
+    words = ["--model-path", "qwen3-30b-a3b", "--topology", "v6e-4", "--tp-size", "4"]
+    experts = ["--ep-size", "4", "--init-expert-location", str(file)]
+    request = parse_plan_request([*words, *experts])
+    balance = expert_balance(EngineConfig.resolve(request.args, request.config, "tpu"))
+    assert balance == ExpertBalance(in_order=pytest.approx(2.0), placed=pytest.approx(1.0))
+    line = f"by {file} the device whose experts are chosen most has 1.00 times the mean load, "
+    placed = dataclasses.replace(plan, request=request, balance=balance)
+    assert balance_lines(placed) == [line + "2.00 times with experts in order"]
 
 
 def test_what_windows_save_is_told_where_there_are_windows(plan):

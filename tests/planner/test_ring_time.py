@@ -65,7 +65,7 @@ def test_instructions_count_where_they_take_longer_than_bytes():
     ],
 )
 def test_no_product_is_faster_than_the_matrix_units(gathers, chip, activation, rate):
-    own = RingProduct(gathers, 1, 8192, 8192, 0, activation)
+    own = RingProduct(gathers, 1, 8192, 8192, 0, activation=activation)
     least = 2 * 2048 * 8192**2 / (rate * CHIPS[chip].bf16_flops_per_s)
     assert ring_time((own,), 2048, 8, 2, CHIPS[chip]).products_s > least
 
@@ -74,17 +74,20 @@ def test_long_steps_go_in_blocks_of_tokens_that_each_read_the_matrix():
     one, two = (ring_time((LONG,), tokens, 8, 2, V6E) for tokens in (1024, 2048))
     assert one.hbm_s == pytest.approx(3 * 128 * MI / V6E.hbm_bytes_per_s)
     assert two.hbm_s == pytest.approx(2 * one.hbm_s)
-    assert two.exposed_s == pytest.approx(2 * one.exposed_s)
+    assert two.weights_s == one.weights_s == one.hbm_s
+    assert two.transfers_s == pytest.approx(2 * one.transfers_s)
+    assert 1.9 < two.products_s / one.products_s <= 2
+    assert (one.bound, two.bound) == ("MXU", "MXU")
+    assert ring_time((LONG,), 8, 8, 2, V6E).bound == "HBM"
 
 
 def test_columns_in_8_bits_are_gathered_in_half_the_time_and_scattered_in_the_same():
-    gather, scatter = (
-        [
-            ring_time((RingProduct(gathers, 1, 8192, 8192, 0, activation),), 512, 8, 2, V6E)
-            for activation in (None, "int8")
-        ]
-        for gathers in (True, False)
-    )
+    def times(*, gathers):
+        own = LONG._replace(gathers=gathers, num_layers=1, num_bytes=0)
+        quantized = own._replace(activation="int8")
+        return [ring_time((each,), 512, 8, 2, V6E) for each in (own, quantized)]
+
+    gather, scatter = times(gathers=True), times(gathers=False)
     hops = 5 * ICI_HOP_S  # with the barrier
     assert gather[1].transfers_s - hops == pytest.approx((gather[0].transfers_s - hops) / 2)
     assert scatter[1].transfers_s == pytest.approx(scatter[0].transfers_s)
@@ -103,7 +106,7 @@ def test_a_devices_part_of_every_product_is_found():
     words = ("--model-path", "llama-3.3-70b", "--hidden-sharding", "tensor")
     assert products(*words) == (
         RingProduct(True, 80, 8192, 1280, 8192 * 1280 * 2),
-        RingProduct(True, 80, 8192, 2 * 3584, 8192 * 2 * 3584 * 2),
+        RingProduct(True, 80, 8192, 2 * 3584, 8192 * 2 * 3584 * 2, matrices=2),
         RingProduct(False, 80, 1024, 8192, 1024 * 8192 * 2),
         RingProduct(False, 80, 3584, 8192, 3584 * 8192 * 2),
     )

@@ -35,7 +35,7 @@ NAMESPACES = ("", "red", "blue")
 VALUES = (0, 0, 1, -7, 50, 2**31 - 1, -(2**31))
 # The default run's share of examples.
 OPTIONS: dict[str, Any] = {
-    "max_examples": 70,
+    "max_examples": 50,
     "stateful_step_count": 20,
     "suppress_health_check": [HealthCheck.too_slow],
 }

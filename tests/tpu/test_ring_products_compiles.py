@@ -15,7 +15,7 @@ from tests.tpu.compiling import num_kernels
 pytestmark = pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed")
 
 # A 70B's feed-forward layer and a 32B's.
-WIDTHS = {"70b": (8192, 28672), "32b": (5120, 25600)}
+WIDTHS = {"70b": (8192, 28672), "32b": (5120, 25600), "34b": (8192, 22016)}
 
 
 def layer(x, norm, number, matrices):
@@ -68,6 +68,18 @@ def test_every_generation_multiplies_a_layer_in_place(
     assert program.memory_analysis().temp_size_in_bytes < 8 << 20
 
 
-@pytest.mark.parametrize("model", WIDTHS)
+@pytest.mark.parametrize("model", ["32b", "70b"])
 def test_widths_of_published_models_compile(model):
     assert num_kernels(compiled("v6e-8", 8, 256, WIDTHS[model], is_quantized=False)) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("model", WIDTHS)
+@pytest.mark.parametrize(
+    ("slice_name", "num_chips"),
+    [("v6e-4", 2), ("v6e-4", 4), ("v5e-8", 8), ("v5p-8", 4), ("tpu7x-8", 8), ("tpu7x-4", 4)],
+)
+def test_blocks_of_long_steps_fit_vector_memory(slice_name, num_chips, model, is_quantized):
+    program = compiled(slice_name, num_chips, 2176, WIDTHS[model], is_quantized=is_quantized)
+    assert num_kernels(program) == 2

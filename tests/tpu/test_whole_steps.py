@@ -247,7 +247,7 @@ def test_layers_with_columns_exchange_within_their_products(model, quantization,
     engine, program, bucket = _compile(model, slice_name, 1, 8, phase, layers, **settings)
     cost = program_cost(program)
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
-    assert cost.temp_bytes < 160 * 2**20
+    assert cost.temp_bytes < (64 if phase == "decode" else 160) * 2**20
     kernels = Counter(cost.kernels)
     assert kernels[RING_GATHER_NAME] == kernels[RING_SCATTER_NAME] == 2 * len(layers)
     hidden = bucket.tokens * engine.config.model.hidden_size * 2
@@ -285,19 +285,11 @@ DEALT_OUT = (
     ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 8),
     ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 8),
 )
-# The others take one to two minutes each.
-QUICKEST = (DEALT_OUT[2], "decode")
 
 
-@pytest.mark.parametrize(
-    ("case", "step"),
-    [
-        pytest.param(case, step, marks=() if (case, step) == QUICKEST else pytest.mark.long)
-        for case in DEALT_OUT
-        for step in STEPS
-    ],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("case", DEALT_OUT, ids=str)
 def test_dealt_out_experts_are_not_copied_and_ranks_exchange_tokens_alone(case, step):
     model, topology_name, dp, tp, ep, num_copies = case
     layers, settings = read_config(model).layers[:4], {"ep_num_redundant_experts": num_copies}

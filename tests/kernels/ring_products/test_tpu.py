@@ -26,6 +26,8 @@ PROGRAMS = (
     Program(2, tokens=128, is_quantized=True, activation="int8"),
     Program(2, tokens=128, is_quantized=True, dtype=jnp.bfloat16, activation="int8"),
     Program(2, tokens=32, is_quantized=True, activation="fp8"),
+    Program(3, tokens=150),
+    Program(4, tokens=128, is_quantized=True, activation="int8"),
 )
 QUICK = PROGRAMS[4:7]
 
@@ -44,12 +46,12 @@ compiled = lru_cache(multiply)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several to each matrix, in fewer buffers than there are blocks; and two of 128 tokens, each
-    multiplied two tiles at a time."""
+    """Several to each matrix, in fewer buffers than there are blocks; and of 128 tokens or more,
+    each multiplied two tiles at a time."""
     monkeypatch.setattr(blocks, "_MAX_NUMBERS", 128 * 128)
     monkeypatch.setattr(blocks, "_MAX_BUFFERS", 3)
-    monkeypatch.setattr(blocks, "_MAX_TILE", 48)
-    room = 12 * 2**20 + 4 * 2**20 + 90 * 8000
+    monkeypatch.setattr(blocks, "_MAX_TILE", 32)
+    room = 16 * 2**20 + 640_000
     monkeypatch.setattr(blocks, "most_vmem_bytes", lambda kind: room)
 
 
@@ -75,6 +77,19 @@ def test_layers_in_a_row_are_those_of_the_whole_arrays(mode, program, seed):
 def send_the_wrong_way(monkeypatch):
     own = ring_module._direction
     monkeypatch.setattr(ring_module, "_direction", lambda k: -own(k))
+
+
+def wait_for_neighbours_before_the_first_block_alone(monkeypatch):
+    own = ring_module.Ring.wait_for_neighbours
+
+    def wrong(self):
+        pl.when(pl.program_id(0) == 0)(lambda: own(self))
+
+    monkeypatch.setattr(ring_module.Ring, "wait_for_neighbours", wrong)
+
+
+def pass_on_without_what_came(monkeypatch):
+    monkeypatch.setattr(ring_module.Ring, "place_before", lambda self, k, part: self.chips)
 
 
 def send_before_the_neighbours_are_there(monkeypatch):
@@ -120,6 +135,8 @@ def leave_out_the_last_rows(monkeypatch):
 
 
 FAULTS = (
+    wait_for_neighbours_before_the_first_block_alone,
+    pass_on_without_what_came,
     send_the_wrong_way,
     send_before_the_neighbours_are_there,
     read_another_layer,
@@ -128,7 +145,7 @@ FAULTS = (
     leave_messages_under_way,
     leave_out_the_last_rows,
 )
-OVER_FOUR = Program(4, inner=128)
+OVER_FOUR = Program(4, tokens=128, inner=128)  # in two blocks
 
 
 def check_in_both_modes():

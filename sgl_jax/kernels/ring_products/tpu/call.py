@@ -48,14 +48,14 @@ def call(
     scales: list[jax.Array],
     matrices: list[jax.Array],
     result: jax.ShapeDtypeStruct,
-    blocks: TokenBlocks,
+    cut: TokenBlocks,
     scratch: list[Any],
 ) -> jax.Array:
     """Run kernel(layer, by_token, norms, scales, matrices, out, *scratch) for each block of tokens;
     scales are the layer's own."""
 
     def of_tokens(array: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((blocks.tokens, array.shape[1]), lambda block, _: (block, 0))
+        return pl.BlockSpec((cut.tokens, array.shape[1]), lambda block, _: (block, 0))
 
     def of_layer(stack: jax.Array) -> pl.BlockSpec:
         shape = (1, *stack.shape[1:])
@@ -63,17 +63,17 @@ def call(
 
     vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pl.ANY))
     num_tokens, width = result.shape
-    if num_tokens < blocks.padded:
-        more = ((0, blocks.padded - num_tokens), (0, 0))
+    if num_tokens < cut.padded:
+        more = ((0, cut.padded - num_tokens), (0, 0))
         by_token = [jnp.pad(array, more) for array in by_token]
-    padded = jax.ShapeDtypeStruct((blocks.padded, width), result.dtype)
+    padded = jax.ShapeDtypeStruct((cut.padded, width), result.dtype)
     run = pl.pallas_call(
         kernel,
         name=name,
         out_shape=padded,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(blocks.blocks,),
+            grid=(cut.number,),
             in_specs=[
                 list(map(of_tokens, by_token)),
                 [vmem for _ in norms],

@@ -11,7 +11,7 @@ The blocks of the matrices stream from memory meanwhile, each once for a block o
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +60,15 @@ def tpu_gather_multiply(
         found = normalised_values(x, norm, eps, axis, activation, quantize_normalised_rows)
         by_token, norms = list(found), []
     of_x = by_token[0].dtype
-    sizes = chips, columns, count * outputs, of_x.itemsize, dtype.itemsize
-    blocks = TokenBlocks.of(num_tokens, gather_token_bytes(*sizes), device_kind())
-    width, ring = block_width(outputs, columns), Ring.of(axis, blocks.tokens, of_x.itemsize)
+    sizes = chips, columns, outputs, count, of_x.itemsize, dtype.itemsize
+    cut = TokenBlocks.of(num_tokens, gather_token_bytes(*sizes), device_kind())
+    width, ring = (
+        block_width(outputs, columns, count * stored.itemsize),
+        Ring.of(axis, cut.tokens, of_x.itemsize),
+    )
     turns = num_buffers(count * columns * width * stored.itemsize, chips * outputs // width)
     return call(
-        partial(_gather_kernel, eps=eps, finish=finish, ring=ring, blocks=blocks),
+        partial(_gather_kernel, eps=eps, finish=finish, ring=ring, cut=cut),
         GATHER_NAME,
         layer,
         by_token,
@@ -73,12 +76,12 @@ def tpu_gather_multiply(
         [own.scales for own in matrices if own.scales is not None],
         [own.values for own in matrices],
         jax.ShapeDtypeStruct((num_tokens, outputs), dtype),
-        blocks,
+        cut,
         [
-            ring.places(blocks.tokens, columns, of_x),
-            pltpu.VMEM((blocks.tokens, columns), of_x),
-            pltpu.VMEM((blocks.tokens, LANES), jnp.float32),
-            pltpu.VMEM((count, outputs // width, blocks.tokens, width), sums_dtype(of_x)),
+            ring.places(cut.tokens, columns, of_x),
+            pltpu.VMEM((cut.tokens, columns), of_x),
+            *[pltpu.VMEM((cut.tokens, LANES), jnp.float32) for _ in norms],
+            pltpu.VMEM((count, outputs // width, cut.tokens, width), sums_dtype(of_x)),
             pltpu.VMEM((turns, count, columns, width), stored),
             pltpu.SemaphoreType.DMA((turns,)),
             *ring.semaphores(),
@@ -97,65 +100,27 @@ def _gather_kernel(
     eps: float,
     finish: Finish,
     ring: Ring,
-    blocks: TokenBlocks,
+    cut: TokenBlocks,
 ) -> None:
-    """Columns [chips, parts, T / parts, columns] as they come; own [T, columns], one chip's as
-    they are multiplied; squares [T, LANES], summed; sums [matrices, blocks, T, width].
-
-    `by_token` is x and, if it is quantized, each row's scale; else `norms` has the factors.
-    """
-    columns, own, squares, sums, buffers, arrived, sent, received = scratch
-    num_blocks, part_rows, (x, *row_scales) = sums.shape[1], columns.shape[2], by_token
+    """`by_token` is x and, if it is quantized, each row's scale; else `norms` has the factors."""
+    columns, own, *squares, sums, buffers, arrived, sent, received = scratch
+    x, *row_scales = by_token
+    gathered = _Gathered(ring, columns, sent, received, own, norms, squares)
+    num_blocks, width = sums.shape[1], buffers.shape[3]
     each = ring.chips * num_blocks  # blocks of the matrices for a block of tokens
     first = pl.program_id(0) * each
 
     def corner(block: Any) -> tuple[Any, Any]:
         source = ring.at(-distance(lax.div(lax.rem(block, each), num_blocks)))
-        return source * x.shape[1], lax.rem(block, num_blocks) * buffers.shape[3]
+        return source * own.shape[1], lax.rem(block, num_blocks) * width
 
-    def message(k: Any, part: int, source: Any = 0) -> Any:
-        return ring.message(k, part, columns.at[source], columns, sent, received)
-
-    def send_on(source: Any) -> None:
-        for part in range(ring.parts):
-            ring.for_each_next(source, part, lambda k, part: message(k, part, source).start())
-
-    def receive(k: Any) -> None:
-        @pl.when(k < ring.chips)
-        def _() -> None:
-            for part in range(ring.parts):
-                message(k, part).wait_recv()
-            send_on(k)
-
-    def take(k: Any) -> None:
-        if not norms:
-            own[...] = columns[k].reshape(own.shape)
-            return
-        for part in range(ring.parts):
-
-            def normalise(rows: Any, part: int = part) -> None:
-                wide = columns[k, part, rows].astype(jnp.float32)
-                here = pl.ds(part * part_rows + rows.start, rows.size)
-                squares[here] += _lane_sums(wide * wide)
-                own[here] = (wide * norms[0][ring.at(-distance(k))]).astype(own.dtype)
-
-            for_rows(part_rows, piece(part_rows), normalise)
-
-    stream = Stream(layer[0], matrices, buffers, arrived, corner, blocks.blocks * each)
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, cut.number * each)
     ring.signal_neighbours()
     pl.when(first == 0)(stream.start_first)
-    columns[0] = x[...].reshape(columns.shape[1:])
-    squares[...] = jnp.zeros_like(squares)
-    ring.wait_for_neighbours()
-    send_on(0)
+    gathered.start(x)
 
     def multiply(k: Any) -> None:
-        @pl.when(lax.rem(k, 2) == 1)
-        def _() -> None:
-            receive(k)
-            receive(k + 1)
-
-        take(k)
+        gathered.take(k)
 
         @pl.loop(0, num_blocks)
         def _(n: Any) -> None:
@@ -167,21 +132,85 @@ def _gather_kernel(
                     new = multiplied(own[rows], values[m])
                     sums[m, n, rows] = jnp.where(k == 0, new, sums[m, n, rows] + new)
 
-            for_rows(blocks.tokens, blocks.tile, multiply_tile)
+            for_rows(cut.tokens, cut.tile, multiply_tile)
             stream.replace(block)
 
     def finish_rows(rows: Any) -> None:
-        if norms:
-            mean = jnp.sum(squares[rows], axis=1, keepdims=True) / norms[0].size
-            by_row = lax.rsqrt(mean + eps)
-        else:
-            by_row = row_scales[0][rows]
+        by_row = gathered.inverse_rms(rows, eps) if norms else row_scales[0][rows]
         _finish_sums(sums, rows, by_row, scales, finish, out)
 
     pl.loop(0, ring.chips)(multiply)
-    for_rows(blocks.tokens, piece(part_rows), finish_rows)
-    for k, part in ring.all_messages():
-        message(k, part).wait_send()
+    for_rows(cut.tokens, piece(columns.shape[2]), finish_rows)
+    gathered.end()
+
+
+class _Gathered(NamedTuple):
+    """A block of tokens, as its columns come from the other chips."""
+
+    ring: Ring
+    columns: Any  # [chips, parts, T / parts, columns] of each message
+    sent: Any
+    received: Any
+    own: Any  # [T, columns] of one chip, as they are multiplied
+    norms: Any  # one [chips, 1, columns], its factors; none if columns are quantized
+    squares: Any  # one [T, LANES] as well, summed
+
+    def start(self, x: Any) -> None:
+        """Send this chip's columns [T, columns] off, once the neighbours may receive."""
+        self.columns[0] = x[...].reshape(self.columns.shape[1:])
+        for squares in self.squares:
+            squares[...] = jnp.zeros_like(squares)
+        self.ring.wait_for_neighbours()
+        self._send_on(0)
+
+    def take(self, k: Any) -> None:
+        """Bring message k's columns, times the norm's factors, to `own`."""
+
+        @pl.when(lax.rem(k, 2) == 1)
+        def _() -> None:
+            self._receive(k)
+            self._receive(k + 1)
+
+        if not self.norms:
+            self.own[...] = self.columns[k].reshape(self.own.shape)
+            return
+        part_rows = self.columns.shape[2]
+        for part in range(self.ring.parts):
+            for_rows(part_rows, piece(part_rows), partial(self._normalise, k, part))
+
+    def inverse_rms(self, rows: Any, eps: float) -> jax.Array:
+        """[rows, 1] when all columns have been taken."""
+        size = self.norms[0].size
+        mean = jnp.sum(self.squares[0][rows], axis=1, keepdims=True) / size
+        return lax.rsqrt(mean + eps)
+
+    def end(self) -> None:
+        for k, part in self.ring.all_messages():
+            self._message(k, part).wait_send()
+
+    def _message(self, k: Any, part: int, source: Any = 0) -> Any:
+        places = self.columns.at[source], self.columns
+        return self.ring.message(k, part, *places, self.sent, self.received)
+
+    def _send_on(self, source: Any) -> None:
+        for part in range(self.ring.parts):
+            self.ring.for_each_next(
+                source, part, lambda k, part: self._message(k, part, source).start()
+            )
+
+    def _receive(self, k: Any) -> None:
+        @pl.when(k < self.ring.chips)
+        def _() -> None:
+            for part in range(self.ring.parts):
+                self._message(k, part).wait_recv()
+            self._send_on(k)
+
+    def _normalise(self, k: Any, part: int, rows: Any) -> None:
+        wide = self.columns[k, part, rows].astype(jnp.float32)
+        here = pl.ds(part * self.columns.shape[2] + rows.start, rows.size)
+        self.squares[0][here] += _lane_sums(wide * wide)
+        factors = self.norms[0][self.ring.at(-distance(k))]
+        self.own[here] = (wide * factors).astype(self.own.dtype)
 
 
 def _finish_sums(

@@ -71,6 +71,13 @@ class Ring(NamedTuple):
         found = [(k + 2 < end, k + 2), ((k == 0) & (end > 1), 1)]
         return [*found, (k == last - 1, last)] if is_split else found
 
+    def place_before(self, k: Any, part: int) -> Any:
+        """The place of the message that goes on as message k for one part; `chips` if none does."""
+        before: Any = self.chips
+        for is_next, place in self.nexts(k, part):
+            before = jnp.where(is_next, place, before)
+        return before
+
     def for_each_next(self, k: Any, part: int, do: Callable[[Any, int], None]) -> None:
         """do(message, part) for each of `nexts`."""
         for is_next, message in self.nexts(k, part):

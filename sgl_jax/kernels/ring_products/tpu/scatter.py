@@ -5,7 +5,7 @@ The sums for the farthest chips come first, and travel while those for nearer on
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,12 @@ def tpu_multiply_scatter(
     if matrix.scales is not None:
         scales = [matrix.scales.reshape(-1, chips, 1, columns)]
     sizes = chips, columns, inputs, x.dtype.itemsize, dtype.itemsize
-    blocks = TokenBlocks.of(num_tokens, scatter_token_bytes(*sizes), device_kind())
-    rows, ring = block_width(inputs, columns), Ring.of(axis, blocks.tokens, dtype.itemsize)
+    cut = TokenBlocks.of(num_tokens, scatter_token_bytes(*sizes), device_kind())
+    rows = block_width(inputs, columns, stored.itemsize)
+    ring = Ring.of(axis, cut.tokens, dtype.itemsize)
     turns = num_buffers(rows * columns * stored.itemsize, chips * inputs // rows)
     return call(
-        partial(_scatter_kernel, ring=ring, blocks=blocks),
+        partial(_scatter_kernel, ring=ring, cut=cut),
         SCATTER_NAME,
         layer,
         [x, residual, *row_scales],
@@ -65,11 +66,11 @@ def tpu_multiply_scatter(
         scales,
         [matrix.values],
         jax.ShapeDtypeStruct(residual.shape, dtype),
-        blocks,
+        cut,
         [
-            ring.places(blocks.tokens, columns, dtype),
-            ring.places(blocks.tokens, columns, dtype, more=1),
-            pltpu.VMEM((blocks.tokens, columns), sums_dtype(x.dtype)),
+            ring.places(cut.tokens, columns, dtype),
+            ring.places(cut.tokens, columns, dtype, more=1),
+            pltpu.VMEM((cut.tokens, columns), sums_dtype(x.dtype)),
             pltpu.VMEM((turns, 1, rows, columns), stored),
             pltpu.SemaphoreType.DMA((turns,)),
             *ring.semaphores(),
@@ -86,67 +87,22 @@ def _scatter_kernel(
     out: Any,
     *scratch: Any,
     ring: Ring,
-    blocks: TokenBlocks,
+    cut: TokenBlocks,
 ) -> None:
-    """The farthest chips' columns first: sums [T, columns] of this chip; outgoing
-    [chips, parts, T / parts, columns] with the incoming ones, which have a place of zeros more.
-
-    `by_token` is x, the residual and, if x is quantized, each row's scale.
-    """
+    """`by_token` is x, the residual and, if x is quantized, each row's scale."""
     outgoing, incoming, sums, buffers, arrived, sent, received = scratch
-    (x, residual, *row_scales), num_rows = by_token, buffers.shape[2]
-    num_blocks, columns, part_rows = x.shape[1] // num_rows, sums.shape[1], outgoing.shape[2]
+    x, residual, *row_scales = by_token
+    scattered = _Scattered(ring, outgoing, incoming, sent, received, sums, row_scales, scales)
+    num_rows = buffers.shape[2]
+    num_blocks = x.shape[1] // num_rows
     each = ring.chips * num_blocks  # blocks of the matrix for a block of tokens
     first = pl.program_id(0) * each
 
     def corner(block: Any) -> tuple[Any, Any]:
         k = ring.chips - 1 - lax.div(lax.rem(block, each), num_blocks)
-        return lax.rem(block, num_blocks) * num_rows, ring.at(distance(k)) * columns
+        return lax.rem(block, num_blocks) * num_rows, ring.at(distance(k)) * sums.shape[1]
 
-    def message(k: Any, part: int) -> Any:
-        return ring.message(k, part, outgoing.at[k], incoming, sent, received)
-
-    def receive(k: Any, part: int) -> None:
-        message(k, part).wait_recv()
-
-    def add_up(k: Any, rows: Any, *others: jax.Array) -> jax.Array:
-        """This chip's sums for the chip of message k, and others, some rows each."""
-        total = sums[rows].astype(jnp.float32)
-        if row_scales:
-            total *= row_scales[0][rows]
-        if scales:
-            total *= scales[0][0, ring.at(distance(k))]
-        for other in others:
-            total += other.astype(jnp.float32)
-        return total.astype(out.dtype)
-
-    def send_on(k: Any, part: int) -> None:
-        """The message for another chip goes on with this chip's sums."""
-        ring.for_each_next(k, part, receive)
-        before: Any = ring.chips
-        for is_next, place in ring.nexts(k, part):
-            before = jnp.where(is_next, place, before)
-
-        def add(rows: Any) -> None:
-            here = pl.ds(part * part_rows + rows.start, rows.size)
-            outgoing[k, part, rows] = add_up(k, here, incoming[before, part, rows])
-
-        for_rows(part_rows, piece(part_rows), add)
-        message(k, part).start()
-
-    def finish(part: int) -> None:
-        """The nearest chips' messages end here."""
-        places = [place for is_next, place in ring.nexts(0, part) if is_next]
-        for place in places:
-            receive(place, part)
-
-        def add(rows: Any) -> None:
-            here = pl.ds(part * part_rows + rows.start, rows.size)
-            out[here] = add_up(0, here, residual[here], *(incoming[k, part, rows] for k in places))
-
-        for_rows(part_rows, piece(part_rows), add)
-
-    stream = Stream(layer[0], matrices, buffers, arrived, corner, blocks.blocks * each)
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, cut.number * each)
     ring.signal_neighbours()
     pl.when(first == 0)(stream.start_first)
     incoming[ring.chips] = jnp.zeros(incoming.shape[1:], incoming.dtype)
@@ -164,14 +120,75 @@ def _scatter_kernel(
                 new = multiplied(x[rows, inputs], values[0])
                 sums[rows] = jnp.where(n == 0, new, sums[rows] + new)
 
-            for_rows(blocks.tokens, blocks.tile, multiply_tile)
+            for_rows(cut.tokens, cut.tile, multiply_tile)
             stream.replace(block)
 
         pl.when(turn == 0)(ring.wait_for_neighbours)
         for part in range(ring.parts):
-            pl.when(k > 0)(partial(send_on, k, part))
-            pl.when(k == 0)(partial(finish, part))
+            pl.when(k > 0)(partial(scattered.send, k, part))
+            pl.when(k == 0)(partial(scattered.finish, part, residual, out))
 
     pl.loop(0, ring.chips)(multiply)
-    for k, part in ring.all_messages():
-        message(k, part).wait_send()
+    scattered.end()
+
+
+class _Scattered(NamedTuple):
+    """The sums of a block of tokens, on their way to the chips whose columns they are."""
+
+    ring: Ring
+    outgoing: Any  # [chips, parts, T / parts, columns] of each message
+    incoming: Any  # the same, and a place of zeros
+    sent: Any
+    received: Any
+    sums: Any  # [T, columns] of this chip's inputs
+    row_scales: Any  # one [T, 1] if x is quantized
+    scales: Any  # one [1, chips, 1, columns] of a matrix in 8 bits
+
+    def send(self, k: Any, part: int) -> None:
+        """Send the sums for the chip of message k, with the ones that came for it."""
+        self.ring.for_each_next(k, part, self._receive)
+        before, part_rows = self.ring.place_before(k, part), self.outgoing.shape[2]
+
+        def add(rows: Any) -> None:
+            here = pl.ds(part * part_rows + rows.start, rows.size)
+            total = self._total(k, here, self.incoming[before, part, rows])
+            self.outgoing[k, part, rows] = total.astype(self.outgoing.dtype)
+
+        for_rows(part_rows, piece(part_rows), add)
+        self._message(k, part).start()
+
+    def finish(self, part: int, residual: Any, out: Any) -> None:
+        """This chip's own columns, when the nearest chips' messages have come."""
+        places = [place for is_next, place in self.ring.nexts(0, part) if is_next]
+        for place in places:
+            self._receive(place, part)
+        part_rows = self.outgoing.shape[2]
+
+        def add(rows: Any) -> None:
+            here = pl.ds(part * part_rows + rows.start, rows.size)
+            received = [self.incoming[place, part, rows] for place in places]
+            out[here] = self._total(0, here, residual[here], *received).astype(out.dtype)
+
+        for_rows(part_rows, piece(part_rows), add)
+
+    def end(self) -> None:
+        for k, part in self.ring.all_messages():
+            self._message(k, part).wait_send()
+
+    def _message(self, k: Any, part: int) -> Any:
+        places = self.outgoing.at[k], self.incoming
+        return self.ring.message(k, part, *places, self.sent, self.received)
+
+    def _receive(self, k: Any, part: int) -> None:
+        self._message(k, part).wait_recv()
+
+    def _total(self, k: Any, rows: Any, *others: jax.Array) -> jax.Array:
+        """Some rows of the sums for the chip of message k, and others, in float32."""
+        total = self.sums[rows].astype(jnp.float32)
+        if self.row_scales:
+            total *= self.row_scales[0][rows]
+        if self.scales:
+            total *= self.scales[0][0, self.ring.at(distance(k))]
+        for other in others:
+            total += other.astype(jnp.float32)
+        return total

@@ -10,6 +10,7 @@ from sgl_jax.core.quantization import ActivationFormat
 from sgl_jax.kernels.quantized_matmul.numbers import value_dtype
 from sgl_jax.kernels.quantized_matmul.tpu import QUANTIZE_NAME, activation_rows
 from sgl_jax.kernels.ring_products.normalised_values import quantize_normalised
+from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
 
 def quantize_normalised_rows(
@@ -41,6 +42,8 @@ def quantize_normalised_rows(
             of_rows(1),
         ],
         out_specs=of_rows(columns),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
     )(x, factors, by_row, scale)
     return values
