@@ -9,7 +9,7 @@ RUNS_OF_A_HALF = 960
 
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_random_runs_break_no_invariant(with_sessions: bool) -> None:
-    assert main(10_001, 10_006, with_sessions=with_sessions) > 2000
+    assert main(10_001, 10_004, with_sessions=with_sessions) > 1300
 
 
 def test_a_run_whose_youngest_request_had_the_shorter_limit() -> None:
