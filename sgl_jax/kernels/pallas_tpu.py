@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sgl_jax.kernels.quantized_matmul.numbers import sums_dtype
 from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
 # For kernels whose DMAs go to pages or slots by their ids. These are the memory manager's: a check
@@ -102,13 +103,16 @@ def for_each_run(
 
 
 def product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The matrices x times y in float32, one axis of each summed over; of float32 without loss."""
+    """The matrices x times y, one axis of each summed over; of float32 without loss.
+
+    In float32, or in int32 if both are int8.
+    """
     return lax.dot_general(
         x,
         y,
         (((axes[0],), (axes[1],)), ((), ())),
         precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=sums_dtype(x.dtype),
     )
 
 

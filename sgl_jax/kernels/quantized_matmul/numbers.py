@@ -26,6 +26,11 @@ def value_dtype(weight: WeightFormat | ActivationFormat) -> jnp.dtype:
     return jnp.dtype(_VALUE_DTYPES[weight])
 
 
+def sums_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The type of sums of products of `dtype`."""
+    return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
+
+
 def scale_dtype(weight: WeightFormat, dtype: DTypeLike, *, in_groups: bool) -> jnp.dtype:
     """The type of stored scales, for a model whose own type is `dtype`."""
     if weight == "mxfp4":
@@ -78,6 +83,12 @@ def dequantized(
     return numbers.reshape(values.shape)
 
 
+def activation_scale(magnitude: jax.Array, activation: ActivationFormat) -> jax.Array:
+    """The scale that fits a greatest magnitude, float32 [T, 1] as that."""
+    scale = magnitude / GREATEST[activation]
+    return jnp.where(scale == 0, 1, scale)
+
+
 def quantize_activations(
     x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -87,8 +98,7 @@ def quantize_activations(
     """
     greatest, wide = GREATEST[activation], x.astype(jnp.float32)
     if scale is None:
-        scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / greatest
-        scale = jnp.where(scale == 0, 1, scale)
+        scale = activation_scale(jnp.max(jnp.abs(wide), axis=1, keepdims=True), activation)
     scaled = jnp.clip(wide / scale, -greatest, greatest)
     if activation == "int8":
         scaled = jnp.round(scaled)

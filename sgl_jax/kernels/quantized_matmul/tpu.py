@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -216,13 +215,7 @@ def quantized_activations(
 
 def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, out: Any) -> None:
     """Activations [tokens, inputs] times values [1, inputs, width], scaled, into out."""
-    is_int = values.dtype == jnp.int8
-    sums = lax.dot_general(
-        x[...],
-        values[0],
-        (((1,), (0,)), ((), ())),
-        preferred_element_type=jnp.int32 if is_int else jnp.float32,
-    )
+    sums = product(x[...], values[0], (1, 0))
     out[...] = (sums.astype(jnp.float32) * x_scales[...] * scales[0]).astype(out.dtype)
 
 

@@ -11,6 +11,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     as_scales,
     dequantized,
     quantize_activations,
+    sums_dtype,
 )
 
 _CPU_BLOCK = 1024  # inputs that a CPU converts at once: their numbers stay in its cache
@@ -83,6 +84,5 @@ def _quantized_product(x: jax.Array, own: QuantizedArrays, scheme: Scheme) -> ja
     assert own.zero_points is None
     assert len(own.scales) == 1
     values, scale = quantize_activations(x, scheme.activation, own.input_scale)
-    sums_dtype = jnp.int32 if scheme.activation == "int8" else jnp.float32
-    sums = jnp.matmul(values, own.values, preferred_element_type=sums_dtype)
+    sums = jnp.matmul(values, own.values, preferred_element_type=sums_dtype(values.dtype))
     return (sums.astype(jnp.float32) * scale * own.scales).astype(x.dtype)

@@ -12,8 +12,8 @@ _OTHER_BYTES = 4 << 20  # of vector memory: norms, scales, registers that do not
 _ROW_BYTES = LANES * 4  # of one number for each token
 _MAX_TILE = 576  # tokens that are multiplied with a matrix's block at once, in whole units
 _MAX_PIECE = 64  # tokens that are normalised or finished at once
-_SUBLANES = 16  # tokens of a tile of memory, of two bytes a number
-_UNIT = 32  # the same, of one byte a number or more
+_UNIT = 32  # tokens of a tile of memory, of one byte a number; fewer if numbers have more
+_SUBLANES = _UNIT // 2  # the same, of two bytes
 
 
 class TokenBlocks(NamedTuple):
@@ -88,7 +88,7 @@ def piece(num_tokens: int) -> int:
 
 def is_split(chips: int, num_tokens: int, itemsize: int) -> bool:
     """True if messages to the chip opposite are cut in two, into whole tiles of memory."""
-    return chips % 2 == 0 and num_tokens % (2 * 32 // itemsize) == 0
+    return chips % 2 == 0 and num_tokens % (2 * _UNIT // itemsize) == 0
 
 
 def block_width(size: int, columns: int, number_bytes: int) -> int:

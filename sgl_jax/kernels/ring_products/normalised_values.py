@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.core.quantization import GREATEST, ActivationFormat
-from sgl_jax.kernels.quantized_matmul.numbers import quantize_activations
+from sgl_jax.core.quantization import ActivationFormat
+from sgl_jax.kernels.quantized_matmul.numbers import activation_scale, quantize_activations
 
 # The values [T, columns] of x [T, columns], times factors float32 [1, columns] and by_row float32
 # [T, 1], rounded to the type of x, with a scale float32 [T, 1] for each row.
@@ -60,6 +60,5 @@ def normalised_values(
     by_row = lax.rsqrt(jnp.sum(of_chips[:, 0], axis=0) / norm.size + eps)[:, None]
     # Rounded to the type of x, like the numbers themselves.
     magnitude = (jnp.max(of_chips[:, 1], axis=0)[:, None] * by_row).astype(x.dtype)
-    scale = magnitude.astype(jnp.float32) / GREATEST[activation]
-    scale = jnp.where(scale == 0, 1, scale)
+    scale = activation_scale(magnitude.astype(jnp.float32), activation)
     return quantize(x, factors, by_row, scale, activation), scale

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.quantization import ActivationFormat
-from sgl_jax.kernels.quantized_matmul.numbers import quantize_activations
+from sgl_jax.kernels.quantized_matmul.numbers import quantize_activations, sums_dtype
 from sgl_jax.kernels.ring_products.matrices import Finish, RingMatrix
 from sgl_jax.kernels.ring_products.normalised_values import normalised_values
 
@@ -56,8 +56,7 @@ def _product(
     values = lax.dynamic_index_in_dim(matrix.values, layer, keepdims=False)
     if by_row is None:
         values = values.astype(x.dtype)
-    sums_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    sums = jnp.matmul(x, values, preferred_element_type=sums_dtype).astype(jnp.float32)
+    sums = jnp.matmul(x, values, preferred_element_type=sums_dtype(x.dtype)).astype(jnp.float32)
     if by_row is not None:
         sums *= by_row
     if matrix.scales is None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -18,16 +17,8 @@ GATHER_NAME, SCATTER_NAME = "ring_gather_multiply", "ring_multiply_scatter"
 _COLLECTIVE_IDS = {GATHER_NAME: 8, SCATTER_NAME: 9}
 
 
-def sums_dtype(x: Any) -> Any:
-    return jnp.int32 if x == jnp.int8 else jnp.float32
-
-
 def multiplied(x: jax.Array, values: jax.Array) -> jax.Array:
     """x times a block of a matrix, both in 8 bits, or as numbers of x's type."""
-    if x.dtype == jnp.int8:
-        return lax.dot_general(
-            x, values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32
-        )
     return product(x, values if values.dtype == x.dtype else values.astype(x.dtype), (1, 0))
 
 

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.core.quantization import ActivationFormat
+from sgl_jax.kernels.quantized_matmul.numbers import sums_dtype
 from sgl_jax.kernels.ring_products.blocks import (
     TokenBlocks,
     block_width,
@@ -34,7 +35,6 @@ from sgl_jax.kernels.ring_products.tpu.call import (
     call,
     for_rows,
     multiplied,
-    sums_dtype,
 )
 from sgl_jax.kernels.ring_products.tpu.ring import Ring, Stream, distance
 from sgl_jax.kernels.ring_products.tpu.values import quantize_normalised_rows
@@ -62,10 +62,8 @@ def tpu_gather_multiply(
     of_x = by_token[0].dtype
     sizes = chips, columns, outputs, count, of_x.itemsize, dtype.itemsize
     cut = TokenBlocks.of(num_tokens, gather_token_bytes(*sizes), device_kind())
-    width, ring = (
-        block_width(outputs, columns, count * stored.itemsize),
-        Ring.of(axis, cut.tokens, of_x.itemsize),
-    )
+    width = block_width(outputs, columns, count * stored.itemsize)
+    ring = Ring.of(axis, cut.tokens, of_x.itemsize)
     turns = num_buffers(count * columns * width * stored.itemsize, chips * outputs // width)
     return call(
         partial(_gather_kernel, eps=eps, finish=finish, ring=ring, cut=cut),
@@ -106,34 +104,27 @@ def _gather_kernel(
     columns, own, *squares, sums, buffers, arrived, sent, received = scratch
     x, *row_scales = by_token
     gathered = _Gathered(ring, columns, sent, received, own, norms, squares)
-    num_blocks, width = sums.shape[1], buffers.shape[3]
-    each = ring.chips * num_blocks  # blocks of the matrices for a block of tokens
-    first = pl.program_id(0) * each
 
-    def corner(block: Any) -> tuple[Any, Any]:
-        source = ring.at(-distance(lax.div(lax.rem(block, each), num_blocks)))
-        return source * own.shape[1], lax.rem(block, num_blocks) * width
+    def corner(k: Any, n: Any) -> tuple[Any, Any]:
+        return ring.at(-distance(k)) * own.shape[1], n * buffers.shape[3]
 
-    stream = Stream(layer[0], matrices, buffers, arrived, corner, cut.number * each)
+    sizes = ring.chips, sums.shape[1], pl.program_id(0), cut.number
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, *sizes)
     ring.signal_neighbours()
-    pl.when(first == 0)(stream.start_first)
+    stream.start_first()
     gathered.start(x)
 
     def multiply(k: Any) -> None:
-        gathered.take(k)
-
-        @pl.loop(0, num_blocks)
-        def _(n: Any) -> None:
-            block = first + k * num_blocks + n
-            values = stream.wait(block)
-
+        def multiply_block(n: Any, values: Any) -> None:
             def multiply_tile(rows: Any) -> None:
                 for m in range(len(matrices)):
                     new = multiplied(own[rows], values[m])
                     sums[m, n, rows] = jnp.where(k == 0, new, sums[m, n, rows] + new)
 
             for_rows(cut.tokens, cut.tile, multiply_tile)
-            stream.replace(block)
+
+        gathered.take(k)
+        stream.for_each(k, multiply_block)
 
     def finish_rows(rows: Any) -> None:
         by_row = gathered.inverse_rms(rows, eps) if norms else row_scales[0][rows]

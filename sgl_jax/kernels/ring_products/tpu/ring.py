@@ -101,39 +101,52 @@ def distance(k: Any) -> Any:
 
 
 class Stream(NamedTuple):
-    """The blocks of matrices [layers, ...] in the order of their use, in turns of buffers."""
+    """The blocks of matrices [layers, ...] in the order of their use, in turns of buffers.
+
+    Each block of tokens uses all of them, some for each chip of the ring, one chip after the other.
+    """
 
     layer: Any
     matrices: Any
     buffers: Any  # [turns, matrices, rows, columns]
     arrived: Any  # DMA semaphores [turns]
-    corner: Any  # of a block's number: its first row and column
-    total: int
+    corner: Any  # of a chip's place in that order and one of its blocks: first row and column
+    chips: int
+    each: int  # blocks of a chip
+    token_block: Any
+    num_token_blocks: int
 
-    def start(self, block: Any) -> None:
-        @pl.when(block < self.total)
+    def start_first(self) -> None:
+        """Fill all buffers, before the first block of tokens."""
+
+        @pl.when(self.token_block == 0)
+        def _() -> None:
+            for block in range(self.buffers.shape[0]):
+                self._start(block)
+
+    def for_each(self, chip: Any, use: Callable[[Any, Any], None]) -> None:
+        """use(n, its buffer [matrices, rows, columns]) for the blocks of a chip by its place."""
+        first = (self.token_block * self.chips + chip) * self.each
+
+        @pl.loop(0, self.each)
+        def _(n: Any) -> None:
+            block = first + n
+            for copy in self._copies(block):
+                copy.wait()
+            use(n, self.buffers.at[lax.rem(block, self.buffers.shape[0])])
+            self._start(block + self.buffers.shape[0])
+
+    def _start(self, block: Any) -> None:
+        @pl.when(block < self.num_token_blocks * self.chips * self.each)
         def _() -> None:
             for copy in self._copies(block):
                 copy.start()
 
-    def start_first(self) -> None:
-        for block in range(self.buffers.shape[0]):
-            self.start(block)
-
-    def wait(self, block: Any) -> Any:
-        """The block's buffer, [matrices, rows, columns]."""
-        for copy in self._copies(block):
-            copy.wait()
-        return self.buffers.at[lax.rem(block, self.buffers.shape[0])]
-
-    def replace(self, block: Any) -> None:
-        """Fill the buffer of a block that has been used."""
-        self.start(block + self.buffers.shape[0])
-
     def _copies(self, block: Any) -> list[Any]:
         turn = lax.rem(block, self.buffers.shape[0])
         _, _, rows, columns = self.buffers.shape
-        row, column = self.corner(block)
+        chip = lax.rem(lax.div(block, self.each), self.chips)
+        row, column = self.corner(chip, lax.rem(block, self.each))
         part = pl.ds(pl.multiple_of(row, rows), rows), pl.ds(pl.multiple_of(column, LANES), columns)
         return [
             pltpu.make_async_copy(

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.core.quantization import ActivationFormat
+from sgl_jax.kernels.quantized_matmul.numbers import sums_dtype
 from sgl_jax.kernels.quantized_matmul.tpu import quantized_activations
 from sgl_jax.kernels.ring_products.blocks import (
     TokenBlocks,
@@ -28,7 +29,6 @@ from sgl_jax.kernels.ring_products.tpu.call import (
     call,
     for_rows,
     multiplied,
-    sums_dtype,
 )
 from sgl_jax.kernels.ring_products.tpu.ring import Ring, Stream, distance
 from sgl_jax.kernels.tpu_chip import device_kind
@@ -94,26 +94,20 @@ def _scatter_kernel(
     x, residual, *row_scales = by_token
     scattered = _Scattered(ring, outgoing, incoming, sent, received, sums, row_scales, scales)
     num_rows = buffers.shape[2]
-    num_blocks = x.shape[1] // num_rows
-    each = ring.chips * num_blocks  # blocks of the matrix for a block of tokens
-    first = pl.program_id(0) * each
 
-    def corner(block: Any) -> tuple[Any, Any]:
-        k = ring.chips - 1 - lax.div(lax.rem(block, each), num_blocks)
-        return lax.rem(block, num_blocks) * num_rows, ring.at(distance(k)) * sums.shape[1]
+    def corner(turn: Any, n: Any) -> tuple[Any, Any]:
+        return n * num_rows, ring.at(distance(ring.chips - 1 - turn)) * sums.shape[1]
 
-    stream = Stream(layer[0], matrices, buffers, arrived, corner, cut.number * each)
+    sizes = ring.chips, x.shape[1] // num_rows, pl.program_id(0), cut.number
+    stream = Stream(layer[0], matrices, buffers, arrived, corner, *sizes)
     ring.signal_neighbours()
-    pl.when(first == 0)(stream.start_first)
+    stream.start_first()
     incoming[ring.chips] = jnp.zeros(incoming.shape[1:], incoming.dtype)
 
     def multiply(turn: Any) -> None:
         k = ring.chips - 1 - turn
 
-        @pl.loop(0, num_blocks)
-        def _(n: Any) -> None:
-            block = first + turn * num_blocks + n
-            values = stream.wait(block)
+        def multiply_block(n: Any, values: Any) -> None:
             inputs = pl.ds(pl.multiple_of(n * num_rows, num_rows), num_rows)
 
             def multiply_tile(rows: Any) -> None:
@@ -121,8 +115,8 @@ def _scatter_kernel(
                 sums[rows] = jnp.where(n == 0, new, sums[rows] + new)
 
             for_rows(cut.tokens, cut.tile, multiply_tile)
-            stream.replace(block)
 
+        stream.for_each(turn, multiply_block)
         pl.when(turn == 0)(ring.wait_for_neighbours)
         for part in range(ring.parts):
             pl.when(k > 0)(partial(scattered.send, k, part))
