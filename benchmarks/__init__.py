@@ -5,6 +5,7 @@
   two engines in turn
 - `python -m benchmarks.kernels.cost`: the TPU compiler's schedules of the kernels
 - `python -m benchmarks.serving.over_bare`: the whole server against the bare compiled programs
+- `python -m benchmarks.serving.two_servers`: two sets of flags, or two checkouts, in turn
 - `python -m benchmarks.serving.session_turns`: turns of sessions on a running server
 - `python -m benchmarks.trace`: recorded prompts with sliding windows or recurrent layers; fairness
 - `python -m benchmarks.demo_model.train`: the demonstration model, its tasks and its evaluation

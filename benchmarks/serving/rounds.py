@@ -8,6 +8,7 @@ CPU.
 import argparse
 import asyncio
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -86,13 +87,16 @@ class Load:
 
 
 @contextmanager
-def server(flags: Sequence[str]) -> Iterator[int]:
-    """Start a server with these flags; its port once it is ready."""
+def server(flags: Sequence[str], checkout: Path | None = None) -> Iterator[int]:
+    """Start a server with these flags, of another `checkout` if given; its port once ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     command = (sys.executable, "-m", "sgl_jax.launch_server", "--port", str(port), *flags)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    paths = {} if checkout is None else {"PYTHONPATH": str(checkout)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, cwd=checkout, env={**os.environ, **paths}
+    )
     try:
         _await_ready(process, port)
         yield port
@@ -113,15 +117,24 @@ def _await_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
 def parse_options(description: str | None, argv: Sequence[str] | None) -> tuple[Load, Path, int]:
     """The load, the model's folder and the number of rounds of a command line."""
     parser = argparse.ArgumentParser(description=description)
+    add_options(parser)
+    options = parser.parse_args(argv)
+    return load_of(options), options.model_path, options.rounds
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model, the load and the rounds."""
     parser.add_argument("--model-path", type=Path, default=DEMO_MODEL)
     parser.add_argument("--num-streams", type=int, default=8)
     parser.add_argument("--num-requests", type=int, default=8, help="of a stream in a block (8)")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=8, help="of four blocks each (8)")
-    options = parser.parse_args(argv)
-    load = Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
-    return load, options.model_path, options.rounds
+
+
+def load_of(options: argparse.Namespace) -> Load:
+    """The load of these flags."""
+    return Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
 
 
 def print_rounds(

@@ -14,7 +14,10 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     sums_dtype,
 )
 
-_CPU_BLOCK = 1024  # inputs that a CPU converts at once: their numbers stay in its cache
+# Numbers that a CPU converts at once: they stay in its cache. Fewer inputs than the least would add
+# to all sums too often.
+_CPU_NUMBERS = 3 << 19
+_CPU_LEAST_INPUTS = 64
 
 
 def xla_quantized_matmul(
@@ -43,7 +46,7 @@ def cpu_quantized_matmul(
     if scheme.activation is not None:
         return _quantized_product(x, own, scheme)
     inputs, groups = x.shape[1], len(own.scales)
-    size = _block_inputs(inputs, inputs // groups if groups > 1 else 1)
+    size = _block_inputs(own.values.shape, inputs // groups if groups > 1 else 1)
     own_groups = max(size * groups // inputs, 1)
     scales_sums = groups == 1 and own.zero_points is None  # and not each number
 
@@ -68,10 +71,12 @@ def cpu_quantized_matmul(
     return sums.astype(x.dtype)
 
 
-def _block_inputs(inputs: int, group: int) -> int:
-    """The most inputs, in whole groups, that a CPU converts at once and that divide `inputs`."""
-    sizes = range(group, inputs + 1, group)
-    return max(size for size in sizes if inputs % size == 0 and size <= max(_CPU_BLOCK, group))
+def _block_inputs(shape: tuple[int, ...], group: int) -> int:
+    """Inputs, in whole groups, that a CPU converts at once: a divisor of a matrix's [in, out]."""
+    inputs, outputs = shape
+    most = max(_CPU_NUMBERS // outputs, _CPU_LEAST_INPUTS, group)
+    sizes = range(group, min(most, inputs) + 1, group)
+    return max(size for size in sizes if inputs % size == 0)
 
 
 def _float32_product(x: jax.Array, numbers: jax.Array) -> jax.Array:
