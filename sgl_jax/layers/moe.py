@@ -165,17 +165,25 @@ class MixtureOfExperts(nnx.Module):
         Padding, where `is_token` bool [T] is false, has no experts, but the number `num_experts`:
         it would load few of them. `copies`: experts lie in these slots, and not in order.
         """
-        weights, experts = self._route(x)
-        experts = jnp.where(is_token, experts, self.num_experts)
-        own_part = self._own_experts(x, weights, experts, copies)
-        if self.shared is not None:
-            own_part = own_part + self.shared.own_part(x)
+        own_part, weights, experts = self.own_part(x, is_token, copies)
         total = sum_over_tensor(own_part)
         if self.down.bias is None:
             return total, experts
         is_chosen = experts[:, None] == jnp.arange(self.num_experts)[:, None]
         shares = jnp.sum(jnp.where(is_chosen, weights[:, None], 0), axis=0)
         return total + self.down.biases(shares.T), experts
+
+    def own_part(
+        self, x: jax.Array, is_token: jax.Array, copies: ExpertCopies | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """This chip's part of the sums [T, hidden] without biases of `down`, and the weights and
+        numbers of the tokens' experts, [top_k, T]; see `__call__`."""
+        weights, experts = self._route(x)
+        experts = jnp.where(is_token, experts, self.num_experts)
+        own_part = self._own_experts(x, weights, experts, copies)
+        if self.shared is not None:
+            own_part = own_part + self.shared.own_part(x)
+        return own_part, weights, experts
 
     def _own_experts(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, copies: ExpertCopies | None

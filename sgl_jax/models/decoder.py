@@ -266,15 +266,16 @@ class CausalLM(nnx.Module):
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden = reduce(jnp.add, terms)
-                rest = (reads[place], memories[pool], first + turn * step)
-                if self.has_columns:
-                    hidden, memories[pool] = layer.on_columns(hidden, *rest, self.ring_products)
-                    terms = (hidden,)
-                    continue
                 copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
-                hidden, delta, memories[pool], experts = layer(hidden, is_token, copies, *rest)
+                rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
+                if self.has_columns:
+                    ring = self.ring_products
+                    hidden, memories[pool], experts = layer.on_columns(hidden, *rest, ring)
+                    terms = (hidden,)
+                else:
+                    hidden, delta, memories[pool], experts = layer(hidden, *rest)
+                    terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
-                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
             return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)

@@ -14,6 +14,7 @@ from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.hidden_columns import are_supported, gather_multiply, multiply_scatter
 from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over, scatter_sum
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
@@ -73,39 +74,43 @@ class DecoderLayer(nnx.Module):
 
     def fits_columns(self, num_chips: int, multiple: int) -> bool:
         """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
-        products support its matrices."""
+        products support its matrices. Experts may have any."""
         own, mlp = self.attention, self.mlp
-        if not isinstance(own, Attention) or not isinstance(mlp, GatedMLP) or own.gate:
+        if not isinstance(own, Attention) or own.gate or own.output.bias:
             return False
-        if self.attended_norm or self.mlp_output_norm or own.output.bias:
+        if self.attended_norm or self.mlp_output_norm or mlp.down.bias:
             return False
         return all(
             are_supported(linears, num_chips, multiple) for _, linears in self.column_products()
         )
 
     def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
-        """The products of `on_columns`: true for one that gathers, and its matrices."""
+        """The products over the ring of `on_columns`: true for one that gathers, and its
+        matrices."""
         own, mlp = self.attention, self.mlp
         assert isinstance(own, Attention)
-        assert isinstance(mlp, GatedMLP)
-        into, out = ((own.qkv,), (mlp.gate, mlp.up)), ((own.output,), (mlp.down,))
-        return *((True, linears) for linears in into), *((False, linears) for linears in out)
+        attention = (True, (own.qkv,)), (False, (own.output,))
+        if isinstance(mlp, MixtureOfExperts):
+            return attention
+        return *attention, (True, (mlp.gate, mlp.up)), (False, (mlp.down,))
 
     def on_columns(
         self,
         hidden: jax.Array,
+        is_token: jax.Array,
+        copies: ExpertCopies | None,
         reads: tuple[Any, ...],
         memory: Any,
         layer: jax.Array,
         ring: RingProducts,
-    ) -> tuple[jax.Array, Any]:
-        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`.
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`;
+        the memory and the experts as `__call__` has them.
 
         Layers that `fits_columns` only.
         """
         own, mlp = self.attention, self.mlp
         assert isinstance(own, Attention)
-        assert isinstance(mlp, GatedMLP)
         qkv = gather_multiply(ring, hidden, self.input_norm, (own.qkv,), lambda qkv: qkv)
         if own.qkv.bias is not None:
             qkv += own.qkv.bias[...]
@@ -113,8 +118,13 @@ class DecoderLayer(nnx.Module):
         attended, memory = attend(qkv, *reads, memory, layer)
         hidden = multiply_scatter(ring, attended, own.output, hidden)
         norm = self.post_attention_norm
-        inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
-        return multiply_scatter(ring, inner, mlp.down, hidden), memory
+        if isinstance(mlp, GatedMLP):
+            inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
+            return multiply_scatter(ring, inner, mlp.down, hidden), memory, None
+        # An expert multiplies some of the tokens alone, so hidden states are exchanged whole.
+        normalised = norm(concatenate_over(TENSOR_AXIS, hidden, axis=1))
+        own_part, _, experts = mlp.own_part(normalised, is_token, copies)
+        return hidden + scatter_sum(own_part), memory, experts
 
 
 def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:

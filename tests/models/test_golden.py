@@ -43,6 +43,8 @@ COLUMNS_OF_SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data", in_columns=
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
+EXPERTS_BESIDE_COLUMNS = Setup(tp=2, in_columns=True)
+WHOLE_EXPERTS_BESIDE_COLUMNS = Setup(dp=2, tp=2, ep=4, copies=3, in_columns=True)
 COPIED_EXPERTS = Setup(tp=2, ep=2, copies=1)
 COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
 
@@ -74,6 +76,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("qwen3_moe", EXPERTS_OVER_A_RANK),
         ("gpt_oss", EXPERTS_OVER_RANKS),
         ("qwen3_moe_mixed", COPIED_EXPERTS),
+        ("qwen3_moe_mixed", WHOLE_EXPERTS_BESIDE_COLUMNS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
         ("gpt_oss_mxfp4", Setup()),
         *[
@@ -94,6 +97,8 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("gpt_oss", SPLIT_WEIGHTS),
                 ("gpt_oss", EXPERTS_OVER_A_RANK),
                 ("qwen3_moe", EXPERTS_OVER_RANKS),
+                ("qwen3_moe", EXPERTS_BESIDE_COLUMNS),
+                ("gpt_oss", EXPERTS_BESIDE_COLUMNS),
                 ("qwen3_next", EXPERTS_OVER_A_RANK),
                 ("qwen3_next", EXPERTS_OVER_RANKS),
                 ("gpt_oss_mxfp4", COPIED_EXPERTS),

@@ -51,6 +51,7 @@ def tolerance(name, tp=1, **_):
         ("ct_int8_weight_only", {"tp": 2, "in_columns": True}),
         ("ct_int8_dynamic", {"tp": 2, "in_columns": True}),
         ("ct_fp8_kv_scales", {"tp": 2, "in_columns": True}),
+        ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "in_columns": True}),
     ],
     ids=str,
 )

@@ -106,10 +106,13 @@ def test_a_devices_part_of_every_product_is_found():
     words = ("--model-path", "llama-3.3-70b", "--hidden-sharding", "tensor")
     assert products(*words) == (
         RingProduct(True, 80, 8192, 1280, 8192 * 1280 * 2),
-        RingProduct(True, 80, 8192, 2 * 3584, 8192 * 2 * 3584 * 2, matrices=2),
         RingProduct(False, 80, 1024, 8192, 1024 * 8192 * 2),
+        RingProduct(True, 80, 8192, 2 * 3584, 8192 * 2 * 3584 * 2, matrices=2),
         RingProduct(False, 80, 3584, 8192, 3584 * 8192 * 2),
     )
+    # Experts take whole hidden states.
+    sparse = products("--model-path", "qwen3-30b-a3b", *words[2:])
+    assert [(own.gathers, own.inputs) for own in sparse] == [(True, 2048), (False, 512)]
     # A byte for each value, and a scale for each output: all of them where inputs are split.
     first, *_, last = products(*words, "--quantization", "int8")
     assert first.num_bytes == 1280 * (8192 + 4)

@@ -273,6 +273,23 @@ def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
     assert "bf16[4,2048,2048]" in " ".join(found({}))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["decode", "mixed"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_attention_beside_experts_exchanges_within_its_products(quantization, phase):
+    layers = read_config("qwen3-30b-a3b").quantized(quantization).layers[:2]
+    settings = {"hidden_sharding": "tensor", "ep_size": 4}
+    engine, program, bucket = _compile("qwen3-30b-a3b", "v6e-4", 1, 4, phase, layers, **settings)
+    cost = program_cost(program)
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    kernels = Counter(cost.kernels)
+    assert kernels[RING_GATHER_NAME] == kernels[RING_SCATTER_NAME] == len(layers)
+    hidden = bucket.tokens * engine.config.model.hidden_size * 2
+    exchanges = {c.kind: c.times for c in cost.collectives if c.num_bytes > hidden // 16}
+    # Around the experts of each layer, before the last norm, and after the embedding.
+    assert exchanges == {"all-gather": len(layers) + 1, "reduce-scatter": len(layers) + 1}
+
+
 # Model, slice, dp, tp, ep, copies: whole experts over a rank, and over ranks.
 DEALT_OUT = (
     ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 0),
