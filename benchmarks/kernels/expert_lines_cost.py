@@ -3,8 +3,8 @@
 
     python -m benchmarks.kernels.expert_lines_cost [--chips v5e v6e]
 
-A layer of Qwen3-30B-A3B, whole experts over four chips: the places of lines by two sorts and by
-counting, and the moves of lines by XLA and by kernels. The TPU's compiler gives cycles for most of
+A layer of Qwen3-30B-A3B, whole experts over four chips: choices of experts, places of lines and
+moves of lines, by XLA and by kernels. The TPU's compiler gives cycles for most of
 XLA's operations; for sorts, gathers and kernels the table has the bundles of their schedules, and
 of their longest loop, of which a turn gathers 64 or 128 rows.
 """
@@ -20,33 +20,24 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, lines_at_once, sort_lines
-from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_gate, tpu_gather
-from sgl_jax.kernels.expert_lines.xla import xla_add, xla_gather
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, lines_at_once
+from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
+from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gather, xla_sort
 from sgl_jax.layers.moe import silu_gated
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh
 
-EXPERTS, CHIPS_OF_EXPERTS, TOP_K, HIDDEN, INNER, BLOCK = 128, 4, 8, 2048, 768, 256
+EXPERTS, CHIPS_OF_EXPERTS, TOP_K, HIDDEN, INNER = 128, 4, 8, 2048, 768
 # Operations that have no estimate.
-UNCOUNTED = ("sort", "gather_fusion", "gather_expert", "gate_expert", "add_expert")
-
-
-def count_places(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places and sizes of groups by comparisons and products with a triangle of ones."""
-    is_own = experts[:, None] == jnp.arange(EXPERTS)[:, None]  # [top_k, experts, tokens]
-    chosen = jnp.sum(is_own, axis=0, dtype=jnp.int32)
-    blocks = chosen.reshape(EXPERTS, -1, BLOCK)
-    earlier = jnp.triu(jnp.ones((BLOCK, BLOCK), jnp.bfloat16), k=1)
-    within = jnp.einsum(
-        "ebt,tu->ebu", blocks.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32
-    )
-    sums = blocks.sum(axis=2, dtype=jnp.int32)
-    before = jnp.cumsum(sums, axis=1) - sums
-    sizes = chosen.sum(axis=1, dtype=jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes
-    table = within.astype(jnp.int32) + (before + starts[:, None])[:, :, None]
-    return jnp.where(is_own, table.reshape(EXPERTS, -1), 0).sum(axis=1), sizes
+UNCOUNTED = (
+    "sort",
+    "top_k",
+    "choose",
+    "gather_fusion",
+    "gather_expert",
+    "gate_expert",
+    "add_expert",
+)
 
 
 def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
@@ -54,13 +45,17 @@ def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     ids = jax.ShapeDtypeStruct((TOP_K, tokens), jnp.int32)
     weights = jax.ShapeDtypeStruct((TOP_K, tokens), jnp.float32)
     own = EXPERTS // CHIPS_OF_EXPERTS
-    arrays: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size,), ids.shape, (own,))]
-    lines = ExpertLines(*arrays)
+    shapes = (size,), ids.shape, (own,), ()
+    lines = ExpertLines._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    logits = jax.ShapeDtypeStruct((tokens, EXPERTS), jnp.float32)
+    is_token = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
     x, results = (jax.ShapeDtypeStruct((n, HIDDEN), jnp.bfloat16) for n in (tokens, size))
     inner = jax.ShapeDtypeStruct((size, INNER), jnp.bfloat16)
     return {
-        "places by two sorts": (lambda ids: sort_lines(ids, EXPERTS)[1:], [ids]),
-        "places by counting": (count_places, [ids]),
+        "choice by XLA": (lambda x, y: xla_choose(x, y, TOP_K, True), [logits, is_token]),
+        "choice": (lambda x, y: tpu_choose(x, y, TOP_K, True), [logits, is_token]),
+        "places by XLA's sorts": (lambda ids: xla_sort(ids, ids[0, 0], own)[1:], [ids]),
+        "places": (lambda ids: tpu_sort(ids, ids[0, 0], own)[1:], [ids]),
         "gather by XLA": (xla_gather, [x, lines]),
         "gather": (tpu_gather, [x, lines]),
         "gate": (lambda a, b, lines: tpu_gate(silu_gated, a, b, lines), [inner, inner, lines]),

@@ -24,7 +24,6 @@ from sgl_jax.kernels.expert_lines.lines import (
     Gated,
     in_parts,
     lines_at_once,
-    sort_lines,
 )
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import (
@@ -178,8 +177,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This chip's part of the sums [T, hidden] without biases of `down`, and the weights and
         numbers of the tokens' experts, [top_k, T]; see `__call__`."""
-        weights, experts = self._route(x)
-        experts = jnp.where(is_token, experts, self.num_experts)
+        logits = self.router(x).astype(jnp.float32)
+        weights, experts = self.moves.choose(logits, is_token, self.top_k, self.norm_topk_prob)
         own_part = self._own_experts(x, weights, experts, copies)
         if self.shared is not None:
             own_part = own_part + self.shared.own_part(x)
@@ -197,7 +196,7 @@ class MixtureOfExperts(nnx.Module):
         """
         axes = self.gate.expert_axes
         if axes is None:
-            return self._sums(x, weights, sort_lines(experts, self.num_experts))
+            return self._sums(x, weights, experts, jnp.int32(0), self.num_experts)
         num_slots, slots = self.num_experts, experts
         if copies is not None:
             num_slots, slots = copies.num_slots, copies.chosen(experts)
@@ -206,14 +205,15 @@ class MixtureOfExperts(nnx.Module):
             x = concatenate_over(DATA_AXIS, x)
             weights, slots = (concatenate_over(DATA_AXIS, a, axis=1) for a in (weights, slots))
         num_own = -(-num_slots // lax.axis_size(axes))
-        own = slots - lax.axis_index(axes) * num_own
-        is_own = (own >= 0) & (own < num_own)
-        sums = self._sums(x, weights, sort_lines(jnp.where(is_own, own, num_own), num_own))
+        sums = self._sums(x, weights, slots, lax.axis_index(axes) * num_own, num_own)
         return own_rank_sum(sums) if over_ranks else sums
 
-    def _sums(self, x: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-        """Each token's lines' results times their weights, added: [T, hidden] as x."""
-        hidden_size = x.shape[1]
+    def _sums(
+        self, x: jax.Array, weights: jax.Array, slots: jax.Array, first: jax.Array, num_own: int
+    ) -> jax.Array:
+        """The results of each token's experts in slots [first, first + num_own) times their
+        weights, added: [T, hidden] as x."""
+        lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
         padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
 
         def sums(part: ExpertLines) -> jax.Array:
@@ -236,12 +236,3 @@ class MixtureOfExperts(nnx.Module):
             is_of = (line >= stops - sizes) & (line < stops)
             gate, up = gate + self.gate.biases(is_of), up + self.up.biases(is_of)
         return self.moves.gate(self.gated, gate, up, lines)
-
-    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights float32 [top_k, T] and ids int32 [top_k, T] of each token's experts."""
-        logits = self.router(x).astype(jnp.float32)
-        if self.norm_topk_prob:  # the other experts' part of the softmax cancels
-            chosen, experts = lax.top_k(logits, self.top_k)
-            return jax.nn.softmax(chosen.T, axis=0), experts.T
-        weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
-        return weights.T, experts.T

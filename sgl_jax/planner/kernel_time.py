@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, lines_at_once
-from sgl_jax.kernels.expert_lines.tpu import TILE_LINES
+from sgl_jax.kernels.expert_lines.tpu.moves import TILE_LINES
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
@@ -188,8 +188,11 @@ def experts_touched(tokens: int, moe: MoeConfig) -> float:
 
 
 class LineBundles(NamedTuple):
-    """Instructions that bring tokens to lines and back."""
+    """Instructions that choose experts, and bring tokens to lines and back."""
 
+    choose: int  # 8 of 128 experts, for 256 tokens
+    sort: int  # 8 choices of 256 tokens
+    sort_expert: float  # more for each expert of the device
     once: int  # of 256 tokens, 2048 wide
     tile: int  # 128 lines from these tokens, and back
     gate: int  # the lines' inner values, 768 wide
@@ -199,36 +202,42 @@ class LineBundles(NamedTuple):
 
 LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
     {
-        "TPU v5 lite": LineBundles(1372, 2431, 632, 12, 0.8),
-        "TPU v6 lite": LineBundles(1055, 1710, 389, 14, 0.7),
-        "TPU v5": LineBundles(1372, 2541, 685, 12, 0.8),
-        "TPU7x": LineBundles(1035, 1661, 384, 14, 0.7),
+        "TPU v5 lite": LineBundles(996, 128, 3.9, 1372, 2431, 632, 12, 0.8),
+        "TPU v6 lite": LineBundles(996, 140, 3.5, 1055, 1710, 389, 14, 0.7),
+        "TPU v5": LineBundles(1022, 147, 4.3, 1372, 2541, 685, 12, 0.8),
+        "TPU7x": LineBundles(1029, 167, 3.0, 1035, 1661, 384, 14, 0.7),
     }
 )
-_LINE_KERNELS = 4  # a layer: visits, gather, gate, add
+_LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
 _SORTS = 2
 
 
 def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> float:
-    """Seconds in which lines of experts are sorted, gathered, gated and added, of all layers.
+    """Seconds in which experts are chosen, and their lines sorted, gathered, gated and added, of
+    all layers.
 
-    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA gathers, and the program's cycles have the
-    sums and gates.
+    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and the program's cycles
+    have the sums and gates.
     """
     moe = config.moe
     if moe is None:
         return 0.0
+    count, call = LINE_BUNDLES[chip.device_kind], HEADS_CYCLES[chip.device_kind].call
+    choices = tokens / 256 * moe.top_k / 8
+    cycles = call + count.choose * choices * moe.num_experts / 128
+    choices *= memory.expert_ranks
     tokens, width = tokens * memory.expert_ranks, config.hidden_size / 2048
-    own, count = tokens * moe.top_k / memory.expert_devices, LINE_BUNDLES[chip.device_kind]
-    cycles = _SORTS * tokens * moe.top_k * count.sorted_key
+    own = tokens * moe.top_k / memory.expert_devices
     if tokens > UNDIVIDED_TOKENS:
         room = lines_at_once(tokens, moe.top_k, memory.expert_devices)
+        cycles += _SORTS * tokens * moe.top_k * count.sorted_key
         cycles += (room + tokens * moe.top_k) * width * count.gathered_row
     else:
         inner = moe.intermediate_size / (memory.tp_size if memory.expert_devices == 1 else 1)
         tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width
         cycles += (count.once + tiles * count.tile) * block + tiles * count.gate * inner / 768
-        cycles += _LINE_KERNELS * HEADS_CYCLES[chip.device_kind].call
+        experts = moe.num_experts / memory.expert_devices
+        cycles += choices * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
     layers = sum(spec.moe is not None for spec in config.layers)
     return layers * cycles / chip.clock_hz
 

@@ -85,11 +85,13 @@ def test_whole_experts_take_a_share_of_the_lines_in_longer_visits():
 def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_gathered_row_by_row():
     count = LINE_BUNDLES["TPU v6 lite"]
     decode = lines_time(256, MOE, device(expert_devices=4), CHIP)
-    cycles = count.once + 4 * (count.tile + count.gate)
-    cycles += 2 * 2048 * count.sorted_key + 4 * HEADS_CYCLES["TPU v6 lite"].call
+    call = HEADS_CYCLES["TPU v6 lite"].call
+    cycles = count.choose + count.sort + 32 * count.sort_expert + 6 * call
+    cycles += count.once + 4 * (count.tile + count.gate)
     assert decode == pytest.approx(48 * cycles / 1.75e9)
     chunk = lines_time(2048, MOE, device(expert_devices=4), CHIP)
-    cycles = 2 * 16384 * count.sorted_key + (6144 + 16384) * count.gathered_row
+    cycles = 8 * count.choose + 2 * 16384 * count.sorted_key + call
+    cycles += (6144 + 16384) * count.gathered_row
     assert chunk == pytest.approx(48 * cycles / 1.75e9)
     assert lines_time(64, read_config("llama-3.1-8b"), device(), CHIP) == 0
 

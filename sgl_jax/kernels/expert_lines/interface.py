@@ -1,11 +1,42 @@
-"""Tokens to lines of their experts and back, and the one place that chooses the implementation."""
+"""Choices of experts, lines of them, and the one place that chooses the implementation.
+
+Tokens lie along the last axis wherever there are `top_k` numbers for each: so they lie along a
+TPU's lanes.
+"""
 
 from typing import NamedTuple, Protocol
 
 import jax
 
 from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated
-from sgl_jax.kernels.expert_lines.xla import xla_add, xla_gate, xla_gather
+from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gate, xla_gather, xla_sort
+
+
+class ChooseExperts(Protocol):
+    """Choose each token's most probable experts."""
+
+    def __call__(
+        self, logits: jax.Array, is_token: jax.Array, top_k: int, norm_topk_prob: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Router logits float32 [T, experts] -> weights float32 and experts int32, [top_k, T].
+
+        Weights are parts of the softmax over all experts, or with `norm_topk_prob` over the chosen
+        ones. The most probable comes first, and of equals the lower number. The experts of padding,
+        where `is_token` bool [T] is false, are the number of experts.
+        """
+        ...
+
+
+class SortLines(Protocol):
+    """Sort lines by their experts."""
+
+    def __call__(self, experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
+        """Lines of a chip's experts, which are numbered from `first` on: int32 [].
+
+        Tokens' experts are int32 [top_k, T]. A token chooses an expert of the chip once at most;
+        its other experts have no place below `num_used`.
+        """
+        ...
 
 
 class GatherLines(Protocol):
@@ -38,12 +69,14 @@ class AddLines(Protocol):
 
 
 class LineMoves(NamedTuple):
+    choose: ChooseExperts
+    sort: SortLines
     gather: GatherLines
     gate: GateLines
     add: AddLines
 
 
-XLA_MOVES = LineMoves(xla_gather, xla_gate, xla_add)
+XLA_MOVES = LineMoves(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)
 
 
 def line_moves_implementation(platform: str, *, simulate: bool = False) -> LineMoves:
@@ -51,10 +84,9 @@ def line_moves_implementation(platform: str, *, simulate: bool = False) -> LineM
     interprets with `simulate`; XLA elsewhere."""
     if platform == "tpu" or (platform == "cpu" and simulate):
         # Here and not above: without Pallas, its import is not waited for.
-        from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_gate, tpu_gather
+        from sgl_jax.kernels.expert_lines import tpu
         from sgl_jax.kernels.pallas_tpu import simulated
 
-        if platform == "tpu":
-            return LineMoves(tpu_gather, tpu_gate, tpu_add)
-        return LineMoves(simulated(tpu_gather), simulated(tpu_gate), simulated(tpu_add))
+        moves = LineMoves(tpu.tpu_choose, tpu.tpu_sort, tpu.tpu_gather, tpu.tpu_gate, tpu.tpu_add)
+        return moves if platform == "tpu" else LineMoves._make(map(simulated, moves))
     return XLA_MOVES

@@ -27,43 +27,30 @@ Gated = Callable[[jax.Array, jax.Array], jax.Array]
 class ExpertLines(NamedTuple):
     """Lines of a chip's experts, and where each token finds its own."""
 
-    tokens: jax.Array  # int32 [lines] the token of each
+    tokens: jax.Array | None  # int32 [lines] the token of each; None: kernels need `places` alone
     places: jax.Array  # int32 [top_k, tokens] the line of each token's experts
     group_sizes: jax.Array  # int32 [experts] lines of each
+    num_used: jax.Array  # int32 [] lines that belong to an expert of this chip
 
     @property
-    def num_used(self) -> jax.Array:
-        """int32 [] lines that belong to an expert of this chip."""
-        return jnp.sum(self.group_sizes)
+    def num_lines(self) -> int:
+        """Lines that there is room for."""
+        return self.places.size if self.tokens is None else len(self.tokens)
 
     def part(self, first: jax.Array, size: int) -> "ExpertLines":
         """The `size` lines from `first` on, a multiple of it; places outside are not in [0, size)
         or not below `num_used`."""
+        assert self.tokens is not None
         tokens = jnp.pad(self.tokens, (0, -len(self.tokens) % size))
         stops = jnp.cumsum(self.group_sizes)
         bounds = jnp.clip(jnp.stack([stops - self.group_sizes, stops]) - first, 0, size)
+        sizes = bounds[1] - bounds[0]
         return ExpertLines(
             lax.dynamic_slice_in_dim(tokens, first, size),
             self.places - first,
-            bounds[1] - bounds[0],
+            sizes,
+            jnp.sum(sizes),
         )
-
-
-def sort_lines(experts: jax.Array, num_experts: int) -> ExpertLines:
-    """Lines for int32 experts [top_k, T] in [0, num_experts); others stand for no expert here.
-
-    By the TPU compiler's schedules a sort of so few keys costs less than to count the lines before
-    each one (docs/measurements/kernels.md). Tokens lie along lanes, where sums over other axes are
-    cheap.
-    """
-    num_tokens = experts.shape[1]
-    keys = experts.reshape(-1)
-    order = jnp.argsort(keys)
-    return ExpertLines(
-        tokens=order % num_tokens,
-        places=jnp.argsort(order).reshape(experts.shape),
-        group_sizes=jnp.sum(keys == jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32),
-    )
 
 
 def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
@@ -82,7 +69,7 @@ def in_parts(
     result: jax.ShapeDtypeStruct,
 ) -> jax.Array:
     """The sum of `run` over parts of `size` lines, until all lines in use had their turn."""
-    if size == len(lines.tokens):
+    if size == lines.num_lines:
         return run(lines)
     count = lines.num_used
 

@@ -1,13 +1,46 @@
-"""Tokens to lines of experts and back in XLA, for every platform."""
+"""Lines of experts in XLA, for every platform."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated
 
 
+def xla_choose(
+    logits: jax.Array, is_token: jax.Array, top_k: int, norm_topk_prob: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `interface.ChooseExperts`."""
+    if norm_topk_prob:  # the other experts' part of the softmax cancels
+        chosen, experts = lax.top_k(logits, top_k)
+        weights = jax.nn.softmax(chosen.T, axis=0)
+    else:
+        chosen, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+        weights = chosen.T
+    return weights, jnp.where(is_token, experts.T, logits.shape[1])
+
+
+def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
+    """See `interface.SortLines`.
+
+    Two sorts cost less than to count the lines before each one, by the TPU compiler's schedules
+    (docs/measurements/kernels.md).
+    """
+    num_tokens, own = experts.shape[1], experts - first
+    keys = jnp.where((own >= 0) & (own < num_experts), own, num_experts).reshape(-1)
+    order = jnp.argsort(keys)
+    sizes = jnp.sum(keys == jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
+    return ExpertLines(
+        tokens=order % num_tokens,
+        places=jnp.argsort(order).reshape(experts.shape),
+        group_sizes=sizes,
+        num_used=jnp.sum(sizes),
+    )
+
+
 def xla_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
     """See `interface.GatherLines`."""
+    assert lines.tokens is not None
     return x[lines.tokens]
 
 

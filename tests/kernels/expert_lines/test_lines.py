@@ -12,7 +12,6 @@ from sgl_jax.kernels.expert_lines.lines import (
     UNDIVIDED_TOKENS,
     in_parts,
     lines_at_once,
-    sort_lines,
 )
 
 NUM_EXPERTS = 6
@@ -32,7 +31,7 @@ def choices(draw):
 @settings(max_examples=60, deadline=None)
 @given(choices())
 def test_places_are_those_of_a_stable_sort(experts):
-    lines = sort_lines(jnp.array(experts), NUM_EXPERTS)
+    lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     flat = experts.reshape(-1)
     counts = [int((flat == expert).sum()) for expert in range(NUM_EXPERTS)]
     assert_array_equal(lines.group_sizes, counts)
@@ -47,7 +46,7 @@ def test_places_are_those_of_a_stable_sort(experts):
 @settings(max_examples=40, deadline=None)
 @given(choices(), st.integers(1, 5))
 def test_parts_of_any_size_add_up_to_the_whole(experts, size):
-    lines = sort_lines(jnp.array(experts), NUM_EXPERTS)
+    lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = experts.shape[1]
     x = rng.normal(size=(num_tokens, 3)).astype(np.float32)

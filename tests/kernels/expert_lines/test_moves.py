@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.expert_lines import tpu
-from sgl_jax.kernels.expert_lines.lines import sort_lines
+from sgl_jax.kernels.expert_lines.tpu import moves
+from sgl_jax.kernels.expert_lines.xla import xla_sort
 from sgl_jax.layers.moe import silu_gated
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
 from tests.quick_compilation import quick_jit
@@ -24,11 +24,11 @@ def move(interpret):
     @quick_jit
     def run(x, weights, experts):
         """Lines, their gates, and the weighted sums of lines times 2."""
-        lines = sort_lines(experts, EXPERTS)
+        lines = xla_sort(experts, 0, EXPERTS)
         with force_tpu_interpret_mode(interpret):
-            gathered = tpu.tpu_gather(x, lines)
-            gates = tpu.tpu_gate(silu_gated, gathered, gathered, lines)
-            return gathered, gates, tpu.tpu_add(gathered * 2, weights, lines)
+            gathered = moves.tpu_gather(x, lines)
+            gates = moves.tpu_gate(silu_gated, gathered, gathered, lines)
+            return gathered, gates, moves.tpu_add(gathered * 2, weights, lines)
 
     return run
 
@@ -38,8 +38,8 @@ compiled = lru_cache(move)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(tpu, "TILE_LINES", 16)
-    monkeypatch.setattr(tpu, "MAX_WIDTH", 128)
+    monkeypatch.setattr(moves, "TILE_LINES", 16)
+    monkeypatch.setattr(moves, "MAX_WIDTH", 128)
 
 
 def draw_case(num_tokens, width, dtype, share, seed):
@@ -96,11 +96,11 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
 
 def test_a_result_that_is_not_finite_spoils_its_own_token_alone():
     _, weights, experts = draw_case(40, 16, jnp.float32, 1.0, seed=2)
-    lines = sort_lines(jnp.array(experts), EXPERTS)
+    lines = xla_sort(jnp.array(experts), 0, EXPERTS)
     results = np.ones((lines.tokens.size, 16), np.float32)
     results[lines.places[0, 7], 3] = np.nan
     with force_tpu_interpret_mode(EAGER):
-        sums = np.array(tpu.tpu_add(jnp.array(results), jnp.array(weights), lines))
+        sums = np.array(moves.tpu_add(jnp.array(results), jnp.array(weights), lines))
     assert abs(sums[7, 3]) > 1e37
     sums[7, 3] = weights[:, 7].sum()
     expected = np.broadcast_to(weights.sum(axis=0)[:, None], sums.shape)
@@ -109,11 +109,11 @@ def test_a_result_that_is_not_finite_spoils_its_own_token_alone():
 
 def skip_the_last_tile(monkeypatch):
     """Not the tile whose first line is the last in use."""
-    monkeypatch.setattr(tpu, "_first_line", lambda tile: tpu.pl.program_id(1) * tile + tile)
+    monkeypatch.setattr(moves, "_first_line", lambda tile: moves.pl.program_id(1) * tile + tile)
 
 
 def fetch_the_first_tile_only(monkeypatch):
-    monkeypatch.setattr(tpu, "_used_tile", lambda column, number, count, tile: (0, column))
+    monkeypatch.setattr(moves, "_used_tile", lambda column, number, count, tile: (0, column))
 
 
 @pytest.mark.parametrize("fault", [skip_the_last_tile, fetch_the_first_tile_only])

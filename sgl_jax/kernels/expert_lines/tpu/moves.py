@@ -38,7 +38,7 @@ def tpu_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
     num_tokens, width = x.shape
     if num_tokens > MAX_TOKENS:
         return xla_gather(x, lines)
-    num_lines = len(lines.tokens)
+    num_lines = lines.num_lines
     tile, columns = min(TILE_LINES, num_lines), min(MAX_WIDTH, width)
     kernel = pl.pallas_call(
         _gather,

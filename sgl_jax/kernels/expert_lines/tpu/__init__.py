@@ -1,0 +1,6 @@
+"""Lines of experts for TPU: `routing` chooses and sorts, `moves` brings tokens there and back."""
+
+from sgl_jax.kernels.expert_lines.tpu.moves import tpu_add, tpu_gate, tpu_gather
+from sgl_jax.kernels.expert_lines.tpu.routing import tpu_choose, tpu_sort
+
+__all__ = ["tpu_add", "tpu_choose", "tpu_gate", "tpu_gather", "tpu_sort"]
