@@ -1,6 +1,7 @@
 """Measurements and tools of the developers, beside the package: run them from the repository root.
 
 - `python -m benchmarks.host`: processor time of scheduling and memory, without a device
+- `python -m benchmarks.host.loading`: memory and time of loading, as stored and quantized
 - `python -m benchmarks.device`: the engine loop against the bare jitted step; compile gaps, and
   two engines in turn
 - `python -m benchmarks.kernels.cost`: the TPU compiler's schedules of the kernels

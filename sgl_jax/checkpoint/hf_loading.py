@@ -116,20 +116,19 @@ class _CountedFiles(Tensors):
 
 
 def _load(array: jax.ShapeDtypeStruct, source: Source, tensors: Tensors) -> jax.Array:
-    parts: dict[tuple[tuple[int, int], ...], NDArray[Any]] = {}
-
-    def read_part(index: tuple[slice, ...] | None) -> NDArray[Any]:
-        """The part of one chip; chips with the same part share one read."""
-        bounds = tuple(
-            part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)
-        )
-        if bounds not in parts:
-            out = np.empty([stop - start for start, stop in bounds], array.dtype)
-            try:
-                source.fill(out, tuple(slice(*bound) for bound in bounds), tensors)
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-            parts[bounds] = out
-        return parts[bounds]
-
-    return jax.make_array_from_callback(array.shape, array.sharding, read_part)
+    chips_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for chip, index in array.sharding.addressable_devices_indices_map(array.shape).items():
+        bounds = zip(index or (), array.shape, strict=True)
+        chips_of.setdefault(tuple(own.indices(size)[:2] for own, size in bounds), []).append(chip)
+    on_chips: list[jax.Array] = []
+    for part, chips in chips_of.items():
+        out = np.empty([stop - start for start, stop in part], array.dtype)
+        try:
+            source.fill(out, tuple(slice(*bound) for bound in part), tensors)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        # Memory is for one part at a time. A transfer under way would hold this one while the next
+        # is read; and jax frees it in the first call after the transfer.
+        on_chips += jax.block_until_ready([jax.device_put(out, chip) for chip in chips])
+        jax.device_put(0, chips[0])
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
