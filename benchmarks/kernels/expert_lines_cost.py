@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, lines_at_once
+from sgl_jax.kernels.expert_lines.interface import ChooseExperts
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, Router, RouterRule, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
 from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gather, xla_sort
 from sgl_jax.layers.moe import silu_gated
@@ -47,13 +48,22 @@ def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     own = EXPERTS // CHIPS_OF_EXPERTS
     shapes = (size,), ids.shape, (own,), ()
     lines = ExpertLines._make(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-    logits = jax.ShapeDtypeStruct((tokens, EXPERTS), jnp.float32)
+    matrices = jax.ShapeDtypeStruct((2, HIDDEN, EXPERTS), jnp.bfloat16)
+    norm, layer = (
+        jax.ShapeDtypeStruct(*own) for own in (((HIDDEN,), jnp.bfloat16), ((), jnp.int32))
+    )
+    rule = RouterRule(1e-6, from_one=False, top_k=TOP_K, norm_topk_prob=True)
     is_token = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
     x, results = (jax.ShapeDtypeStruct((n, HIDDEN), jnp.bfloat16) for n in (tokens, size))
     inner = jax.ShapeDtypeStruct((size, INNER), jnp.bfloat16)
+    routed = [x, norm, matrices, layer, is_token]
+
+    def choose_by(choose: ChooseExperts) -> Callable[..., Any]:
+        return lambda x, norm, matrices, *rest: choose(x, Router(rule, norm, matrices, None), *rest)
+
     return {
-        "choice by XLA": (lambda x, y: xla_choose(x, y, TOP_K, True), [logits, is_token]),
-        "choice": (lambda x, y: tpu_choose(x, y, TOP_K, True), [logits, is_token]),
+        "choice by XLA": (choose_by(xla_choose), routed),
+        "choice": (choose_by(tpu_choose), routed),
         "places by XLA's sorts": (lambda ids: xla_sort(ids, ids[0, 0], own)[1:], [ids]),
         "places": (lambda ids: tpu_sort(ids, ids[0, 0], own)[1:], [ids]),
         "gather by XLA": (xla_gather, [x, lines]),

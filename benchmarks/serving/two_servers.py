@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return asyncio.run(load.serve(port, load.random_prompts(rng, vocab_size)))
 
         def times() -> tuple[float, float]:
-            first_s, second_s = serve(first), serve(second)
-            return first_s + serve(first), second_s + serve(second)
+            first_s, second_s = serve(first), serve(second) + serve(second)
+            return first_s + serve(first), second_s
 
         serve(first), serve(second)  # warms caches
         print_rounds(load, ("first", "second"), times, options.rounds)

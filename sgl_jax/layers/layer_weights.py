@@ -9,7 +9,7 @@ of their own instead, and a product branches on the layer: the loop's body is st
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over
 from sgl_jax.layers.parameter import ParamTree
+
+Result = TypeVar("Result")  # an array, or a tuple of some
 
 
 class StackedLayers(NamedTuple):
@@ -96,14 +98,14 @@ def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) ->
     return use_weights((weight,), use)
 
 
-def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., jax.Array]) -> jax.Array:
+def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
     """`use_weight` for a `use` that takes the arrays of several weights."""
     values = [weight.get_value() for weight in weights]
     separate = [value for value in values if isinstance(value, SeparateLayers)]
     if not separate:
         return use(*map(_own, values))
 
-    def of_layer(layer: int) -> Callable[[], jax.Array]:
+    def of_layer(layer: int) -> Callable[[], Result]:
         arrays = [
             value.arrays[layer] if isinstance(value, SeparateLayers) else _own(value)
             for value in values
@@ -111,7 +113,7 @@ def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., jax.Array]
         return lambda: use(*arrays)
 
     branches = list(map(of_layer, range(len(separate[0].arrays))))
-    result: jax.Array = lax.switch(separate[0].layer, branches)
+    result: Result = lax.switch(separate[0].layer, branches)
     return result
 
 
@@ -120,7 +122,7 @@ def _own(value: Any) -> jax.Array:
     return value.slice() if isinstance(value, StackedLayers) else value
 
 
-def use_stacks(weights: Sequence[nnx.Param[Any]], use: Callable[..., jax.Array]) -> jax.Array:
+def use_stacks(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
     """`use_weights` for a `use` that takes stacks [layers, ...] and the layer, int32 [].
 
     The stacks have all layers, not sliced, or the layer's own array alone.

@@ -22,9 +22,12 @@ from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
 from sgl_jax.kernels.expert_lines.lines import (
     ExpertLines,
     Gated,
+    Router,
+    RouterRule,
     in_parts,
     lines_at_once,
 )
+from sgl_jax.layers.layer_weights import use_stacks
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import (
     DATA_AXIS,
@@ -34,6 +37,7 @@ from sgl_jax.layers.mesh_axes import (
     sum_over_tensor,
 )
 from sgl_jax.layers.mlp import GatedMLP
+from sgl_jax.layers.norm import RMSNorm
 
 
 def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -157,14 +161,19 @@ class MixtureOfExperts(nnx.Module):
         self.shared = shared
 
     def __call__(
-        self, x: jax.Array, is_token: jax.Array, copies: ExpertCopies | None = None
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        is_token: jax.Array,
+        copies: ExpertCopies | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> (the sums, as x, and the tokens' experts, int32 [top_k, T]).
 
-        Padding, where `is_token` bool [T] is false, has no experts, but the number `num_experts`:
-        it would load few of them. `copies`: experts lie in these slots, and not in order.
+        `norm` normalises the inputs of router and experts. Padding, where `is_token` bool [T] is
+        false, has no experts, but the number `num_experts`: it would load few of them. `copies`:
+        experts lie in these slots, and not in order.
         """
-        own_part, weights, experts = self.own_part(x, is_token, copies)
+        own_part, weights, experts = self.own_part(x, norm, is_token, copies)
         total = sum_over_tensor(own_part)
         if self.down.bias is None:
             return total, experts
@@ -173,12 +182,19 @@ class MixtureOfExperts(nnx.Module):
         return total + self.down.biases(shares.T), experts
 
     def own_part(
-        self, x: jax.Array, is_token: jax.Array, copies: ExpertCopies | None
+        self, x: jax.Array, norm: RMSNorm, is_token: jax.Array, copies: ExpertCopies | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This chip's part of the sums [T, hidden] without biases of `down`, and the weights and
         numbers of the tokens' experts, [top_k, T]; see `__call__`."""
-        logits = self.router(x).astype(jnp.float32)
-        weights, experts = self.moves.choose(logits, is_token, self.top_k, self.norm_topk_prob)
+        router, bias = self.router.weight, self.router.bias
+        assert isinstance(router, nnx.Param)
+        rule = RouterRule(norm.eps, norm.from_one, self.top_k, self.norm_topk_prob)
+
+        def choose(matrices: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            own = Router(rule, norm.weight[...], matrices, None if bias is None else bias[...])
+            return self.moves.choose(x, own, layer, is_token)
+
+        x, weights, experts = use_stacks((router,), choose)
         own_part = self._own_experts(x, weights, experts, copies)
         if self.shared is not None:
             own_part = own_part + self.shared.own_part(x)
@@ -200,11 +216,13 @@ class MixtureOfExperts(nnx.Module):
         num_slots, slots = self.num_experts, experts
         if copies is not None:
             num_slots, slots = copies.num_slots, copies.chosen(experts)
+        num_own = -(-num_slots // lax.axis_size(axes))
+        # Padding has a number beyond all chips' slots, of which the last chip may have spare ones.
+        slots = jnp.where(experts < self.num_experts, slots, num_own * lax.axis_size(axes))
         over_ranks = axes == MESH_AXES
         if over_ranks:
             x = concatenate_over(DATA_AXIS, x)
             weights, slots = (concatenate_over(DATA_AXIS, a, axis=1) for a in (weights, slots))
-        num_own = -(-num_slots // lax.axis_size(axes))
         sums = self._sums(x, weights, slots, lax.axis_index(axes) * num_own, num_own)
         return own_rank_sum(sums) if over_ranks else sums
 

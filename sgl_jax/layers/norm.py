@@ -3,18 +3,15 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.rms_norm import rms_normalised
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sources import Source
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis, computed in float32 (arXiv 1910.07467).
-
-    With `from_one` the factor is 1 + weight, and the product is rounded once, as Gemma has it.
-    """
+    """x / rms(x) * weight over the last axis, see `rms_normalised`."""
 
     def __init__(
         self, weight: Source, eps: float, dtype: DTypeLike, *, from_one: bool = False
@@ -31,8 +28,4 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.from_one:
-            return (wide * scale * self.factors).astype(x.dtype)
-        return (wide * scale).astype(x.dtype) * self.weight[...]
+        return rms_normalised(x, self.weight[...], self.eps, self.from_one)

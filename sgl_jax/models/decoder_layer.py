@@ -65,11 +65,11 @@ class DecoderLayer(nnx.Module):
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
         attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
         hidden = hidden + _normalised(attended, self.attended_norm)
-        mlp, normalised, experts = self.mlp, self.post_attention_norm(hidden), None
+        mlp, norm, experts = self.mlp, self.post_attention_norm, None
         if isinstance(mlp, GatedMLP):
-            added = mlp(normalised)
+            added = mlp(norm(hidden))
         else:
-            added, experts = mlp(normalised, is_token, copies)
+            added, experts = mlp(hidden, norm, is_token, copies)
         return hidden, _normalised(added, self.mlp_output_norm), memory, experts
 
     def fits_columns(self, num_chips: int, multiple: int) -> bool:
@@ -122,8 +122,8 @@ class DecoderLayer(nnx.Module):
             inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
             return multiply_scatter(ring, inner, mlp.down, hidden), memory, None
         # An expert multiplies some of the tokens alone, so hidden states are exchanged whole.
-        normalised = norm(concatenate_over(TENSOR_AXIS, hidden, axis=1))
-        own_part, _, experts = mlp.own_part(normalised, is_token, copies)
+        whole = concatenate_over(TENSOR_AXIS, hidden, axis=1)
+        own_part, _, experts = mlp.own_part(whole, norm, is_token, copies)
         return hidden + scatter_sum(own_part), memory, experts
 
 

@@ -188,8 +188,10 @@ def experts_touched(tokens: int, moe: MoeConfig) -> float:
 
 
 class LineBundles(NamedTuple):
-    """Instructions that choose experts, and bring tokens to lines and back."""
+    """Instructions that choose the experts of tokens, and bring these to lines and back."""
 
+    norm: int  # of 256 tokens, 2048 wide
+    routed: int  # their product with a router of 128 experts
     choose: int  # 8 of 128 experts, for 256 tokens
     sort: int  # 8 choices of 256 tokens
     sort_expert: float  # more for each expert of the device
@@ -202,10 +204,10 @@ class LineBundles(NamedTuple):
 
 LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
     {
-        "TPU v5 lite": LineBundles(996, 128, 3.9, 1372, 2431, 632, 12, 0.8),
-        "TPU v6 lite": LineBundles(996, 140, 3.5, 1055, 1710, 389, 14, 0.7),
-        "TPU v5": LineBundles(1022, 147, 4.3, 1372, 2541, 685, 12, 0.8),
-        "TPU7x": LineBundles(1029, 167, 3.0, 1035, 1661, 384, 14, 0.7),
+        "TPU v5 lite": LineBundles(982, 839, 887, 128, 3.9, 1372, 2431, 632, 12, 0.8),
+        "TPU v6 lite": LineBundles(1111, 0, 1149, 140, 3.5, 1055, 1710, 389, 14, 0.7),
+        "TPU v5": LineBundles(1057, 758, 953, 147, 4.3, 1372, 2541, 685, 12, 0.8),
+        "TPU7x": LineBundles(1044, 0, 1189, 167, 3.0, 1035, 1661, 384, 14, 0.7),
     }
 )
 _LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
@@ -213,8 +215,8 @@ _SORTS = 2
 
 
 def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> float:
-    """Seconds in which experts are chosen, and their lines sorted, gathered, gated and added, of
-    all layers.
+    """Seconds of all layers in which tokens are normalised, their experts chosen, and their lines
+    sorted, gathered, gated and added.
 
     `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and the program's cycles
     have the sums and gates.
@@ -223,10 +225,10 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     if moe is None:
         return 0.0
     count, call = LINE_BUNDLES[chip.device_kind], HEADS_CYCLES[chip.device_kind].call
-    choices = tokens / 256 * moe.top_k / 8
-    cycles = call + count.choose * choices * moe.num_experts / 128
-    choices *= memory.expert_ranks
-    tokens, width = tokens * memory.expert_ranks, config.hidden_size / 2048
+    share, width = max(tokens, LANES) / 256, config.hidden_size / 2048
+    routed = (count.routed * width + count.choose * moe.top_k / 8) * moe.num_experts / 128
+    cycles = call + (count.norm * width + routed) * share
+    tokens *= memory.expert_ranks
     own = tokens * moe.top_k / memory.expert_devices
     if tokens > UNDIVIDED_TOKENS:
         room = lines_at_once(tokens, moe.top_k, memory.expert_devices)
@@ -237,7 +239,8 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
         tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width
         cycles += (count.once + tiles * count.tile) * block + tiles * count.gate * inner / 768
         experts = moe.num_experts / memory.expert_devices
-        cycles += choices * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
+        share = max(tokens, LANES) / 256 * moe.top_k / 8
+        cycles += share * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
     layers = sum(spec.moe is not None for spec in config.layers)
     return layers * cycles / chip.clock_hz
 

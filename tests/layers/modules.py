@@ -1,6 +1,9 @@
 """Modules of small sizes, and what they declare as trees."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
+import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
@@ -30,6 +33,23 @@ def gated_mlp(hidden, width, activation="silu"):
     )
 
 
+# Of hidden 8: a mixture normalises its inputs.
+NORM = SimpleNamespace(weight=np.full(8, 0.25, np.float32), eps=1e-6, from_one=False)
+
+
+class NormalisedMixture(MixtureOfExperts):
+    """A mixture with `NORM`, which has no parameter."""
+
+    def __call__(self, x, is_token, copies=None):
+        return super().__call__(x, NORM, is_token, copies)
+
+
+def normalised(x):
+    """x by `NORM`, in float64."""
+    wide = x.astype(np.float64)
+    return wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + NORM.eps) * 0.25
+
+
 def mixture_of_experts(
     multiply,
     *,
@@ -56,7 +76,7 @@ def mixture_of_experts(
             expert_axes=expert_axes,
         )
 
-    return MixtureOfExperts(
+    return NormalisedMixture(
         Linear(Tensor("router", (8, 5)), jnp.float32),
         experts("gate", transposed=True),
         experts("up", transposed=True),

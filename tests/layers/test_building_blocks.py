@@ -39,6 +39,7 @@ from tests.layers.modules import (
     declared_specs,
     gated_mlp,
     mixture_of_experts,
+    normalised,
 )
 
 TOLERANCE = 1e-5
@@ -123,7 +124,7 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     module = mixture_of_experts(multiply, norm_topk_prob=norm_topk_prob)
     actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     expected = np.zeros_like(x, np.float64)
-    for token, vector in enumerate(x.astype(np.float64)):
+    for token, vector in enumerate(normalised(x)):
         logits = vector @ params["router"]["weight"]
         weights = np.exp(logits) / np.exp(logits).sum()
         chosen = np.argsort(-weights)[:2]
@@ -146,6 +147,7 @@ def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
     own = params.pop("shared")
     gate, up, down = (own["expert"][name]["weight"] for name in ("gate", "up", "down"))
     routed, _ = run(alone, "__call__", x, are_tokens(x), params=params)
+    x = normalised(x)
     weight = 1 / (1 + np.exp(-(x @ own["gate"]["weight"])))
     expected = routed + weight * (silu(x @ gate) * (x @ up) @ down)
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
@@ -160,7 +162,7 @@ def test_experts_with_biases_and_clamped_gates(simulate, tp):
     module = mixture_of_experts(multiply, norm_topk_prob=True, has_biases=True, gated=gated)
     actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     expected = np.zeros_like(x, np.float64)
-    for token, vector in enumerate(x.astype(np.float64)):
+    for token, vector in enumerate(normalised(x)):
         logits = vector @ params["router"]["weight"]
         chosen = np.argsort(-logits)[:2]
         weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()

@@ -84,6 +84,7 @@ class Server:
             )
         options = options._replace(splits_hidden=in_columns)
         placed = place_model(config, self.mesh, options)
+        self.has_columns = placed.model.has_columns
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
         self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-max_len // page_size)

@@ -58,6 +58,7 @@ def tolerance(name, tp=1, **_):
 def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
     data = golden(f"quantized/{name}")
     server = Server(GOLDEN / "quantized" / name, **chips)
+    assert server.has_columns == chips.get("in_columns", False)
     ranks, prompt = chips.get("dp", 1), data["prompt"]
     allowed = tolerance(name, **chips) * np.ptp(data["prompt_logits"])
 

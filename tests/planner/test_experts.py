@@ -86,11 +86,13 @@ def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_gathered_row_by_row():
     count = LINE_BUNDLES["TPU v6 lite"]
     decode = lines_time(256, MOE, device(expert_devices=4), CHIP)
     call = HEADS_CYCLES["TPU v6 lite"].call
-    cycles = count.choose + count.sort + 32 * count.sort_expert + 6 * call
+    cycles = (
+        count.norm + count.routed + count.choose + count.sort + 32 * count.sort_expert + 6 * call
+    )
     cycles += count.once + 4 * (count.tile + count.gate)
     assert decode == pytest.approx(48 * cycles / 1.75e9)
     chunk = lines_time(2048, MOE, device(expert_devices=4), CHIP)
-    cycles = 8 * count.choose + 2 * 16384 * count.sorted_key + call
+    cycles = 8 * (count.norm + count.routed + count.choose) + 2 * 16384 * count.sorted_key + call
     cycles += (6144 + 16384) * count.gathered_row
     assert chunk == pytest.approx(48 * cycles / 1.75e9)
     assert lines_time(64, read_config("llama-3.1-8b"), device(), CHIP) == 0

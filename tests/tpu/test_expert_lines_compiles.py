@@ -1,29 +1,36 @@
 """The TPU's own compiler accepts the moves of experts' lines, for few tokens and for many."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, Router, RouterRule
 from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
 from sgl_jax.layers.moe import silu_gated
 from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, num_kernels, struct
 
-TOP_K, EXPERTS, OWN = 8, 128, 32
+EXPERTS = 128
+RULE = RouterRule(1e-6, from_one=False, top_k=8, norm_topk_prob=True)
 
 
-def routed(x, logits, is_token, first):
+def routed(num_own, x, norm, matrices, layer, is_token, first):
     """All that a chip does with lines of its experts, but their products."""
-    weights, experts = tpu_choose(logits, is_token, TOP_K, norm_topk_prob=True)
-    lines = tpu_sort(experts, first, OWN)
+    router = Router(RULE, norm, matrices, bias=None)
+    x, weights, experts = tpu_choose(x, router, layer, is_token)
+    lines = tpu_sort(experts, first, num_own)
     gathered = tpu_gather(x, lines)
     return tpu_add(tpu_gate(silu_gated, gathered, gathered, lines), weights, lines)
 
 
-def assert_compiles(mesh, num_tokens, width=2048, dtype=jnp.bfloat16):
-    x, logits = struct(dtype, num_tokens, width), struct(jnp.float32, num_tokens, EXPERTS)
-    is_token, first = struct(jnp.bool_, num_tokens), struct(jnp.int32)
-    compiled, seconds = compile_on(mesh, routed, x, logits, is_token, first)
+def assert_compiles(mesh, num_tokens, width=2048, dtype=jnp.bfloat16, num_own=32):
+    x, norm = struct(dtype, num_tokens, width), struct(dtype, width)
+    matrices, number = struct(dtype, 4, width, EXPERTS), struct(jnp.int32)
+    is_token = struct(jnp.bool_, num_tokens)
+    compiled, seconds = compile_on(
+        mesh, partial(routed, num_own), x, norm, matrices, number, is_token, number
+    )
     assert num_kernels(compiled) == 5
     assert " sort(" not in compiled.as_text()
     assert seconds < MAX_COMPILE_S
@@ -36,13 +43,14 @@ def test_every_generation_moves_the_lines_of_a_decode_step(generation, tpu_mesh)
 
 @pytest.mark.parametrize("generation", generations("v5e"))
 @pytest.mark.parametrize(
-    ("num_tokens", "width", "dtype"),
+    ("num_tokens", "width", "dtype", "num_own"),
     [
-        (1, 2048, jnp.bfloat16),
-        (UNDIVIDED_TOKENS, 2944, jnp.bfloat16),
-        (UNDIVIDED_TOKENS, 7168, jnp.bfloat16),
-        (64, 2048, jnp.float32),
+        (1, 2048, jnp.bfloat16, 32),
+        (64, 2048, jnp.bfloat16, 1),
+        (UNDIVIDED_TOKENS, 2944, jnp.bfloat16, 32),
+        (UNDIVIDED_TOKENS, 7168, jnp.bfloat16, 128),
+        (64, 2048, jnp.float32, 32),
     ],
 )
-def test_other_shapes_compile(num_tokens, width, dtype, generation, tpu_mesh):
-    assert_compiles(tpu_mesh(generation), num_tokens, width, dtype)
+def test_other_shapes_compile(num_tokens, width, dtype, num_own, generation, tpu_mesh):
+    assert_compiles(tpu_mesh(generation), num_tokens, width, dtype, num_own)

@@ -8,21 +8,21 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
 from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gate, xla_gather, xla_sort
 
 
 class ChooseExperts(Protocol):
-    """Choose each token's most probable experts."""
+    """Normalise hidden states and choose each token's most probable experts."""
 
     def __call__(
-        self, logits: jax.Array, is_token: jax.Array, top_k: int, norm_topk_prob: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Router logits float32 [T, experts] -> weights float32 and experts int32, [top_k, T].
+        self, x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, hidden] and layer int32 [] -> (x normalised, weights, experts).
 
-        Weights are parts of the softmax over all experts, or with `norm_topk_prob` over the chosen
-        ones. The most probable comes first, and of equals the lower number. The experts of padding,
-        where `is_token` bool [T] is false, are the number of experts.
+        Weights float32 and experts int32 are [top_k, T]. The most probable expert comes first, and
+        of equals the lower number. The experts of padding, where `is_token` bool [T] is false, are
+        the number of experts.
         """
         ...
 

@@ -24,6 +24,24 @@ _MULTIPLE = 64  # of lines: the smallest tile of the TPU's grouped product
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 
 
+class RouterRule(NamedTuple):
+    """Constants of a router."""
+
+    eps: float  # of the norm, as `from_one`: see `rms_normalised`
+    from_one: bool
+    top_k: int
+    norm_topk_prob: bool  # weights are parts of the softmax over the chosen experts, not over all
+
+
+class Router(NamedTuple):
+    """A router, and the norm of its inputs."""
+
+    rule: RouterRule
+    norm: jax.Array  # [hidden]
+    matrices: jax.Array  # [layers, hidden, experts]
+    bias: jax.Array | None  # [experts]
+
+
 class ExpertLines(NamedTuple):
     """Lines of a chip's experts, and where each token finds its own."""
 

@@ -4,27 +4,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
+from sgl_jax.kernels.rms_norm import rms_normalised
 
 
 def xla_choose(
-    logits: jax.Array, is_token: jax.Array, top_k: int, norm_topk_prob: bool
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `interface.ChooseExperts`."""
-    if norm_topk_prob:  # the other experts' part of the softmax cancels
-        chosen, experts = lax.top_k(logits, top_k)
+    rule = router.rule
+    normalised = rms_normalised(x, router.norm, rule.eps, rule.from_one)
+    logits = normalised @ lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
+    if router.bias is not None:
+        logits += router.bias
+    logits = logits.astype(jnp.float32)
+    if rule.norm_topk_prob:  # the other experts' part of the softmax cancels
+        chosen, experts = lax.top_k(logits, rule.top_k)
         weights = jax.nn.softmax(chosen.T, axis=0)
     else:
-        chosen, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+        chosen, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), rule.top_k)
         weights = chosen.T
-    return weights, jnp.where(is_token, experts.T, logits.shape[1])
+    return normalised, weights, jnp.where(is_token, experts.T, logits.shape[1])
 
 
 def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
     """See `interface.SortLines`.
 
-    Two sorts cost less than to count the lines before each one, by the TPU compiler's schedules
-    (docs/measurements/kernels.md).
+    By two sorts: `xla_gather` needs the lines in order.
     """
     num_tokens, own = experts.shape[1], experts - first
     keys = jnp.where((own >= 0) & (own < num_experts), own, num_experts).reshape(-1)

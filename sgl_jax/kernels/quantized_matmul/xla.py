@@ -14,8 +14,8 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     sums_dtype,
 )
 
-# Numbers that a CPU converts at once: they stay in its cache. Fewer inputs than the least would add
-# to all sums too often.
+# Numbers that a CPU converts at once, which stay in its cache; and the fewest inputs, since each
+# block adds to all sums.
 _CPU_NUMBERS = 3 << 19
 _CPU_LEAST_INPUTS = 64
 

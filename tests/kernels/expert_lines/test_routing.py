@@ -9,20 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
+from sgl_jax.kernels.expert_lines.lines import Router, RouterRule
 from sgl_jax.kernels.expert_lines.tpu import routing
 from sgl_jax.kernels.expert_lines.xla import xla_choose, xla_sort
 from tests.kernels.simulation import EAGER, MODES, simulate
 from tests.quick_compilation import quick_jit
 
+RULE = RouterRule(1e-6, from_one=False, top_k=3, norm_topk_prob=True)
 # Experts, those chosen, and tokens.
 SIZES = ((4, 2, 1), (8, 3, 40), (60, 4, 64), (128, 8, 24))
 
 
-def choose(interpret, top_k, norm_topk_prob):
+def choose(interpret, rule):
     @quick_jit
-    def run(logits, is_token):
+    def run(x, norm, matrices, bias, is_token):
+        router = Router(rule, norm, matrices, bias)
         with force_tpu_interpret_mode(interpret):
-            return routing.tpu_choose(logits, is_token, top_k, norm_topk_prob)
+            return routing.tpu_choose(x, router, jnp.int32(1), is_token)
 
     return run
 
@@ -40,18 +43,28 @@ def sort(interpret, num_own):
 compiled_choose, compiled_sort = lru_cache(choose), lru_cache(sort)
 
 
-def draw_logits(num_experts, num_tokens, levels, seed):
-    """Logits with ties if there are few `levels`, and the tokens that are no padding."""
+def draw_tokens(num_experts, num_tokens, levels, seed, dtype=np.float32):
+    """Hidden states as wide as experts are many; with few `levels` logits are equal.
+
+    The second layer's router is the identity, so that logits are the normalised values.
+    """
     rng = np.random.default_rng(seed)
-    logits = rng.integers(0, levels, (num_tokens, num_experts)).astype(np.float32)
-    return logits * (8 / levels), rng.random(num_tokens) < 0.8
+    x = rng.integers(0, levels, (num_tokens, num_experts)).astype(dtype)
+    matrices = np.stack([rng.normal(size=(num_experts,) * 2), np.eye(num_experts)]).astype(dtype)
+    bias = rng.integers(0, 2, num_experts).astype(dtype)
+    is_token = rng.random(num_tokens) < 0.8
+    return x, np.full(num_experts, 2.0, dtype), matrices, bias, is_token
 
 
-def check_choice(logits, is_token, top_k, norm_topk_prob, run):
-    weights, experts = simulate(run, logits, is_token)
-    expected = xla_choose(jnp.array(logits), jnp.array(is_token), top_k, norm_topk_prob)
-    np.testing.assert_array_equal(experts, expected[1])
-    np.testing.assert_allclose(weights, expected[0], rtol=1e-5, atol=1e-7)
+def check_choice(case, rule, run):
+    found = simulate(run, *case)
+    x, norm, matrices, bias, is_token = map(jnp.array, case)
+    expected = xla_choose(x, Router(rule, norm, matrices, bias), jnp.int32(1), is_token)
+    rtol = 1e-5 if case[0].dtype == np.float32 else 2.0**-5  # XLA rounds logits once more
+    for own, other in zip(found[:2], expected[:2], strict=True):
+        own, other = (np.asarray(part, np.float64) for part in (own, other))
+        np.testing.assert_allclose(own, other, rtol=rtol, atol=1e-6)
+    np.testing.assert_array_equal(found[2], expected[2])
 
 
 def draw_experts(num_experts, top_k, num_tokens, one_for_all, seed):
@@ -76,14 +89,27 @@ def check_places(experts, first, num_own, run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
 @settings(max_examples=6, deadline=None)
-@given(st.sampled_from(SIZES), st.sampled_from((1, 3, 10**6)), st.integers(0, 2**32 - 1))
-def test_the_most_probable_experts_are_chosen(mode, norm_topk_prob, size, levels, seed):
+@given(st.sampled_from(SIZES), st.sampled_from((2, 3, 10**6)), st.integers(0, 2**32 - 1))
+def test_the_most_probable_experts_are_chosen(mode, size, levels, seed):
     num_experts, top_k, num_tokens = size
-    case = draw_logits(num_experts, num_tokens, levels, seed)
-    run = compiled_choose(MODES[mode], top_k, norm_topk_prob)
-    check_choice(*case, top_k, norm_topk_prob, run)
+    # Every combination of both, in one size each: each rule is a program.
+    rule = RouterRule(1e-6, top_k in (3, 4), top_k, norm_topk_prob=top_k in (2, 4))
+    case = draw_tokens(num_experts, num_tokens, levels, seed)
+    check_choice(case, rule, compiled_choose(MODES[mode], rule))
+
+
+def test_hidden_states_of_16_bits():
+    case = draw_tokens(8, 40, 3, seed=7, dtype=jnp.bfloat16)
+    check_choice(case, RULE, compiled_choose(EAGER, RULE))
+
+
+def test_a_router_without_biases():
+    *case, is_token = draw_tokens(8, 40, 10**6, seed=8)
+    case[3] = None
+    _, _, experts = simulate(compiled_choose(EAGER, RULE), *case, is_token)
+    chosen = np.argsort(-case[0], axis=1, kind="stable")[:, : RULE.top_k].T
+    np.testing.assert_array_equal(experts, np.where(is_token, chosen, 8))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,16 +127,16 @@ def test_each_line_of_a_chips_experts_is_one_tokens(mode, size, chip, one_for_al
     check_places(experts, chip * num_own, num_own, compiled_sort(MODES[mode], num_own))
 
 
-def test_a_chip_may_have_all_experts_and_none_of_the_tokens():
+def test_a_chip_may_have_all_experts_or_one_and_none_of_the_tokens():
     experts = draw_experts(8, 3, 40, one_for_all=False, seed=1)
     check_places(experts, 0, 8, compiled_sort(EAGER, 8))
+    check_places(experts, 5, 1, compiled_sort(EAGER, 1))
     check_places(np.full((3, 40), 8, np.int32), 0, 8, compiled_sort(EAGER, 8))
 
 
 def test_blocks_of_tokens_are_chosen_for_in_turn(monkeypatch):
     monkeypatch.setattr(routing, "_BLOCK_TOKENS", 128)
-    case = draw_logits(8, 300, 3, seed=2)
-    check_choice(*case, 3, True, choose(EAGER, 3, True))
+    check_choice(draw_tokens(8, 300, 3, seed=2), RULE, choose(EAGER, RULE))
 
 
 def test_longer_steps_are_sorted_by_xla():
@@ -122,20 +148,32 @@ def test_longer_steps_are_sorted_by_xla():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
-    run = compiled_choose(EAGER, 3, True)
-    logits, is_token = draw_logits(8, 40, 10**6, seed=4)
-    expected = simulate(run, logits, is_token)
-    logits[7] = bad
-    found = simulate(run, logits, is_token)
+    case = draw_tokens(8, 40, 10**6, seed=4)
+    expected = simulate(compiled_choose(EAGER, RULE), *case)
+    case[0][7] = bad
+    normalised, weights, experts = simulate(compiled_choose(EAGER, RULE), *case)
     others = np.arange(40) != 7
-    for own, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(own[:, others], other[:, others])
-    assert np.all((found[1] >= 0) & (found[1] <= 8))
+    np.testing.assert_array_equal(normalised[others], expected[0][others])
+    np.testing.assert_array_equal(weights[:, others], expected[1][:, others])
+    np.testing.assert_array_equal(experts[:, others], expected[2][:, others])
+    assert np.all((experts >= 0) & (experts <= 8))
+    assert np.all(np.isnan(weights[:, 7]))
+
+
+def test_a_router_that_is_not_finite_spoils_the_weights_of_all_tokens():
+    case = draw_tokens(8, 40, 10**6, seed=10)
+    case[3][2] = np.nan
+    _, weights, experts = simulate(compiled_choose(EAGER, RULE), *case)
+    assert np.all(np.isnan(weights))
+    np.testing.assert_array_equal(
+        experts[:, case[4]], np.arange(3)[:, None] + 0 * experts[:, case[4]]
+    )
 
 
 def test_experts_of_equal_infinite_logits_are_unlike():
-    logits = np.full((5, 8), -np.inf, np.float32)
-    _, experts = simulate(compiled_choose(EAGER, 3, True), logits, np.ones(5, bool))
+    x, norm, matrices, bias, is_token = draw_tokens(8, 5, 3, seed=9)
+    case = x, norm, matrices, np.full_like(bias, -np.inf), np.ones_like(is_token)
+    _, _, experts = simulate(compiled_choose(EAGER, RULE), *case)
     np.testing.assert_array_equal(experts, [[0] * 5, [1] * 5, [2] * 5])
 
 
@@ -160,10 +198,18 @@ def test_a_seeded_fault_of_the_places_is_noticed(fault, monkeypatch):
         check_places(experts, 2, 4, sort(EAGER, 4))
 
 
-def test_a_choice_without_what_was_taken_is_noticed(monkeypatch):
-    case = draw_logits(8, 40, 3, seed=6)
-    check_choice(*case, 3, True, choose(EAGER, 3, True))
-    iota = routing.lax.broadcasted_iota
-    monkeypatch.setattr(routing.lax, "broadcasted_iota", lambda *args: iota(*args) * 0)
+def choose_the_last_of_equals(monkeypatch):
+    monkeypatch.setattr(routing.jnp, "min", jnp.max)
+
+
+def leave_out_the_norm(monkeypatch):
+    monkeypatch.setattr(routing, "_normalised", lambda x, weight, rule: x)
+
+
+@pytest.mark.parametrize("fault", [choose_the_last_of_equals, leave_out_the_norm])
+def test_a_seeded_fault_of_the_choice_is_noticed(fault, monkeypatch):
+    case = draw_tokens(8, 40, 3, seed=6)
+    check_choice(case, RULE, choose(EAGER, RULE))
+    fault(monkeypatch)
     with pytest.raises(AssertionError):
-        check_choice(*case, 3, True, choose(EAGER, 3, True))
+        check_choice(case, RULE, choose(EAGER, RULE))

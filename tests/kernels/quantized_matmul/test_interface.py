@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.quantization import Scheme
+from sgl_jax.kernels.quantized_matmul import xla
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
@@ -33,12 +34,15 @@ SCHEMES = [
     [
         (scheme, inputs)
         for scheme in SCHEMES
-        for inputs in (256, 384, 320)  # 320: no whole blocks of a CPU's loop
+        for inputs in (256, 384, 320)
         if inputs % (scheme.group_size or 1) == 0
     ],
     ids=lambda own: own.name if isinstance(own, Scheme) else str(own),
 )
-def test_agrees_with_float64(scheme, inputs, multiply):
+def test_agrees_with_float64(scheme, inputs, multiply, monkeypatch):
+    # So that a CPU takes several blocks of 64 inputs, or of a group.
+    monkeypatch.setattr(xla, "_CPU_NUMBERS", 64 * 24)
+    monkeypatch.setattr(xla, "_CPU_LEAST_INPUTS", 1)
     arrays = draw(scheme, inputs, outputs=24)
     x = np.random.default_rng(1).normal(size=(5, inputs)).astype(np.float32)
     x[2] = 0  # a padding token

@@ -1,0 +1,17 @@
+"""Root mean square normalisation (arXiv 1910.07467) in XLA, for layers and for kernels' peers."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_normalised(x: jax.Array, weight: jax.Array, eps: float, from_one: bool) -> jax.Array:
+    """x [..., size] / rms(x) * weight [size] in x's dtype, computed in float32.
+
+    With `from_one` the factor is 1 + weight, and the product is rounded once, as Gemma has it.
+    """
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if from_one:
+        return (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (wide * scale).astype(x.dtype) * weight
