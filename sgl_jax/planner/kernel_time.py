@@ -263,10 +263,10 @@ class RecurrenceBundles(NamedTuple):
 # hundred bundles are left out.
 RECURRENCE_BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
     {
-        "TPU v5 lite": RecurrenceBundles(156, 75.6, 2213, 147, 147, 2.7),
-        "TPU v6 lite": RecurrenceBundles(192, 70.7, 2491, 93, 140, 1.5),
-        "TPU v5": RecurrenceBundles(150, 75.6, 2200, 150, 141, 2.7),
-        "TPU7x": RecurrenceBundles(195, 71.1, 1803, 125, 135, 1.5),
+        "TPU v5 lite": RecurrenceBundles(156, 75.6, 2146, 140, 147, 2.7),
+        "TPU v6 lite": RecurrenceBundles(192, 70.7, 2167, 93, 140, 1.5),
+        "TPU v5": RecurrenceBundles(150, 75.6, 2048, 146, 141, 2.7),
+        "TPU7x": RecurrenceBundles(195, 71.1, 1895, 109, 135, 1.5),
     }
 )
 

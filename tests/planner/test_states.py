@@ -75,7 +75,7 @@ def test_with_few_heads_a_fast_memory_waits_for_instructions():
 @pytest.mark.parametrize(("tp_size", "turns", "heads"), [(1, 2, 32), (2, 1, 16), (8, 1, 4)])
 def test_a_prefill_chunk_takes_turns_of_sixteen_heads(tp_size, turns, heads):
     time = estimate_step(NO_CYCLES, 2048, StepWork(2048, 0, 0, rows=1), NEXT, device(tp_size), CHIP)
-    chunk, token = turns * 2491 + heads * 93, 140 + 1.5 * 64 / tp_size
+    chunk, token = turns * 2167 + heads * 93, 140 + 1.5 * 64 / tp_size
     cycles = 36 * (2048 / CHUNK_TOKENS * chunk + 2048 * token)
     assert time.recurrences_s == pytest.approx(cycles / CHIP.clock_hz)
 

@@ -274,8 +274,10 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> None:
     """`_change` of pairs of value heads. Stores come last: no load waits for another head's."""
     by_head, dtype = kernel.by_head, kernel.product_dtype
-    solved = inverses([pair.system for pair in pairs], dtype)
+    # Products with the old state come first: they need no inverse, and the compiler has them fill
+    # its waits.
     found = [_found(kernel, pair, before) for pair in pairs]
+    solved = inverses([pair.system for pair in pairs], dtype)
     changes = [
         product(inverse.astype(dtype), _apart(alone, dtype), (1, 0))
         for inverse, (_, alone) in zip(solved, found, strict=True)
