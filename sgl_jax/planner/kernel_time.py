@@ -204,10 +204,10 @@ class LineBundles(NamedTuple):
 
 LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
     {
-        "TPU v5 lite": LineBundles(982, 839, 887, 128, 3.9, 1372, 2431, 632, 12, 0.8),
-        "TPU v6 lite": LineBundles(1111, 0, 1149, 140, 3.5, 1055, 1710, 389, 14, 0.7),
-        "TPU v5": LineBundles(1057, 758, 953, 147, 4.3, 1372, 2541, 685, 12, 0.8),
-        "TPU7x": LineBundles(1044, 0, 1189, 167, 3.0, 1035, 1661, 384, 14, 0.7),
+        "TPU v5 lite": LineBundles(982, 839, 887, 142, 4.9, 1372, 2431, 632, 12, 0.8),
+        "TPU v6 lite": LineBundles(1111, 0, 1149, 175, 4.5, 1055, 1710, 389, 14, 0.7),
+        "TPU v5": LineBundles(1057, 758, 953, 181, 4.8, 1372, 2541, 685, 12, 0.8),
+        "TPU7x": LineBundles(1044, 0, 1189, 149, 4.8, 1035, 1661, 384, 14, 0.7),
     }
 )
 _LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
