@@ -238,7 +238,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
         inner = moe.intermediate_size / (memory.tp_size if memory.expert_devices == 1 else 1)
         tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width
         cycles += (count.once + tiles * count.tile) * block + tiles * count.gate * inner / 768
-        experts = moe.num_experts / memory.expert_devices
+        experts = (moe.num_experts + memory.expert_copies) / memory.expert_devices
         share = max(tokens, LANES) / 256 * moe.top_k / 8
         cycles += share * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
     layers = sum(spec.moe is not None for spec in config.layers)

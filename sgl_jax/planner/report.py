@@ -26,7 +26,8 @@ ASSUMPTIONS = (
     "instructions, if those are more, and what any operation takes in each layer",
     "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
     "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
-    "if those are more; lines = instructions that sort, gather, gate and add them",
+    "if those are more; lines = instructions that choose experts for "
+    "normalised tokens, and sort, gather, gate and add lines",
     "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
     "the matrix units' rate, if that is more",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, "
