@@ -216,9 +216,10 @@ class MixtureOfExperts(nnx.Module):
         num_slots, slots = self.num_experts, experts
         if copies is not None:
             num_slots, slots = copies.num_slots, copies.chosen(experts)
-        num_own = -(-num_slots // lax.axis_size(axes))
-        # Padding has a number beyond all chips' slots, of which the last chip may have spare ones.
-        slots = jnp.where(experts < self.num_experts, slots, num_own * lax.axis_size(axes))
+        num_chips = lax.axis_size(axes)
+        num_own = -(-num_slots // num_chips)
+        if num_own * num_chips > num_slots:  # else padding would be in the last chip's spare slots
+            slots = jnp.where(experts < self.num_experts, slots, num_own * num_chips)
         over_ranks = axes == MESH_AXES
         if over_ranks:
             x = concatenate_over(DATA_AXIS, x)

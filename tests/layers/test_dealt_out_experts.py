@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.expert_lines import lines as expert_lines
-from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
+from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, line_moves_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
@@ -176,6 +176,25 @@ def test_lines_in_parts_lose_no_token(choose, monkeypatch):
     monkeypatch.setattr(expert_lines, "UNDIVIDED_TOKENS", 0)
     monkeypatch.setattr(expert_lines, "_MULTIPLE", 1)
     check(Layout(2, 2, over_ranks=True), choose)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 4, False), Layout(2, 2, True)], ids=str)
+def test_padding_has_lines_on_no_chip(layout, monkeypatch):
+    """Chips do not divide the experts: the last one has slots to spare."""
+    num_used = []
+
+    def sort(*args):
+        lines = XLA_MOVES.sort(*args)
+        jax.debug.callback(lambda own: num_used.append(int(own)), lines.num_used)
+        return lines
+
+    moves = XLA_MOVES._replace(sort=sort)
+    monkeypatch.setitem(globals(), "line_moves_implementation", lambda *_, **__: moves)
+    x, is_token = tokens(layout)
+    is_token[:, 7:] = False
+    run(layout, x, is_token, weights(has_biases=False), axes=layout.axes)
+    jax.effects_barrier()
+    assert sum(num_used) == 2 * is_token.sum()
 
 
 LONG = [pytest.param(choose, marks=pytest.mark.long) for choose in (any_tokens, an_idle_rank)]
