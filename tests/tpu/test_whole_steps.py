@@ -13,7 +13,8 @@ from jax import lax
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
-from sgl_jax.kernels.expert_lines.tpu import ADD_NAME, GATE_NAME, GATHER_NAME
+from sgl_jax.kernels.expert_lines.tpu.moves import ADD_NAME, GATE_NAME, GATHER_NAME
+from sgl_jax.kernels.expert_lines.tpu.routing import CHOOSE_NAME, SORT_NAME
 from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.ring_products.tpu.call import GATHER_NAME as RING_GATHER_NAME
@@ -156,9 +157,9 @@ def _expected_kernels(engine, is_normal, num_tokens):
         dict.fromkeys(kernels, compiled - recurrent) | dict.fromkeys(of_states, recurrent)
     )
     if model.moe is not None:
-        expected |= {NAME: 3 * compiled, PLAN_NAME: compiled}
+        expected |= {NAME: 3 * compiled, PLAN_NAME: compiled, CHOOSE_NAME: compiled}
         if num_tokens <= UNDIVIDED_TOKENS:
-            expected |= dict.fromkeys((GATHER_NAME, GATE_NAME, ADD_NAME), compiled)
+            expected |= dict.fromkeys((SORT_NAME, GATHER_NAME, GATE_NAME, ADD_NAME), compiled)
     return expected
 
 
