@@ -27,6 +27,7 @@ from sgl_jax.mem_cache.device_pool import (
 )
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
+from tests.quick_compilation import quick_jit
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CACHE_SPEC = P(None, "data", "tensor", None, None)
@@ -164,7 +165,7 @@ class Server:
             arrays = (P("data"),) * 7
             state_specs = None if self.states is None else STATE_POOL_SPECS
             memory_specs = ((CACHE_SPEC,) * len(self.pools), state_specs)
-            self._compiled = jax.jit(
+            self._compiled = quick_jit(
                 jax.shard_map(
                     self._step,
                     mesh=self.mesh,
