@@ -65,7 +65,9 @@ class Server:
         unrolled_layers=None,
         in_columns=False,
         max_len=80,
+        jit=quick_jit,
     ):
+        self._jit = jit
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
@@ -165,7 +167,7 @@ class Server:
             arrays = (P("data"),) * 7
             state_specs = None if self.states is None else STATE_POOL_SPECS
             memory_specs = ((CACHE_SPEC,) * len(self.pools), state_specs)
-            self._compiled = quick_jit(
+            self._compiled = self._jit(
                 jax.shard_map(
                     self._step,
                     mesh=self.mesh,
