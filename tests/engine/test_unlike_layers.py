@@ -61,7 +61,7 @@ def test_unlike_layers_are_served(family, settings):
 
 
 # Of Gemma 3 and states by default in test_windows_and_states, as retracts and drafts.
-@pytest.mark.parametrize("family", ["gpt_oss", *long("gemma3"), *FAMILIES[2:]])
+@pytest.mark.parametrize("family", [*long("gpt_oss", "gemma3"), *FAMILIES[2:]])
 def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     prompt, expected = golden(family)
     with make_engine(family) as engine:

@@ -55,17 +55,11 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
         ("llama", TWO_CHIPS),
         ("llama", SPLIT_WEIGHTS),
-        ("qwen3_moe", SPLIT_WEIGHTS),
         ("qwen3_moe_mixed", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
-        ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
-        *[(family, TWO_CHIPS) for family in (*WITH_WINDOWS, "qwen3_5")],
-        *[
-            pytest.param(family, setup, marks=() if family == "gemma3" else pytest.mark.long)
-            for family in WITH_WINDOWS
-            for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
-        ],
+        *[(family, TWO_CHIPS) for family in ("gemma3", "gpt_oss", "qwen3_5")],
+        ("gemma3", ONE_PAGE_A_ROW),
         ("qwen3", UNROLLED),
         ("qwen3_moe_mixed", UNROLLED),
         *[(family, COLUMNS) for family in ("llama", "qwen2_windows", "gemma3")],
@@ -78,10 +72,20 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("qwen3_moe_mixed", COPIED_EXPERTS),
         ("qwen3_moe_mixed", WHOLE_EXPERTS_BESIDE_COLUMNS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
-        ("gpt_oss_mxfp4", Setup()),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
             for family, setup in (
+                *[
+                    (family, setup)
+                    for family in WITH_WINDOWS
+                    for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
+                    if (family, setup) != ("gemma3", ONE_PAGE_A_ROW)
+                ],
+                ("mistral", TWO_CHIPS),
+                ("qwen2_windows", TWO_CHIPS),
+                ("qwen3_moe", SPLIT_WEIGHTS),
+                ("qwen3_moe", MORE_CHIPS_THAN_KV_HEADS),
+                ("gpt_oss_mxfp4", Setup()),
                 ("gemma3", MORE_CHIPS_THAN_KV_HEADS),
                 ("gemma3", UNROLLED),
                 ("gpt_oss", MORE_CHIPS_THAN_KV_HEADS),

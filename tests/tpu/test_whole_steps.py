@@ -84,9 +84,6 @@ LAYOUTS = (
     ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None),
     ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None),
 )
-# Several devices and recurrences, in one compilation of a decode step; experts follow below. The
-# kernels alone are compiled for other generations, too, and two ranks in `tests/planner`.
-QUICK = ("qwen3-next-80b-a3b", "v6e-8", 8, "decode")
 # All convolutions' states fit into a v5e's vector memory: the compiler takes them there, and back,
 # for each snapshot that is copied.
 COPIES_STATES = {("qwen3-next-80b-a3b", "v5e-8", 8, "mixed")}
@@ -96,7 +93,7 @@ def _cases():
     for model, topology, dp, tp, layers in LAYOUTS:
         for step in STEPS:
             case = (model, topology, tp, step)
-            marks = [] if case == QUICK else [pytest.mark.long]
+            marks = [pytest.mark.long]
             if case in COPIES_STATES:
                 marks.append(pytest.mark.xfail(strict=True, reason="copies 50 MB of states"))
             name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
@@ -226,11 +223,11 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
 @pytest.mark.parametrize(
     ("model", "quantization", "slice_name", "phase"),
     [
-        ("llama-3.3-70b", "w8a8_int8", "v6e-8", "mixed"),
+        ("llama-3.3-70b", "int8", "v6e-8", "decode"),
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ("llama-3.3-70b", "int8", "v6e-8", "decode"),
+                ("llama-3.3-70b", "w8a8_int8", "v6e-8", "mixed"),
                 ("llama-3.3-70b", None, "v6e-8", "decode"),
                 ("llama-3.3-70b", None, "v6e-8", "mixed"),
                 ("llama-3.3-70b", "w8a8_int8", "v6e-8", "decode"),

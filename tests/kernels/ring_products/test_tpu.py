@@ -29,7 +29,7 @@ PROGRAMS = (
     Program(3, tokens=150),
     Program(4, tokens=128, is_quantized=True, activation="int8"),
 )
-QUICK = PROGRAMS[4:7]
+QUICK = PROGRAMS[5:7]
 
 
 def multiply(program, interpret):
@@ -145,6 +145,11 @@ FAULTS = (
     leave_messages_under_way,
     leave_out_the_last_rows,
 )
+QUICKLY_NOTICED = (
+    send_before_the_neighbours_are_there,
+    read_another_layer,
+    use_blocks_that_have_not_come,
+)
 OVER_FOUR = Program(4, tokens=128, inner=128)  # in two blocks
 
 
@@ -157,7 +162,13 @@ def test_without_a_fault_the_case_that_they_are_seeded_into_passes():
     check_in_both_modes()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if fault in QUICKLY_NOTICED else pytest.mark.long)
+        for fault in FAULTS
+    ],
+)
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

@@ -79,7 +79,7 @@ decode_cases = partial(cases, max_prefills=1, max_chunk=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(case=decode_cases(PROGRAMS))
 def test_decode_rows_agree_with_float64_without_races(mode, case):
     check(case, compiled(case.program, MODES[mode]))

@@ -101,7 +101,7 @@ def check(case, run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(case=cases(PROGRAMS, max_prefills=3, max_chunk=MAX_CHUNK))
 @example(Case(PLAIN, [], [], 0, 0))
 @example(Case(PLAIN, [(9, 1)], [(0, 0), (128, 64), (0, 0), (64, 65)], 2, 1))

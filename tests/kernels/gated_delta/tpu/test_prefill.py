@@ -74,7 +74,7 @@ def check_in_both_modes(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_prefill_rows_agree_with_the_reference(mode, case):
     check(case, compiled(case.program, MODES[mode]))
