@@ -2,7 +2,7 @@
 
 What runs for milliseconds and takes seconds to compile, as a tiny model or a simulated kernel, goes
 without most of XLA's optimisations. Tests of the real server (`tests/live`) and of accuracy run
-what users run.
+what users run, unless all programs are to be compiled before the first request.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,9 @@ QUICKLY: dict[str, bool | str | int] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_backend_optimization_level": 0,
 }
+
+# The same for another process, in its XLA_FLAGS.
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICKLY.items())
 
 quick_jit = partial(jax.jit, compiler_options=QUICKLY)
 

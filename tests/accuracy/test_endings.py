@@ -28,7 +28,8 @@ def test_every_ending_gives_its_memory_back(
 ) -> None:
     # Compiled first: requests that wait for a program would run out of time.
     limit = ("--request-timeout", str(REQUEST_TIMEOUT_S), *WARM)
-    with live_server(tmp_path, *variant.flags, *variant.retract_flags, *limit) as server:
+    flags = (*variant.flags, *variant.retract_flags, *limit)
+    with live_server(tmp_path, *flags, is_quickly_compiled=True) as server:
         counts = run_endings(server.url, reference)
         print(counts)
         assert not [ending for ending in ENDINGS if not counts[ending]], counts

@@ -258,7 +258,14 @@ def test_a_folder_without_weights_is_refused(qwen3):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3_moe", "qwen3_moe_mixed", "gemma3", "gpt_oss", "gpt_oss_mxfp4"]
+    "family",
+    [
+        *("qwen2", "qwen3_moe_mixed", "gpt_oss_mxfp4"),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("qwen3_moe", "gemma3", "gpt_oss")
+        ),
+    ],
 )
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
     output = tmp_path / "converted"

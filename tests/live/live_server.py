@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.quick_compilation import QUICK_FLAGS
+
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 # Compiles all programs before ready, as users' servers on a CPU do: for long runs that limit the
 # time of an answer.
@@ -113,12 +115,18 @@ def free_port() -> int:
 
 @contextmanager
 def live_server(
-    folder: Path, *flags: str, model: Path = DEMO, exit_code: int = 0, key: str = ""
+    folder: Path,
+    *flags: str,
+    model: Path = DEMO,
+    exit_code: int = 0,
+    key: str = "",
+    is_quickly_compiled: bool = False,
 ) -> Iterator[LiveServer]:
     """`python -m sgl_jax.launch_server` on `model`, healthy; ended with SIGTERM, if not before.
 
     Without `WARM` among the flags each program is compiled in the step that needs it first: the
-    server is ready ten seconds sooner, and most tests need few of the programs.
+    server is ready ten seconds sooner, and most tests need few of the programs. With
+    `is_quickly_compiled` all programs are compiled as in `tests/quick_compilation.py`.
     """
     port = free_port()
     log = folder / "server.log"
@@ -128,6 +136,8 @@ def live_server(
     ]
     # The test process asks for several CPU devices; the server decides for itself.
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    if is_quickly_compiled:
+        environment["XLA_FLAGS"] = QUICK_FLAGS
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     server = LiveServer(f"http://127.0.0.1:{port}", process, log, key)

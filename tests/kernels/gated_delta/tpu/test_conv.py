@@ -59,7 +59,7 @@ def check_in_both_modes(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(case=cases(PROGRAMS, max_prefills=4))
 def test_any_step_agrees_with_the_reference(mode, case):
     check(case, compiled(case.program, MODES[mode]))
