@@ -59,7 +59,8 @@ def tolerance(name, tp=1, **_):
 )
 def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
     data = golden(f"quantized/{name}")
-    # Compiled quickly, a number is rounded twice on its way to fp8.
+    # Compiled quickly, this one's logits are off by .008 of their range: less than those of two
+    # chips, whose sums have another order, but above the tolerance of one.
     jit = jax.jit if name == "ct_fp8_static" else quick_jit
     server = Server(GOLDEN / "quantized" / name, **chips, jit=jit)
     assert server.has_columns == chips.get("in_columns", False)
