@@ -95,16 +95,9 @@ class Server:
         groups = [group for group in config.cache_groups() if not group.is_recurrent]
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
         layers = {group.pool: len(group.layers) for group in groups}
-        # NaN in every slot that was never written: reading one would show.
-        self.pools = tuple(
-            jax.device_put(
-                jnp.full(
-                    (layers[pool], dp * num_pages, 2 * kv_heads, page_size, config.head_dim),
-                    jnp.nan,
-                ),
-                NamedSharding(self.mesh, CACHE_SPEC),
-            )
-            for pool in range(len(layers))
+        page = (2 * kv_heads, page_size, config.head_dim)
+        self.pools = self._make_pools(
+            [(layers[pool], dp * num_pages, *page) for pool in range(len(layers))]
         )
         pages = 1 + np.random.default_rng(0).permutation(num_pages - 1)
         # Of each request and group: those of a group follow those of another in a row's table.
@@ -113,6 +106,11 @@ class Server:
         self.states = None if config.recurrence is None else self._make_states(config)
         # The slot of each request's state after its last step, of the two that it has.
         self.slots = {}
+
+    def _make_pools(self, shapes):
+        """NaN in every slot that was never written: reading one would show."""
+        sharding = NamedSharding(self.mesh, CACHE_SPEC)
+        return tuple(jax.device_put(jnp.full(shape, jnp.nan), sharding) for shape in shapes)
 
     def _make_states(self, config):
         """NaN in every slot but the null slot."""
