@@ -2289,7 +2289,7 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt and start elsewhere",
         "sgl_jax/scheduler/admission/admission.py",
-        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=True)\n",
+        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=False)",
         "        room.preempt(found.rows)\n",
     ),
     Mutation(
@@ -2309,6 +2309,12 @@ MUTATIONS = (
         "sgl_jax/scheduler/admission/step_room.py",
         "if was_ample or not (self.is_open or may_preempt):",
         "if was_ample or not self.is_open:",
+    ),
+    Mutation(
+        "pressure: look only at the reserve of all after a start",
+        "sgl_jax/scheduler/admission/step_room.py",
+        "by_preemption = self.preemptible.most_pages - num_needed if may_preempt else None",
+        "by_preemption = None",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",

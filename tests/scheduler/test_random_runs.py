@@ -23,6 +23,12 @@ def test_a_run_whose_start_lets_another_request_preempt() -> None:
     main(12, 12)
 
 
+def test_a_run_whose_start_makes_the_reserve_of_a_preemption_smaller() -> None:
+    """The reserve of all that ran stayed the same, but not that of the requests which a preemption
+    leaves: the youngest of these had a shorter limit after the start."""
+    main(21_385, 21_385)
+
+
 def test_a_run_whose_due_request_starts_on_another_rank_than_the_one_held_for_it() -> None:
     """The rank stayed held in that step, against a request that fitted there."""
     main(981, 981)

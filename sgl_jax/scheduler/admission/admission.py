@@ -172,7 +172,7 @@ class Admission:
             return False
         _, room, found = best
         room.preempt(found.rows)
-        self._start(room, request, may_preempt=True)
+        self._start(room, request, may_preempt=False)  # all are tried anew in any case
         return True
 
     def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:

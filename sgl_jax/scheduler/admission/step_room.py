@@ -213,7 +213,10 @@ class RankRoom:
         forecast of the reserve has fallen.
         """
         was_ample = self._is_ample()
-        num_pages = self.num_pages - self.rank.num_pages_needed(request, cursor)
+        may_preempt = may_preempt and not was_ample
+        num_needed = self.rank.num_pages_needed(request, cursor)
+        num_pages = self.num_pages - num_needed
+        by_preemption = self.preemptible.most_pages - num_needed if may_preempt else None
         num_reserved = self._reserve_for(self.rank.num_pages_at_most(request))
         row = self._builder.admit(request, cursor, num_reserved)
         self._started.append(row)
@@ -231,7 +234,12 @@ class RankRoom:
             self._in_flight.add(row)
         if was_ample or not (self.is_open or may_preempt):
             return False
-        return self.num_pages > num_pages
+        if self.num_pages > num_pages:
+            return True
+        # The reserve of the requests that a preemption leaves may fall alone.
+        return by_preemption is not None and bool(
+            (self.preemptible.most_pages > by_preemption).any()
+        )
 
     def _steps_to_room(self) -> int:
         """Steps until so many requests have ended as wait for room, and one more."""
