@@ -112,8 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_stop_ids = rng.choice([0, 0, 1, 3])
         num_top = rng.choice([-1, -1, -1, 0, 2])
         min_new_tokens = min(rng.choice([0, 0, 3]), max_new_tokens)
-        in_flight = driver.scheduler.num_waiting + driver.scheduler.num_running
-        is_full = in_flight >= MAX_QUEUED + sizes.dp_size * (sizes.num_rows - 1)
+        is_full = self.has_no_place()
         driver.submit(
             generate(
                 rid,
@@ -137,6 +136,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_tokens_wanted[rid] = self.expected_count(
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
+
+    def has_no_place(self) -> bool:
+        """Whether any further request is refused: rows that are free make the queue longer."""
+        scheduler = self.driver.scheduler
+        num_rows = scheduler.sizes.dp_size * (scheduler.sizes.num_rows - 1)
+        return scheduler.num_waiting + scheduler.num_running >= MAX_QUEUED + num_rows
 
     def draw_tenant(self, rng: random.Random) -> Tenant | None:
         """None, or one of the tenants: some have limits, and weights differ."""

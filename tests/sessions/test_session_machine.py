@@ -26,7 +26,7 @@ from sgl_jax.scheduler.record.events import Note
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate
-from tests.scheduler.setups import MAX_QUEUED, Setup, setups
+from tests.scheduler.setups import Setup, setups
 from tests.scheduler.test_state_machine import (
     NAMESPACES,
     STEMS,
@@ -204,7 +204,7 @@ class SessionMachine(SchedulerMachine):
         is_length_default = rng.random() < 0.2
         prompt = new if is_whole else history + new
         lease = self.talk.lease(session_id)
-        is_full = driver.scheduler.num_waiting >= MAX_QUEUED
+        is_full = self.has_no_place()
         has_logprobs = rng.random() < 0.15
         dp_rank = rng.randrange(sizes.dp_size) if rng.random() < 0.15 else None
         namespace, is_foreign = self.named_by_turn(rng, session_id)
@@ -240,7 +240,7 @@ class SessionMachine(SchedulerMachine):
         driver, sizes = self.driver, self.driver.scheduler.sizes
         rid = f"r{len(driver.prompts)}"
         prompt = prompt[: rng.choice([len(prompt), rng.randint(1, 60)])]
-        if driver.scheduler.num_waiting >= MAX_QUEUED or len(prompt) >= sizes.max_request_tokens:
+        if self.has_no_place() or len(prompt) >= sizes.max_request_tokens:
             return
         driver.submit(generate(rid, prompt, 1))
         self.arrived_s[rid], self.num_tokens_wanted[rid] = self.now_s, 1
@@ -264,7 +264,7 @@ class SessionMachine(SchedulerMachine):
         new = rng.choice(STEMS)[: rng.choice([0, 0, 12])] + rng.choices([40, 41], k=2)
         prompt, max_new_tokens = self.trees.history(turn) + new, rng.randint(1, 6)
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
-        is_full = driver.scheduler.num_waiting >= MAX_QUEUED
+        is_full = self.has_no_place()
         namespace, is_foreign = self.named_by_turn(rng, turn.id)
         is_refused = is_full or not fits or is_foreign or self.trees.is_refused(turn)
         rid = self.trees.begin(turn, new, max_new_tokens, namespace=namespace)
@@ -492,6 +492,44 @@ def test_random_conversations_among_random_events_remember_what_they_should(
     tmp_path: Path,
 ) -> None:
     run_machine(tmp_path, SessionMachine, **OPTIONS)
+
+
+def test_turns_of_trees_while_the_queue_is_longer_by_the_rows_that_are_free() -> None:
+    """Two random machines failed here: they expected a refusal, though rows were free."""
+    machine = SessionMachine()
+    machine.start(
+        Setup(
+            dp_size=2,
+            page_size=1,
+            pool_tokens=128,
+            num_rows=3,
+            chunk=1,
+            max_unread=0,
+            radix=False,
+            policy="fcfs",
+            balance="prefix_aware",
+            conservativeness=0.0,
+            num_draft_tokens=0,
+            shapes=None,
+            retract_interval=0,
+            no_prefill_bs=0,
+            is_replayed=False,
+            timeouts_s=(0.0, 0.0),
+            priorities=(False, False),
+            threshold=0,
+            max_passed_over=1,
+            eviction="adaptive",
+            session_memory_fraction=1.0,
+            max_sessions=MAX_SESSIONS,
+        )
+    )
+    machine.submit(seed=0, count=40)
+    machine.turns_of_trees(seed=0, count=2)
+    assert not machine.has_no_place()
+    machine.submit(seed=1, count=8)
+    assert machine.has_no_place()
+    machine.turns_of_trees(seed=0, count=2)
+    machine.teardown()
 
 
 def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:
