@@ -198,6 +198,60 @@ def _find_chances(
         chances[j] = chance if chance >= _LEAST_CHANCE else 0.0
 
 
+@compiled("(need, float64[::1], int64, int64[::1], int64, float64, float64, float64)", need=_NEEDS)
+def _add_running(
+    need: Any,
+    goes_on: Float64Array,
+    num_ahead: int,
+    ahead: IntpArray,
+    left_len: int,
+    growth: float,
+    held: float,
+    known: float,
+) -> None:
+    """Add a running request to the sums of its rank.
+
+    Args:
+        need: the rank's record.
+        goes_on: the request's chances to run on, of which the first `num_ahead` count.
+        ahead: steps until each moment.
+        left_len: tokens that the request may still gain, `growth` pages each.
+        held: pages that the request lists.
+        known: pages that it lacks for its present tokens.
+    """
+    assert num_ahead <= len(goes_on) == len(ahead) == len(need.mean_a)
+    for j in range(num_ahead):
+        gained = known + growth * min(ahead[j], left_len)
+        likely, unlikely = goes_on[j] * gained, 1 - goes_on[j]
+        need.mean_a[j] += goes_on[j] * held
+        need.mean_b[j] += likely
+        need.most_a[j] += held
+        need.most_b[j] += gained
+        need.var_aa[j] += goes_on[j] * unlikely * held * held
+        need.var_ab[j] += 2 * likely * unlikely * held
+        need.var_bb[j] += likely * unlikely * gained
+
+
+@compiled("(need, float64[::1], int64, int64[::1], int64, float64)", need=_NEEDS)
+def _set_one_more(
+    need: Any,
+    goes_on: Float64Array,
+    num_ahead: int,
+    ahead: IntpArray,
+    left_len: int,
+    growth: float,
+) -> None:
+    """Set the part of one more request; arguments as for `_add_running`."""
+    assert num_ahead <= len(goes_on) == len(ahead) == len(need.more_mean)
+    for j in range(len(ahead)):
+        # An earlier youngest may have had further moments ahead.
+        chance = goes_on[j] if j < num_ahead else 0.0
+        gained = growth * min(ahead[j], left_len) if j < num_ahead else 0.0
+        need.more_mean[j] = chance * gained
+        need.more_most[j] = gained
+        need.more_var[j] = chance * (1 - chance) * gained * gained
+
+
 @compiled(
     "(int64[::1], int64[::1], boolean[::1], int32[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
     "int64[::1], float64[:, ::1], float64[:, :, ::1], boolean[:, ::1], int64[::1], "
@@ -232,7 +286,7 @@ def _add_rows(
         needs: `_NEEDS` records [ranks].
     """
     num_ranks, num_moments = len(bounds) - 1, len(moments) - 1
-    ahead = 0.5 * (moments[:-1] + moments[1:])  # until the next moment, in the mean
+    ahead = (moments[:-1] + moments[1:]) // 2  # until the next moment, in the mean
     assert bounds[num_ranks] == len(rows)
     assert len(needs) == len(is_counted) == num_ranks
     assert lens.shape[1] == pages.shape[1] == len(rows)
@@ -269,24 +323,9 @@ def _add_rows(
             while goes_on[num_ahead - 1] == 0:
                 num_ahead -= 1
             if i == end:
-                for j in range(num_moments):
-                    # An earlier youngest may have had further moments ahead.
-                    chance = goes_on[j] if j < num_ahead else 0.0
-                    gained = growth * min(ahead[j], float(left_len)) if j < num_ahead else 0.0
-                    need.more_mean[j] = chance * gained
-                    need.more_most[j] = gained
-                    need.more_var[j] = chance * (1 - chance) * gained * gained
-                break
-            for j in range(num_ahead):
-                gained = known + growth * min(ahead[j], float(left_len))
-                likely, unlikely = goes_on[j] * gained, 1 - goes_on[j]
-                need.mean_a[j] += goes_on[j] * held
-                need.mean_b[j] += likely
-                need.most_a[j] += held
-                need.most_b[j] += gained
-                need.var_aa[j] += goes_on[j] * unlikely * held * held
-                need.var_ab[j] += 2 * likely * unlikely * held
-                need.var_bb[j] += likely * unlikely * gained
+                _set_one_more(need, goes_on, num_ahead, ahead, left_len, growth)
+            else:
+                _add_running(need, goes_on, num_ahead, ahead, left_len, growth, held, known)
 
 
 @compiled("(needs[::1], int64[::1])", needs=_NEEDS)
