@@ -107,6 +107,31 @@ class Setup:
         )
 
 
+# The least of everything; tests of one case change what it needs.
+PLAIN = Setup(
+    dp_size=1,
+    page_size=1,
+    pool_tokens=128,
+    num_rows=3,
+    chunk=1,
+    max_unread=0,
+    radix=False,
+    policy="fcfs",
+    balance="prefix_aware",
+    conservativeness=0.0,
+    num_draft_tokens=0,
+    shapes=None,
+    retract_interval=0,
+    no_prefill_bs=0,
+    is_replayed=False,
+    timeouts_s=(0.0, 0.0),
+    priorities=(False, False),
+    threshold=0,
+    max_passed_over=1,
+    eviction="adaptive",
+)
+
+
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "dp_size": st.integers(1, 4),
     "page_size": st.sampled_from([1, 4, 16]),

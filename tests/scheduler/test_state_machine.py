@@ -7,6 +7,7 @@ that led to it, to be run again with `python -m sgl_jax.replay`.
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sgl_jax.scheduler.record.events import Flush, Note, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
-from tests.scheduler.setups import MAX_QUEUED, Setup, setups
+from tests.scheduler.setups import MAX_QUEUED, PLAIN, Setup, setups
 
 NAMESPACES = ("", "red", "blue")
 # Priorities; some requests are as important as may be.
@@ -417,27 +418,8 @@ def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path:
 def test_a_request_is_replaced_no_sooner_than_in_the_step_after_its_start() -> None:
     """The forecast falls as short requests start, and the last row is taken before a request fits
     that could replace one of them."""
-    setup = Setup(
-        dp_size=1,
-        page_size=4,
-        pool_tokens=128,
-        num_rows=5,
-        chunk=64,
-        max_unread=0,
-        radix=False,
-        policy="fcfs",
-        balance="prefix_aware",
-        conservativeness=10.0,
-        num_draft_tokens=0,
-        shapes=None,
-        retract_interval=0,
-        no_prefill_bs=0,
-        is_replayed=False,
-        timeouts_s=(0.0, 0.0),
-        priorities=(True, False),
-        threshold=0,
-        max_passed_over=1,
-        eviction="adaptive",
+    setup = replace(
+        PLAIN, page_size=4, num_rows=5, chunk=64, conservativeness=10.0, priorities=(True, False)
     )
     machine = SchedulerMachine()
     machine.start(setup=setup)

@@ -7,6 +7,7 @@ which tree of turns each regular one must be (`turn_trees.py`).
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sgl_jax.scheduler.record.events import Note
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate
-from tests.scheduler.setups import Setup, setups
+from tests.scheduler.setups import PLAIN, Setup, setups
 from tests.scheduler.test_state_machine import (
     NAMESPACES,
     STEMS,
@@ -497,32 +498,7 @@ def test_random_conversations_among_random_events_remember_what_they_should(
 def test_turns_of_trees_while_the_queue_is_longer_by_the_rows_that_are_free() -> None:
     """Two random machines failed here: they expected a refusal, though rows were free."""
     machine = SessionMachine()
-    machine.start(
-        Setup(
-            dp_size=2,
-            page_size=1,
-            pool_tokens=128,
-            num_rows=3,
-            chunk=1,
-            max_unread=0,
-            radix=False,
-            policy="fcfs",
-            balance="prefix_aware",
-            conservativeness=0.0,
-            num_draft_tokens=0,
-            shapes=None,
-            retract_interval=0,
-            no_prefill_bs=0,
-            is_replayed=False,
-            timeouts_s=(0.0, 0.0),
-            priorities=(False, False),
-            threshold=0,
-            max_passed_over=1,
-            eviction="adaptive",
-            session_memory_fraction=1.0,
-            max_sessions=MAX_SESSIONS,
-        )
-    )
+    machine.start(replace(PLAIN, dp_size=2, session_memory_fraction=1.0, max_sessions=MAX_SESSIONS))
     machine.submit(seed=0, count=40)
     machine.turns_of_trees(seed=0, count=2)
     assert not machine.has_no_place()
