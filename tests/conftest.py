@@ -6,7 +6,10 @@ has the thread that converts the arguments of their callbacks.
 
 import os
 
+from tests.quick_compilation import QUICK_FLAGS
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
 
 import hypothesis
 import jax

@@ -8,9 +8,6 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.model_executor import ModelExecutor
-from tests.quick_compilation import quickly_compiled_programs
-
-__all__ = ["make_args", "make_executor", "model_folder", "quickly_compiled_programs"]
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

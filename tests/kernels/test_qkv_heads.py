@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels import qkv_heads as module
 from tests.kernels.simulation import EAGER, LAZY, MODES, TOLERANCE, simulate
-from tests.quick_compilation import quick_jit
 
 EPS = 1e-6
 
@@ -56,7 +56,7 @@ def build(case):
 
 
 def run(case, interpret):
-    @quick_jit
+    @jax.jit
     def kernel(qkv, cos, sin, *weights):
         norms = [
             None if weight is None else module.HeadNorm(weight, EPS, case.from_one)

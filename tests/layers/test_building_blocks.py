@@ -41,7 +41,6 @@ from tests.layers.modules import (
     mixture_of_experts,
     normalised,
 )
-from tests.quick_compilation import quick_jit
 
 TOLERANCE = 1e-5
 
@@ -75,7 +74,7 @@ def run(module, method, *inputs, tp=1, in_spec=WHOLE, out_spec=WHOLE, params=Non
         out_specs=out_spec,
         check_vma=False,
     )
-    return np.asarray(quick_jit(call)(params, *inputs)), jax.tree.map(np.float64, params)
+    return np.asarray(jax.jit(call)(params, *inputs)), jax.tree.map(np.float64, params)
 
 
 def silu(x):

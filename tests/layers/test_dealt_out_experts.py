@@ -20,7 +20,6 @@ from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
 from tests.layers.modules import declared_shapes, declared_specs, mixture_of_experts
 from tests.models.configs import EXPERTS, read
-from tests.quick_compilation import quick_jit
 
 TOKENS, HIDDEN = 12, 8  # of a rank
 NUM_EXPERTS = 5
@@ -98,7 +97,7 @@ def run(layout, x, is_token, params, *, axes=None, simulate=False, copies=None, 
         check_vma=False,
     )
     params = params if slots is not None else padded(params, num_stored)
-    return np.asarray(quick_jit(call)(params, x, is_token, keys))
+    return np.asarray(jax.jit(call)(params, x, is_token, keys))
 
 
 def tokens(layout, seed=1):

@@ -17,7 +17,6 @@ from sgl_jax.layers.rotary import rotation
 from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes
-from tests.quick_compilation import quick_jit
 
 TOKENS, HEADS = 12, Heads(num_q=8, num_stored_kv=2, num_kv=2, head_dim=128)
 
@@ -33,7 +32,7 @@ def heads_by(implementation, *, normalised, from_one=False):
     ]
     graphdef = nnx.graphdef(norm)
 
-    @quick_jit
+    @jax.jit
     def run(qkv, *weights):
         norms = [nnx.merge(graphdef, own) for own in weights] if normalised else [None, None]
         by = rotation(jnp.arange(TOKENS) * 31, RopeConfig(1e4).inverse_frequencies(HEADS.head_dim))

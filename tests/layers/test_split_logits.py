@@ -14,7 +14,6 @@ from sgl_jax.core.step_plan import RowAdmission
 from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
 from sgl_jax.layers.sampling.row_params import SampledRows, pack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
-from tests.quick_compilation import quick_jit
 
 VOCAB = 22  # not divided by 4
 ROWS = 6
@@ -32,7 +31,7 @@ def on_chips(tp, function, vocab_size=VOCAB, dp=1):
         results = function(SplitLogits(columns, vocab_size), *inputs)
         return jax.tree.map(lambda x: x[None], results)
 
-    run = quick_jit(
+    run = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,

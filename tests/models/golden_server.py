@@ -27,7 +27,6 @@ from sgl_jax.mem_cache.device_pool import (
 )
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
-from tests.quick_compilation import quick_jit
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CACHE_SPEC = P(None, "data", "tensor", None, None)
@@ -65,7 +64,7 @@ class Server:
         unrolled_layers=None,
         in_columns=False,
         max_len=80,
-        jit=quick_jit,
+        jit=jax.jit,
     ):
         self._jit = jit
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)

@@ -4,6 +4,7 @@ Golden data: tests/golden/quantized, made by scripts/make_quantized_golden.py. I
 computes in float64, and quantizes activations where the checkpoint does.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -12,9 +13,10 @@ import pytest
 
 from sgl_jax.models.config import ModelConfig
 from tests.models.golden_server import GOLDEN, Chunk, Server, golden
-from tests.quick_compilation import quick_jit
 
 FOLDERS = sorted(folder.name for folder in (GOLDEN / "quantized").iterdir())
+# XLA's own defaults, in place of those of `tests/quick_compilation.py`.
+OPTIMISED = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
 TOLERANCE = 1e-3  # of the logits' range
 # With two chips, each quantizes its own part of the inputs of `o_proj` and `down_proj` by a scale
 # of its own; and sums in another order put a number near the boundary of two roundings on its
@@ -61,7 +63,7 @@ def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
     data = golden(f"quantized/{name}")
     # Compiled quickly, this one's logits are off by .008 of their range: less than those of two
     # chips, whose sums have another order, but above the tolerance of one.
-    jit = jax.jit if name == "ct_fp8_static" else quick_jit
+    jit = partial(jax.jit, compiler_options=OPTIMISED if name == "ct_fp8_static" else {})
     server = Server(GOLDEN / "quantized" / name, **chips, jit=jit)
     assert server.has_columns == chips.get("in_columns", False)
     ranks, prompt = chips.get("dp", 1), data["prompt"]

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from tests.kernels.attention import reference
-from tests.quick_compilation import quick_jit
 
 SCALE = 0.3
 NO_PAGE = 2**30  # out of any cache's range
@@ -202,7 +202,7 @@ def simulated(kernel: Any, program: Program, interpret: Any, blocks: Any) -> Any
     """A TPU kernel of attention for `program`, compiled for the simulator: takes a problem and the
     cache as it is after this step's write."""
 
-    @quick_jit
+    @jax.jit
     def run(problem, cache):
         with force_tpu_interpret_mode(interpret):
             return kernel(

@@ -1,5 +1,6 @@
 """Pages that a window has passed are not read: they are another's, here NaN."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from tests.kernels.attention.problems import (
     without_passed_pages,
 )
 from tests.kernels.simulation import MODES, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4, sliding_window=40),
@@ -30,7 +30,7 @@ PREFILLS = ((100, 24), (0, 17))
 
 
 def attend(program, how):
-    @quick_jit
+    @jax.jit
     def run(problem):
         options = program.options._replace(sinks=problem.sinks)
         arrays = (problem.q, problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER))

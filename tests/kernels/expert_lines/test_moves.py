@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from sgl_jax.kernels.expert_lines.tpu import moves
 from sgl_jax.kernels.expert_lines.xla import xla_sort
 from sgl_jax.layers.moe import silu_gated
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 TOP_K, EXPERTS = 3, 5
 SIZES = ((1, 16), (40, 16), (64, 200))  # tokens and columns
@@ -21,7 +21,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def move(interpret):
-    @quick_jit
+    @jax.jit
     def run(x, weights, experts):
         """Lines, their gates, and the weighted sums of lines times 2."""
         lines = xla_sort(experts, 0, EXPERTS)

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from sgl_jax.kernels.expert_lines.lines import Router, RouterRule
 from sgl_jax.kernels.expert_lines.tpu import routing
 from sgl_jax.kernels.expert_lines.xla import xla_choose, xla_sort
 from tests.kernels.simulation import EAGER, MODES, simulate
-from tests.quick_compilation import quick_jit
 
 RULE = RouterRule(1e-6, from_one=False, top_k=3, norm_topk_prob=True)
 # Experts, those chosen, and tokens.
@@ -21,7 +21,7 @@ SIZES = ((4, 2, 1), (8, 3, 40), (60, 4, 64), (128, 8, 24))
 
 
 def choose(interpret, rule):
-    @quick_jit
+    @jax.jit
     def run(x, norm, matrices, bias, is_token):
         router = Router(rule, norm, matrices, bias)
         with force_tpu_interpret_mode(interpret):
@@ -31,7 +31,7 @@ def choose(interpret, rule):
 
 
 def sort(interpret, num_own):
-    @quick_jit
+    @jax.jit
     def run(experts, first):
         with force_tpu_interpret_mode(interpret):
             lines = routing.tpu_sort(experts, first, num_own)

@@ -1,5 +1,6 @@
 """Who computes gated delta nets where; and the kernels of a TPU one after the other."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tests.kernels.gated_delta.problems import (
     num_tokens,
 )
 from tests.kernels.simulation import simulate
-from tests.quick_compilation import quick_jit
 
 
 def test_each_backend_has_its_own():
@@ -44,7 +44,7 @@ def test_decode_and_prefill_follow_each_other():
     case = Case(program, [(4, 1), (8, 3)], prefills, [(2, 0.3), (3, 1.0)], seed=1)
     problem, call = build(case), gated_delta_implementation("pallas", simulate=True).gated_delta
 
-    @quick_jit
+    @jax.jit
     def run(problem):
         return call(problem.tokens, problem.states, jnp.int32(LAYER), problem.make_batch(program))
 

@@ -20,7 +20,6 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
     num_tokens,
 )
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(),
@@ -35,7 +34,7 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 def compiled(program):
     """Both calls of one layer: (out, states) of each."""
 
-    @quick_jit
+    @jax.jit
     def run(problem):
         batch = problem.make_batch(program)
         layer = jnp.int32(LAYER)

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from tests.kernels.grouped_matmul.problems import (
     quantized_problem,
 )
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(),
@@ -34,7 +34,7 @@ PROGRAMS = (
 
 
 def multiply(program, interpret):
-    @quick_jit
+    @jax.jit
     def run(problem):
         with force_tpu_interpret_mode(interpret):
             return tpu.tpu_grouped_matmul(
@@ -99,7 +99,7 @@ def test_quantized_matrices_agree_with_float64(scheme, transposed, mode):
 
     arrays = problem._replace(matrices=problem.matrices._replace(weight=None))
     greatest = np.abs(wanted).max()
-    found = simulate(quick_jit(run), arrays)
+    found = simulate(jax.jit(run), arrays)
     assert_close(found / greatest, wanted / greatest, jnp.float32)
 
 

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks
 from tests.kernels.quantized_matmul.problems import TYPES, numbers, rounded
 from tests.kernels.simulation import MODES, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 LAYERS, LAYER = 3, 1
 
@@ -82,7 +82,7 @@ def build(program: Program, seed: int) -> Problem:
 
 
 def multiply(program, interpret):
-    @quick_jit
+    @jax.jit
     def run(problem):
         with force_tpu_interpret_mode(interpret):
             return tpu.tpu_quantized_matmul(*problem, program.scheme, program.blocks)

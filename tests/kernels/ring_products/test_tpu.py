@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from sgl_jax.kernels.ring_products.tpu import gather, scatter
 from sgl_jax.kernels.ring_products.tpu import ring as ring_module
 from tests.kernels.ring_products.problems import Program, check, draw, on_ring
 from tests.kernels.simulation import MODES, NoWait, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(2, ranks=2),
@@ -38,7 +38,7 @@ def multiply(program, interpret):
         with force_tpu_interpret_mode(interpret):
             return on_ring(program, *products)(problem)
 
-    return quick_jit(run)
+    return jax.jit(run)
 
 
 compiled = lru_cache(multiply)

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from tests.kernels.attention.problems import (
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, assert_close, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=2, max_drafts=2, rows=5),
@@ -32,7 +32,7 @@ EIGHT_BITS = Program(page_size=32, group=2, dtype=jnp.bfloat16, cache_dtype=jnp.
 
 @lru_cache
 def compiled(program, mode):
-    @quick_jit
+    @jax.jit
     def run(problem):
         with force_tpu_interpret_mode(MODES[mode]):
             return ragged_paged_attention(

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from tests.kernels.attention.problems import (
     with_new_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=1, tokens=64),
@@ -32,7 +32,7 @@ EIGHT_BITS = Program(page_size=64, kv_heads=2, group=1, dtype=jnp.bfloat16, cach
 
 
 def write(program, interpret):
-    @quick_jit
+    @jax.jit
     def run(problem):
         batch = make_batch(problem, program)
         with force_tpu_interpret_mode(interpret):

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from tests.kernels.gated_delta.problems import (
     num_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.quick_compilation import quick_jit
 
 PROGRAMS = (
     Program(key_heads=1, group=2, key_dim=128, value_dim=128, tokens=150, max_drafts=1, rows=12),
@@ -30,7 +30,7 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
 
 def conv(program, interpret):
-    @quick_jit
+    @jax.jit
     def run(problem):
         batch = problem.make_batch(program)
         with force_tpu_interpret_mode(interpret):

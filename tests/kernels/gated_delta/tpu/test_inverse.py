@@ -12,7 +12,6 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.inverse import inverses
 from tests.kernels.simulation import EAGER
-from tests.quick_compilation import quick_jit
 
 PAIRS = 2
 
@@ -26,7 +25,7 @@ def solver(dtype):
         for n, found in enumerate(inverses([source[n] for n in range(PAIRS)], dtype)):
             target[n] = found
 
-    @quick_jit
+    @jax.jit
     def solve(pairs):
         with force_tpu_interpret_mode(EAGER):
             return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(pairs.shape, jnp.float32))(

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.quick_compilation import quick_jit
 
 SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 200, "rows": 5, "max_snapshots": 3}
 PROGRAMS = (
@@ -32,7 +32,7 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
 
 def prefill(program, interpret):
-    @quick_jit
+    @jax.jit
     def run(problem):
         batch = problem.make_batch(program)
         with force_tpu_interpret_mode(interpret):
