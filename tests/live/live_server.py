@@ -113,6 +113,11 @@ def free_port() -> int:
         return port
 
 
+def users_environment() -> dict[str, str]:
+    """The environment without the devices and the compiler's flags of the tests' own process."""
+    return {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+
+
 @contextmanager
 def live_server(
     folder: Path,
@@ -134,8 +139,7 @@ def live_server(
         *(sys.executable, "-m", "sgl_jax.launch_server", "--model-path", str(model)),
         *("--device", "cpu", "--warmup", "none", "--port", str(port), *flags),
     ]
-    # The test process asks for several CPU devices; the server decides for itself.
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment = users_environment()
     if is_quickly_compiled:
         environment["XLA_FLAGS"] = QUICK_FLAGS
     with log.open("wb") as output:

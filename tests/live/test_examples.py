@@ -1,7 +1,6 @@
 """The examples of README and guide, run on a server as a reader would run them."""
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import httpx
 import pytest
 
 from tests.documented import PAGES, README, ROOT, blocks, command_lines
-from tests.live.live_server import DEMO, LiveServer
+from tests.live.live_server import DEMO, LiveServer, users_environment
 
 ADDRESS = "http://127.0.0.1:30000"
 
@@ -60,9 +59,8 @@ def test_each_curl_command_of_a_page_succeeds(
 def test_the_offline_example_runs(demo_server: LiveServer) -> None:
     (code,) = (text for kind, text in blocks(README) if kind == "python" and "Engine(" in text)
     # With one device, as the server has: its compiled programs are in the cache.
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     shown = subprocess.check_output(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, timeout=300
+        [sys.executable, "-c", code], cwd=ROOT, env=users_environment(), text=True, timeout=300
     )
     assert len(shown.strip()) > 0
 

@@ -64,9 +64,9 @@ class Server:
         unrolled_layers=None,
         in_columns=False,
         max_len=80,
-        jit=jax.jit,
+        compiler_options=None,
     ):
-        self._jit = jit
+        self._compiler_options = compiler_options
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
         config = ModelConfig.from_path(folder)
@@ -164,7 +164,7 @@ class Server:
             arrays = (P("data"),) * 7
             state_specs = None if self.states is None else STATE_POOL_SPECS
             memory_specs = ((CACHE_SPEC,) * len(self.pools), state_specs)
-            self._compiled = self._jit(
+            self._compiled = jax.jit(
                 jax.shard_map(
                     self._step,
                     mesh=self.mesh,
@@ -173,6 +173,7 @@ class Server:
                     check_vma=False,
                 ),
                 donate_argnums=(1, 2),
+                compiler_options=self._compiler_options,
             )
         return self._compiled
 

@@ -4,10 +4,8 @@ Golden data: tests/golden/quantized, made by scripts/make_quantized_golden.py. I
 computes in float64, and quantizes activations where the checkpoint does.
 """
 
-from functools import partial
 from itertools import pairwise
 
-import jax
 import numpy as np
 import pytest
 
@@ -63,8 +61,8 @@ def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
     data = golden(f"quantized/{name}")
     # Compiled quickly, this one's logits are off by .008 of their range: less than those of two
     # chips, whose sums have another order, but above the tolerance of one.
-    jit = partial(jax.jit, compiler_options=OPTIMISED if name == "ct_fp8_static" else {})
-    server = Server(GOLDEN / "quantized" / name, **chips, jit=jit)
+    options = OPTIMISED if name == "ct_fp8_static" else None
+    server = Server(GOLDEN / "quantized" / name, **chips, compiler_options=options)
     assert server.has_columns == chips.get("in_columns", False)
     ranks, prompt = chips.get("dp", 1), data["prompt"]
     allowed = tolerance(name, **chips) * np.ptp(data["prompt_logits"])
