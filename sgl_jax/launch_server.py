@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from sgl_jax.core.command_line import parse_server_args
+from sgl_jax.core.exit_codes import FAILED
 from sgl_jax.core.log_lines import log_to_terminal
+from sgl_jax.hosts.group import with_group
+from sgl_jax.server.follower import serve_follower
 from sgl_jax.server.lifecycle import serve
 
 
@@ -28,7 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = words[1:]
     args = parse_server_args(words)
     log_to_terminal(args.log_level, args.log_format)
-    return serve(args)
+    try:
+        args = with_group(args)
+    except ValueError as error:
+        print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    return serve_follower(args) if args.node_rank else serve(args)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from sgl_jax.checkpoint.stored.reader import Expected
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
+from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Index, Shape, Source, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
@@ -72,7 +73,9 @@ def load_safetensors(
         total = sum(files.nbytes(name) for name in expected)
         with progress.phase("loading", total, "bytes") as phase:
             tensors = _Tensors(files, stored, phase)
-            params = {path: _load(*own, tensors) for path, own in declared.items()}
+            params = _on_all_hosts(
+                lambda: {path: _load(*own, tensors) for path, own in declared.items()}
+            )
             non_finite = non_finite_parameters(params, check_all=check_all)
         for path in non_finite:
             array, source = declared[path]
@@ -80,6 +83,22 @@ def load_safetensors(
             holder = f"{tensor} holds" if tensor else f"as {array.dtype}, {path} would hold"
             raise CheckpointError(f"{holder} values that are no finite numbers")
         return params
+
+
+def _on_all_hosts(read: Callable[[], dict[ParamPath, jax.Array]]) -> dict[ParamPath, jax.Array]:
+    """The arrays that `read` returns. If it fails on one host, this raises on all of them, before
+    any runs a program that the others would not join."""
+    params, failure = {}, None
+    try:
+        params = read()
+    except Exception as error:  # of any type: files, their contents, the devices' memory
+        failure = error
+    failed = [rank for rank, has in enumerate(of_each_host(failure is not None)) if has]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointError(f"weights could not be read on the hosts {failed}; see their logs")
+    return params
 
 
 def _non_finite_tensor(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from sgl_jax.core.exit_codes import FAILED
 from sgl_jax.core.progress import PhaseReport
 
 FinishType = Literal["stop", "length", "abort"]
@@ -114,12 +115,34 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot go on; the process ends after this message.
+    """The engine cannot go on; the process ends after this message, and the server with
+    `exit_code` (core/exit_codes.py).
 
     `message` is for the operator, not for clients.
     """
 
     message: str
+    exit_code: int = FAILED
+
+
+class EndRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Another host of this engine was told to end: finish the running requests, then end all."""
+
+    host: int
+
+
+class HostFigures(msgspec.Struct, frozen=True):
+    """Work of one host of an engine since its start."""
+
+    num_steps: int = 0
+    launch_s: float = 0.0  # from a step's arrival until it was launched, all steps together
+    step_s: float = 0.0  # from a step's arrival until its tokens were there
+
+    def plus(self, num_steps: int = 0, launch_s: float = 0.0, step_s: float = 0.0) -> "HostFigures":
+        """These figures and more work."""
+        return HostFigures(
+            self.num_steps + num_steps, self.launch_s + launch_s, self.step_s + step_s
+        )
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -131,6 +154,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     turn_s: float | None
     progress: PhaseReport | None = None
+    figures: HostFigures | None = None  # of a host that host 0 leads
 
 
-EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | Heartbeat
+EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | EndRequested | Heartbeat

@@ -1,5 +1,7 @@
 """Errors shared by several packages: faults of a caller, and failures of the engine."""
 
+from sgl_jax.core.exit_codes import FAILED
+
 
 class InvalidRequestError(ValueError):
     """A request that can never be served as it is; the text states the allowed values.
@@ -32,8 +34,17 @@ class ContextLengthError(InvalidRequestError):
         )
 
 
+class GroupError(RuntimeError):
+    """The hosts of one engine did not all come, cannot serve together, or lost one of them."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine process has ended; no further request can be served."""
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        """`exit_code`: of the server that ends therefore."""
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class EngineStuckError(RuntimeError):

@@ -108,6 +108,33 @@ class ServerArgs(SchedulerArgs):
         ("auto", "pallas", "xla"),
     )
 
+    # Hosts
+    nnodes: int | None = setting(
+        None,
+        "hosts that serve as one engine; default: as many as GKE, LeaderWorkerSet or the Cloud TPU "
+        "VM names, else 1",
+        bounds=(1, 1024),
+    )
+    node_rank: int | None = setting(
+        None, "this host's place among them; host 0 takes requests", bounds=(0, 1023)
+    )
+    dist_init_addr: str | None = setting(
+        None, "HOST:PORT of host 0 for the other hosts; the next port is taken, too"
+    )
+    host_key: str | None = setting(
+        None,
+        "secret that the hosts of one engine share; other users of the machine can read it",
+        env="SGL_JAX_HOST_KEY",
+        secret=True,
+    )
+    host_key_file: str | None = setting(None, "file with that secret")
+    dist_timeout: float = setting(
+        300.0, "seconds in which all hosts must have started", bounds=(1.0, 86400.0)
+    )
+    host_timeout: float = setting(
+        10.0, "seconds of silence after which a host counts as lost", bounds=(1.0, 3600.0)
+    )
+
     # Memory
     page_size: int = setting(
         0, "tokens per KV page; 0: 128 on a TPU, 16 elsewhere", bounds=(0, 4096)
@@ -292,7 +319,12 @@ class ServerArgs(SchedulerArgs):
             raise ValueError(
                 f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"
             )
-        for name in ("api_key", "admin_api_key"):
+        if self.num_devices % (self.nnodes or 1):
+            raise ValueError(
+                f"--dp-size {self.dp_size} x --tp-size {self.tp_size} must be a multiple of "
+                f"--nnodes {self.nnodes}: each host has as many devices"
+            )
+        for name in ("api_key", "admin_api_key", "host_key"):
             key = getattr(self, name)
             if key is not None and not key.strip():
                 raise ValueError(f"{flag(name)} is empty: give a key, or leave the flag out")
@@ -317,6 +349,11 @@ class ServerArgs(SchedulerArgs):
     @property
     def num_devices(self) -> int:
         return self.dp_size * self.tp_size
+
+    @property
+    def num_host_devices(self) -> int:
+        """Devices of each host."""
+        return self.num_devices // (self.nnodes or 1)
 
     @property
     def places_experts(self) -> bool:

@@ -3,13 +3,22 @@
 import os
 import sys
 
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.process import run_engine
+from sgl_jax.core.progress import Progress
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.process import Core, run_engine
+
+
+def _build(args: ServerArgs, progress: Progress) -> Core:
+    # Imported here, since jax takes seconds, in which heartbeats are sent already.
+    from sgl_jax.engine.core import EngineCore
+    from sgl_jax.engine.follower import FollowerCore
+
+    return FollowerCore(args, progress) if args.node_rank else EngineCore(args, progress)
 
 
 def main() -> None:
     """Run the engine, and end the process with its exit code."""
-    code = run_engine(EngineCore)
+    code = run_engine(_build)
     sys.stdout.flush()
     # The interpreter would wait for a program that is being compiled, perhaps for a minute.
     os._exit(code)

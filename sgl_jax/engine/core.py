@@ -12,9 +12,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from sgl_jax.core.calls import CALL_OF, Done, Flushed
-from sgl_jax.core.engine_messages import EngineInfo, OutputBatch, Reply
-from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
+from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     CompileGrammar,
@@ -41,6 +43,7 @@ from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.hosts.group_executor import GroupExecutor
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.event_log import EventWriter
@@ -86,7 +89,8 @@ class EngineCore:
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
-        self.executor = ModelExecutor(args, self._progress)
+        is_group = (args.nnodes or 1) > 1
+        self.executor = (GroupExecutor if is_group else ModelExecutor)(args, self._progress)
         self.executor.warm_up()
         sizes = self.executor.sizes
         self.info: dict[str, Any] = {
@@ -137,6 +141,8 @@ class EngineCore:
             after_turn: called after each turn of the loop, with True if there was nothing to do.
         """
         self._channel = channel
+        if isinstance(self.executor, GroupExecutor):
+            self.executor.on_leaving(lambda rank: channel.send(EndRequested(host=rank)))
         self.watchdog = Watchdog(channel.send, self._progress, self.args.watchdog_timeout, on_stall)
         with self.watchdog:
             while not self._is_shutting_down:
@@ -257,7 +263,12 @@ class EngineCore:
         return True
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: end all requests with an error, and reset the device."""
+        """A step failed: end all requests with an error, and reset the device.
+
+        Raises `error` if it means that the hosts of the engine no longer agree.
+        """
+        if isinstance(error, GroupError):
+            raise error
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
         self.executor.reset()
@@ -383,6 +394,7 @@ class EngineCore:
             "memory_errors": self._defects.num_defects,
             **self.executor.compile_counts(),
         }
+        hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []
         return {
             "ranks": scheduler.rank_states(),
             "num_waiting": scheduler.num_waiting,
@@ -391,4 +403,8 @@ class EngineCore:
             "num_sessions": scheduler.num_sessions,
             "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
             "counters": counters,
+            "hosts": [
+                {**report._asdict(), "figures": msgspec.to_builtins(report.figures)}
+                for report in hosts
+            ],
         }

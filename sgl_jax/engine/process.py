@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.engine_messages import EngineFailed, EngineInfo, Heartbeat
+from sgl_jax.core.errors import GroupError
+from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST
 from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
@@ -48,6 +50,7 @@ class Core(Protocol):
 class ExitReport(NamedTuple):
     """The end of the engine process."""
 
+    exit_code: int  # the process's; of a signal, its number, negative
     how: str  # a sentence with the exit code or signal; may be shown to clients
     last_line: str  # of its output, only for the operator; "" if there was none
 
@@ -127,7 +130,8 @@ class EngineProcess:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         lines = tail.decode(errors="replace").strip().splitlines()
-        self._on_exit(ExitReport(f"the engine process {how}", lines[-1].strip() if lines else ""))
+        last_line = lines[-1].strip() if lines else ""
+        self._on_exit(ExitReport(code, f"the engine process {how}", last_line))
 
 
 def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
@@ -155,8 +159,11 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
         channel.send(EngineInfo(info=core.info))
         core.run(channel, after_turn=collect_if_many)
     except Exception as error:
+        code = FAILED
+        if isinstance(error, GroupError):
+            code = GROUP_REFUSED if core is None else HOST_LOST
         # The message explains a refused setting or file; the traceback is logged for debugging.
-        if core is None and isinstance(error, (ValueError, OSError)):
+        if core is None and isinstance(error, (ValueError, OSError, GroupError)):
             message = str(error)
             logger.debug("the engine was refused", exc_info=error)
         else:
@@ -164,8 +171,8 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
             traceback.print_exc()
             # Printed last, so that the operator reads it first.
             print(message, file=sys.stderr, flush=True)
-        channel.send(EngineFailed(message=message))
-        return 1
+        channel.send(EngineFailed(message=message, exit_code=code))
+        return code
     finally:
         channel.close()
     return 0

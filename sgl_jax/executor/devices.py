@@ -22,6 +22,7 @@ from sgl_jax.layers.mesh_axes import MESH_AXES
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT_S = 10  # for the other hosts to leave, too
 _MOST_SEARCHED = 16  # chips of a rank: orders of more take too long to try
 
 
@@ -41,6 +42,34 @@ def make_mesh(args: ServerArgs) -> Mesh:
             f"devices, found {len(devices)} ({devices[0].platform})"
         )
     return arrange_devices(devices, args.dp_size, args.tp_size)
+
+
+def join_hosts(args: ServerArgs, address: str, port: int) -> None:
+    """Make the devices of all hosts of `args` one set, which every host sees.
+
+    Call it before the first device is touched. `address` and `port` are those of jax's coordinator,
+    which runs on host 0. Raises RuntimeError if the hosts do not find each other in time.
+    """
+    _request_platform(args)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # A lost host is found by the channel of commands (hosts/channel.py), which gives the reason;
+    # jax would abort host 0. It would also catch SIGTERM, which the server process handles.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)
+    host = f"[{address}]" if ":" in address else address
+    jax.distributed.initialize(
+        f"{host}:{port}",
+        args.nnodes,
+        args.node_rank,
+        initialization_timeout=int(args.dist_timeout),
+        shutdown_timeout_seconds=_LEAVE_TIMEOUT_S,
+        coordinator_bind_address=f"{host}:{port}",
+    )
+
+
+def leave_hosts() -> None:
+    """Undo `join_hosts`, on all hosts together; a host that ends without it aborts the others."""
+    jax.distributed.shutdown()
 
 
 def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
@@ -86,11 +115,11 @@ def _request_platform(args: ServerArgs) -> None:
     """Set jax's platform and number of CPU devices; no effect once a device was touched."""
     if args.device == "cpu":  # keep jax from taking hold of an accelerator it will not use
         jax.config.update("jax_platforms", "cpu")
-    if args.num_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
+    if args.num_host_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
         "XLA_FLAGS", ""
     ):
         try:
-            jax.config.update("jax_num_cpu_devices", args.num_devices)
+            jax.config.update("jax_num_cpu_devices", args.num_host_devices)
         except RuntimeError:
             # Another part of the process started jax already; make_mesh counts its devices.
             logger.debug("jax is running already; its CPU devices stay as they are")

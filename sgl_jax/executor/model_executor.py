@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
@@ -45,6 +46,7 @@ from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
+from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
@@ -71,6 +73,12 @@ class LaunchedStep:
     layout: DPLayout
     output: StepOutput | None
     undrawn: tuple[Any, ...] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once its result can be read without waiting."""
+        tokens: Any = None if self.output is None else self.output.tokens
+        return tokens is not None and bool(tokens.is_ready())
 
 
 class _LoadFailure(NamedTuple):
@@ -206,6 +214,9 @@ class ModelExecutor(Executor):
         error the device's state is lost: call `reset` and admit every request again.
         """
         check_plan(plan, self.sizes)
+        return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._page_tables.apply(plan.page_changes)
         if any(rank.admissions for rank in plan.ranks):
             for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
@@ -284,15 +295,24 @@ class ModelExecutor(Executor):
         self.info["model_path"] = model_path
 
     def _try_to_update(self, model_path: str) -> _LoadFailure | None:
-        """The failure in words: an exception would keep the arrays that were loaded so far."""
+        """The failure in words: an exception would keep the arrays that were loaded so far. If one
+        host fails, all do."""
+        weights: tuple[jax.Array, ...] = ()
+        failure = None
         try:
             params = self._load_params(model_path, detect_format(Path(model_path)))
-            self._weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
+            weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
         except Exception as error:  # of any type: files, their contents, the devices' memory
             logger.exception("the weights in %r could not be loaded", model_path)
             reason = f"the weights in {model_path!r} could not be loaded: {error}"
-            return _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
-        return None
+            failure = _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
+        # 0: loaded; 1: not; 2: for want of room.
+        codes = of_each_host(0 if failure is None else 1 + failure.lacks_room)
+        if not any(codes):
+            self._weights = weights
+            return None
+        reason = f"a host could not load the weights in {model_path!r}; see its log"
+        return _LoadFailure(reason if failure is None else failure.reason, max(codes) == 2)
 
     @contextmanager
     def _without_state(self) -> Iterator[None]:
@@ -344,7 +364,11 @@ class ModelExecutor(Executor):
 
     def _expert_counts(self) -> NDArray[np.uint32] | None:
         counts = self._state.expert_counts
-        return None if counts is None else np.asarray(counts).view(np.uint32)
+        if counts is None:
+            return None
+        if not counts.is_fully_addressable:  # each host has the counts of its own ranks
+            counts = multihost_utils.process_allgather(counts, tiled=True)
+        return np.asarray(counts).view(np.uint32)
 
     def close(self) -> None:
         """Wait for steps in flight and free the devices' memory. Cannot be used again."""

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.devices import platform_of
+from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,8 @@ def choose_pool_pages(
         num_first = args.max_total_tokens // layout.page_size * tables
         reason = f"--max-total-tokens {args.max_total_tokens}"
     elif platform_of(mesh) == "cpu":
-        affordable = int(_available_host_bytes() * _CPU_MEMORY_SHARE) // mesh.shape["data"]
+        ranks_here = max(1, mesh.shape["data"] // jax.process_count())
+        affordable = int(_available_host_bytes() * _CPU_MEMORY_SHARE) // ranks_here
         default = max(pages_per_row * tables, _CPU_DEFAULT_BYTES // layout.page_bytes)
         filled = pools.num_rows * pages_per_row * tables
         num_first = min(filled, default, pools.num_that_fit(affordable))
@@ -162,6 +164,7 @@ def choose_pool_pages(
         reason = (
             f"--mem-fraction-static {args.mem_fraction_static} after weights and a step's logits"
         )
+    num_first = min(of_each_host(num_first))
     if num_first < 1:
         raise RuntimeError(
             f"no memory for KV: not one page of {layout.page_size} tokens "

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +25,7 @@ from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import PIECE_WORDS, DeviceRows, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
 # Arguments: weights, state (donated), row parameters, control words, page tables; of a step's
@@ -37,6 +38,7 @@ _MAX_COMPILE_THREADS = 4
 # Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
 _SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), P("data"), P("data"))
 _COMPUTED_SPECS: Any = Computed(*_SPECS)
+_OUTPUT_SPEC = P("data")
 
 
 class Programs:
@@ -64,6 +66,9 @@ class Programs:
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
+        # Where ranks lie on several hosts, each of these gets the results of all ranks.
+        spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
+        self._gathers_output = spans_hosts and sizes.dp_size > 1
         self._weights = tuple(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
         )
@@ -122,7 +127,7 @@ class Programs:
         layout = self.layout(bucket)
         num_rows, words = layout.page_tables_shape[0], mask_words(self._sizes.vocab_size)
         masks = self._input((num_rows, layout.max_drafts + 1, words))
-        second = self._lower(bucket, "draw", draw_step, P("data"), Computed(*shapes), masks)
+        second = self._lower(bucket, "draw", draw_step, _OUTPUT_SPEC, Computed(*shapes), masks)
         self._traced_halves[bucket] = first, second
 
     def admit(self) -> AdmitProgram:
@@ -159,13 +164,15 @@ class Programs:
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         """The program of one bucket before compilation, for the mesh's chips."""
-        return self._lower(bucket, "step", run_step, P("data"))
+        return self._lower(bucket, "step", run_step, _OUTPUT_SPEC)
 
     def _lower(
         self, bucket: Bucket, name: str, run: Callable[..., Any], out_specs: Any, *rest: Any
     ) -> jax.stages.Lowered:
         """One of the functions in `step.py`, with the shapes of its arguments after `RankStep`."""
         layout = self.layout(bucket)
+        gathers = self._gathers_output and out_specs == _OUTPUT_SPEC
+        out_specs = P() if gathers else out_specs
 
         def program(
             weights: tuple[jax.Array, ...],
@@ -182,7 +189,12 @@ class Programs:
                 bucket.tokens,
                 self._sizes,
             )
-            return run(model, state, row_params, given, *rest)
+            state, results = run(model, state, row_params, given, *rest)
+            if gathers:
+                results = jax.tree.map(
+                    partial(lax.all_gather, axis_name=DATA_AXIS, tiled=True), results
+                )
+            return state, results
 
         program.__name__ = f"{name}_{bucket.rows}_rows_{bucket.tokens}_tokens"
         arguments = (

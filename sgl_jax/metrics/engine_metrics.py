@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.metrics.host_metrics import HostMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.metrics.tenant_metrics import TenantMetrics
 
@@ -47,12 +49,19 @@ class EngineMetrics:
         self._requests = requests
         self._state: State = {"ranks": [], "counters": {}, "waiting_for": {}}
         self._tenants = TenantMetrics(requests.model_name)
+        self._hosts = HostMetrics(requests.model_name)
         requests.registry.register(self)
 
     def update(self, state: State) -> None:
         """Take in `Reply.data` of a `GetState`."""
         self._state = state
         self._tenants.update(state.get("tenants", {}))
+        self._hosts.update(
+            [
+                (str(each["rank"]), HostFigures(**each["figures"]), each["silent_s"])
+                for each in state.get("hosts", ())
+            ]
+        )
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
@@ -66,6 +75,7 @@ class EngineMetrics:
         )
         yield rate.family(self._state, labels)
         yield from self._tenants.collect()
+        yield from self._hosts.collect()
 
 
 def token_usage(rank: State) -> float:

@@ -3,7 +3,7 @@
     at first:          HTTP answers 503 "starting" until the engine is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
-    engine ends:       log it, end open streams with an error event, exit 1
+    engine ends:       log it, end open streams with an error event, exit by core/exit_codes.py
 
 Owns the engine process, the sockets to it, the text workers and the listening socket. Must never
 import jax.
@@ -14,27 +14,25 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from sgl_jax.core.engine_messages import (
+    EndRequested,
     EngineFailed,
     EngineInfo,
     EngineMessage,
     Heartbeat,
 )
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
+from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST
 from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
@@ -45,9 +43,9 @@ from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.app import build_app, with_cors
-from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, url_of
 from sgl_jax.server.management import Gate
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
@@ -56,13 +54,10 @@ from sgl_jax.text.worker_process import TextWorkers
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
 _ENGINE_STOP_TIMEOUT_S = 15.0
 _DRAIN_POLL_S = 0.05
-_START_POLL_S = 0.01
-_FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
+_SILENCE_POLL_S = 1.0
 _TOKENIZER_TIMEOUT_S = 60.0
-_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
@@ -79,7 +74,7 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
     except (ValueError, OSError, ChannelError, EngineDeadError, MemoryError) as error:
         reason = str(error) or "out of memory"
         print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
-        return 1
+        return error.exit_code if isinstance(error, EngineDeadError) else FAILED
     finally:
         for number in _SIGNALS:  # the interpreter ends, with this code
             signal.signal(number, signal.SIG_IGN)
@@ -109,6 +104,7 @@ class _Server:
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()  # engine's facts
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
+        self._exit_code = FAILED  # if the engine dies
         self._signalled = False
         self._engine_may_end = False
         self._process: EngineProcess | None = None
@@ -124,7 +120,7 @@ class _Server:
             if self._tracer is not None:
                 stack.push_async_callback(asyncio.to_thread, self._tracer.close)
             stack.callback(self._client.close)
-            listener = stack.enter_context(_listening_socket(self._args))
+            listener = stack.enter_context(listening_socket(self._args))
             stack.callback(self._text_workers.close)
             stack.push_async_callback(self._stop_engine)
             stack.push_async_callback(self._texts.close)
@@ -133,11 +129,14 @@ class _Server:
             self._process = EngineProcess(
                 self._args, self._client.engine_end, self._on_exit, self._engine_command
             )
+            if (self._args.nnodes or 1) > 1:
+                silence = asyncio.ensure_future(self._end_if_silent())
+                stack.callback(silence.cancel)
             gate = Gate(self._health)
             public = with_cors(gate, self._args.cors_allow_origins)
             limits = Limits.of(self._args)
-            serving = await stack.enter_async_context(_http(public, limits, listener))
-            logger.info("listening at %s; the engine starts", _url(listener))
+            serving = await stack.enter_async_context(http_on(public, limits, listener))
+            logger.info("listening at %s; the engine starts", url_of(listener))
             loading = _in_thread(lambda: open_model_files(self._args))
             stack.callback(loading.cancel)
             refs = await self._start(loading, stopping)
@@ -151,12 +150,12 @@ class _Server:
             gc.freeze()
             gate.open(app)
             logger.info("serving %s as %r", self._args.model_path, refs.model_name)
-            print(f"sgl_jax is ready at {_url(listener)}", flush=True)
-            _notify_systemd("READY=1")
+            print(f"sgl_jax is ready at {url_of(listener)}", flush=True)
+            notify_systemd("READY=1")
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if self._death is None:
                 await self._drain(refs)
-            return 1 if self._death is not None or not self._stop.is_set() else 0
+            return self._exit_code if self._death is not None or not self._stop.is_set() else 0
 
     async def _start(
         self, loading: "asyncio.Future[Tokenizer]", stopping: "asyncio.Future[Any]"
@@ -175,7 +174,7 @@ class _Server:
                 self._text_workers.start()
             await asyncio.wait((self._ready, stopping), return_when=first)
         if self._death is not None:
-            raise EngineDeadError(f"the engine did not start: {self._death}")
+            raise EngineDeadError(f"the engine did not start: {self._death}", self._exit_code)
         if self._stop.is_set():
             return None
         args, info = self._args, self._ready.result()
@@ -190,7 +189,7 @@ class _Server:
         refs.draining = True
         frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
-        _notify_systemd("STOPPING=1")
+        notify_systemd("STOPPING=1")
         if refs.is_paused:
             frontend.call(ContinueGeneration(), lambda reply: None)
         deadline = time.monotonic() + self._args.drain_timeout
@@ -231,25 +230,38 @@ class _Server:
                 self._ready.set_result(message.info)
         elif isinstance(message, Heartbeat):
             self._health.note(message)
+        elif isinstance(message, EndRequested):
+            logger.info("host %d was told to end; so this engine ends", message.host)
+            self._stop.set()
         elif isinstance(message, EngineFailed):
-            self._on_death(message.message, "the engine failed; see the server's log")
+            shown = "the engine failed; see the server's log"
+            self._on_death(message.message, shown, message.exit_code)
         elif self._frontend is not None:
             self._frontend.handle(message)
 
     def _on_exit(self, report: ExitReport) -> None:
         """Runs on a thread of the process's handle."""
-        self._loop.call_soon_threadsafe(self._on_death, str(report), report.how)
+        code = report.exit_code if report.exit_code in GROUP_CODES else FAILED
+        self._loop.call_soon_threadsafe(self._on_death, str(report), report.how, code)
 
-    def _on_death(self, reason: str, shown: str) -> None:
+    def _on_death(self, reason: str, shown: str, exit_code: int = FAILED) -> None:
         """The engine cannot go on; the first reason stands. Clients read `shown`."""
         if self._engine_may_end or self._death is not None:
             return
-        self._death = reason
+        self._death, self._exit_code = reason, exit_code
         if self._ready.done():  # before, the start fails with it
             logger.error("%s", reason)
         if self._frontend is not None:
             self._frontend.fail(shown)
         self._stop.set()
+
+    async def _end_if_silent(self) -> None:
+        """The engine of one host may wake up again; that of several has lost the other hosts."""
+        await until_silent(self._health)
+        if self._process is not None:
+            reason = "the engine process is silent"
+            self._on_death(reason, reason, HOST_LOST)
+            self._process.kill()
 
     def _on_signal(self, number: int) -> None:
         if not self._signalled:
@@ -262,62 +274,10 @@ class _Server:
         os._exit(_KILLED_BY_SIGNAL + number)
 
 
-def _notify_systemd(state: str) -> None:
-    """Report to the service manager, if it waits for that (`Type=notify`, sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
-        try:
-            notified.connect("\0" + address[1:] if address.startswith("@") else address)
-            notified.sendall(state.encode())
-        except OSError as error:
-            logger.warning("the service manager was not notified of %s: %s", state, error)
-
-
-def _allow_files(num_files: int) -> None:
-    """Allow this process so many open files; log a warning where the system allows fewer."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    if most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < num_files:
-        logger.warning(
-            "the system allows %d open files, --max-connections needs %d (ulimit -n)",
-            most,
-            num_files,
-        )
-
-
-@contextlib.asynccontextmanager
-async def _http(
-    app: ASGIApp, limits: Limits, listener: socket.socket
-) -> "AsyncIterator[asyncio.Future[None]]":
-    """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
-
-    Limits of connections hold from now on, also while the engine starts.
-    """
-    _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
-    config = uvicorn.Config(
-        app,
-        http=guarded_protocol(limits),
-        ws="none",
-        log_config=None,
-        log_level="error",  # its warnings are about faults of clients
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
-    )
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # `_Server`'s
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(_START_POLL_S)
-        yield serving
-    finally:
-        server.should_exit = True
-        await serving
+async def until_silent(health: EngineHealth) -> None:
+    """Wait until the engine process has been silent for longer than allowed."""
+    while health.stuck_since is None:
+        await asyncio.sleep(_SILENCE_POLL_S)
 
 
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
@@ -333,23 +293,3 @@ def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
     threading.Thread(target=run, daemon=True).start()
     return asyncio.wrap_future(done)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _listening_socket(args: ServerArgs) -> socket.socket:
-    """Take the port before the engine starts: minutes of warm-up are a bad time to find
-    it taken. Two sockets may be bound to one port, but only one can listen."""
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((args.host, args.port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from error
-    return listener

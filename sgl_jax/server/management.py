@@ -292,12 +292,13 @@ class Gate:
         elif scope["type"] == "http" and scope["path"] == "/health":
             await health_answer(self._refuse, self._health)(scope, receive, send)
         elif scope["type"] == "http":
-            await error_response(_starting(), scope["path"])(scope, receive, send)
+            await error_response(starting_error(), scope["path"])(scope, receive, send)
 
     def _refuse(self) -> None:
         self._health.check()
-        raise _starting()
+        raise starting_error()
 
 
-def _starting() -> ApiError:
+def starting_error() -> ApiError:
+    """The answer to all requests until the engine is ready."""
     return ApiError(503, "the server is starting: the engine loads and compiles", code="starting")

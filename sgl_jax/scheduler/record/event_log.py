@@ -13,7 +13,8 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from sgl_jax.scheduler.record.events import LAYOUT, Record, Started, make_decoder, make_encoder
+from sgl_jax.core.array_codec import make_decoder, make_encoder
+from sgl_jax.scheduler.record.events import LAYOUT, Record, Started
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class EventReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._decoder = make_decoder()
+        self._decoder = make_decoder(Record)
         self.is_truncated = False
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError("this is no recording of scheduler events")

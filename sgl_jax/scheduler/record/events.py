@@ -1,15 +1,13 @@
 """Events that a scheduler handles, and records of its decisions, in the form of a recording.
 
 Requests and calls about sessions are events as they are. Every other event is a struct tagged by
-its class name. Arrays travel as (dtype, shape, bytes).
+its class name. Arrays travel as `core.array_codec` has them.
 """
 
-import re
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
-import numpy as np
 
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_messages import OutputBatch, Reply, RequestOutput, TokenLogprobs
@@ -197,29 +195,3 @@ LAYOUT = "; ".join(
     + [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]
     + [f"{kind.__name__}: {' '.join(kind.__struct_fields__)}" for kind in _STRUCTS]
 )
-
-
-def make_encoder() -> msgspec.msgpack.Encoder:
-    """An encoder of records, arrays included."""
-    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
-
-
-def make_decoder() -> msgspec.msgpack.Decoder[Record]:
-    """The inverse of `make_encoder`."""
-    return msgspec.msgpack.Decoder(Record, dec_hook=_decode_array)
-
-
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"an event holds a {type(value).__name__}")
-
-
-def _decode_array(kind: type, value: Any) -> Any:
-    dtype, shape, data = value
-    # numpy would parse any other text as Python.
-    if not re.fullmatch("[<|][biuf][1248]", dtype):
-        raise ValueError(f"an array of an unknown dtype, {dtype!r}")
-    return np.frombuffer(data, dtype).reshape(shape)

@@ -1,0 +1,34 @@
+"""Messages that hold numpy arrays, as msgpack: an array travels as (dtype, shape, bytes)."""
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """An encoder of structs, arrays included."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def make_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of `kind`, the inverse of `make_encoder`."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a message holds a {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    # numpy would parse any other text as Python.
+    if not re.fullmatch("[<|][biuf][1248]", dtype):
+        raise ValueError(f"an array of an unknown dtype, {dtype!r}")
+    # Compiled loops take no read-only arrays.
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)

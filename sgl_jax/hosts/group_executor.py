@@ -1,0 +1,165 @@
+"""Host 0's executor of an engine on several hosts: it runs each step there, and on its own devices.
+
+The scheduler is host 0's alone. All hosts run the same sequence of programs, so a collective of
+one finds those of the others; results are the same on every host, and host 0 reads its own.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.core.errors import GroupError
+from sgl_jax.core.progress import Progress
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
+from sgl_jax.executor.devices import join_hosts, leave_hosts
+from sgl_jax.executor.expert_recorder import ExpertRecorder
+from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.profiler import Profiler
+from sgl_jax.hosts.channel import HostReport, LeaderLink
+from sgl_jax.hosts.commands import Call, Command, Draw, Launch, RankMasks
+from sgl_jax.hosts.description import describe_host
+from sgl_jax.hosts.group import group_key, group_of
+
+
+class GroupExecutor(ModelExecutor):
+    """A `ModelExecutor` whose every use of the devices is first a command to the other hosts.
+
+    Until `warm_up` has ended no command is sent, since every host loads and warms up by itself.
+    """
+
+    def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
+        """Meet the other hosts, then load as each of them does.
+
+        Raises GroupError if they do not come in time, or differ.
+        """
+        group = group_of(args)
+        self._link = LeaderLink(group, group_key(args), args.host_timeout)
+        self._is_leading = False
+        self._figures = HostFigures()
+        self._launched_s: deque[float] = deque()
+        self._link.meet(describe_host(args), args.dist_timeout)
+        join_hosts(args, group.address, group.port + 1)
+        super().__init__(args, progress)
+        recorder = _GroupRecorder(self._expert_counts)
+        self.profiler, self.expert_recorder = _GroupProfiler(), recorder
+        self.profiler.send = recorder.send = self._send
+
+    def on_leaving(self, call: Callable[[int], object]) -> None:
+        """`call` gets the rank of another host that was told to end, on another thread."""
+        self._link.on_leaving = call
+
+    def host_reports(self) -> list[HostReport]:
+        """Figures of every host."""
+        return [HostReport(0, self._figures, silent_s=0.0), *self._link.reports()]
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        self._is_leading = True
+
+    def background_end(self) -> str | None:
+        ends = [super().background_end(), *self._link.background_ends]
+        return None if None in ends else next(filter(None, ends), "")
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        begin_s = time.monotonic()
+        self._send(Launch(plan))
+        with step_errors():
+            launched = super()._launch(plan)
+        self._launched_s.append(begin_s)
+        self._figures = self._figures.plus(launch_s=time.monotonic() - begin_s)
+        return launched
+
+    def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
+        if self._is_leading:
+            self._send(Draw([_without_free_rows(own) for own in masks]))
+        with step_errors():
+            super()._draw(handle, masks)
+
+    def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
+        with step_errors():
+            results = super().result(handle)
+        step_s = time.monotonic() - self._launched_s.popleft()
+        self._figures = self._figures.plus(num_steps=1, step_s=step_s)
+        return results
+
+    def reset(self) -> None:
+        self._launched_s.clear()
+        self._send(Call("reset"))
+        super().reset()
+
+    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
+        self._send(Call("update_weights", [model_path, give_up_kv is not None]))
+        super().update_weights(model_path, give_up_kv)
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
+        leave_hosts()
+
+    def _send(self, command: Command) -> None:
+        if self._is_leading:
+            self._link.send(command)
+
+
+@contextmanager
+def step_errors() -> Iterator[None]:
+    """Errors of a step become GroupErrors: mostly another host has gone, and if not, a step that
+    failed here may not have failed there, so the hosts no longer agree."""
+    try:
+        yield
+    except Exception as error:  # of any type
+        raise GroupError(f"a step failed on this host: {error}") from error
+
+
+def _without_free_rows(masks: Int32Array) -> RankMasks:
+    """The masks of one rank, int32[rows, 1 + drafts, words], without rows that allow all tokens."""
+    rows = np.flatnonzero((masks != -1).any(axis=(1, 2))).astype(np.int32)
+    return RankMasks(len(masks), rows, masks[rows])
+
+
+def with_free_rows(ranks: Sequence[RankMasks]) -> list[Int32Array]:
+    """The inverse for all ranks: every rank's masks, int32[rows, 1 + drafts, words]."""
+    masks = [np.full((own.num_rows, *own.masks.shape[1:]), -1, np.int32) for own in ranks]
+    for full, own in zip(masks, ranks, strict=True):
+        full[own.rows] = own.masks
+    return masks
+
+
+class _GroupProfiler(Profiler):
+    """Every host writes its own trace, into the same path of its own disk."""
+
+    send: Callable[[Command], object]
+
+    def start(self, folder: Path, num_steps: int | None = None) -> None:
+        super().start(folder, num_steps)
+        self.send(Call("start_profile", [str(folder), num_steps]))
+
+    def stop(self) -> Path:
+        folder = super().stop()
+        self.send(Call("stop_profile"))
+        return folder
+
+
+class _GroupRecorder(ExpertRecorder):
+    """Counts are read by a program of all hosts."""
+
+    send: Callable[[Command], object]
+
+    def start(self) -> None:
+        self.send(Call("start_expert_record"))
+        super().start()
+
+    def stop(self) -> None:
+        self.send(Call("stop_expert_record"))
+        super().stop()
+
+    def counts(self) -> NDArray[np.int64]:
+        self.send(Call("read_expert_record"))
+        return super().counts()

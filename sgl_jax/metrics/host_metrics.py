@@ -1,0 +1,44 @@
+"""Figures of the hosts of one engine for Prometheus: a host that is slower than the others shows.
+
+In a step with collectives all hosts end together, so a slow host shows by its time to launch, and
+by the time that its chips need less than the others wait.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from sgl_jax.core.engine_messages import HostFigures
+
+_COUNTERS = (
+    ("host_steps", "steps that a host has run", "num_steps"),
+    ("host_launch_seconds", "time from a step's arrival at a host to its launch", "launch_s"),
+    ("host_step_seconds", "time from a step's arrival at a host to its tokens", "step_s"),
+)
+
+
+class HostMetrics:
+    """A Prometheus collector over the last figures of hosts."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._hosts: Sequence[tuple[str, HostFigures, float]] = ()
+
+    def update(self, hosts: Sequence[tuple[str, HostFigures, float]]) -> None:
+        """Take in (name, figures, seconds since they came) of each host."""
+        self._hosts = hosts
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry at each scrape."""
+        labels = ["model_name", "host"]
+        for name, help_text, attribute in _COUNTERS:
+            family = CounterMetricFamily(f"sglang:{name}", help_text, labels=labels)
+            for host, figures, _ in self._hosts:
+                family.add_metric([self._model_name, host], getattr(figures, attribute))
+            yield family
+        silent = GaugeMetricFamily(
+            "sglang:host_silent_seconds", "time since a host's last sign of life", labels=labels
+        )
+        for host, _, silent_s in self._hosts:
+            silent.add_metric([self._model_name, host], silent_s)
+        yield silent

@@ -1,0 +1,136 @@
+"""Server processes that serve as one engine, on free loopback ports, each ended by its pid."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.live.live_server import free_port, users_environment
+from tests.quick_compilation import QUICK_FLAGS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+KEY = "a key that the hosts share"
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+# Of the tiny models: programs are few, and each is compiled when it is needed first.
+FLAGS = (
+    *("--device", "cpu", "--warmup", "none", "--page-size", "4", "--max-running-requests", "8"),
+    *("--max-total-tokens", "512", "--chunked-prefill-size", "32", "--context-length", "128"),
+    *("--compilation-cache-dir", "none", "--check-memory", "busy", "--host-timeout", "5"),
+    *("--memory-error-action", "crash"),
+)
+
+
+@dataclass
+class Host:
+    """One host of a group: its server process, and the log with its output."""
+
+    rank: int
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def engine(self) -> psutil.Process:
+        """Its engine process."""
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = (child for child in children if "sgl_jax.engine" in child.cmdline())
+        return engine
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout_s)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def start_host(folder: Path, rank: int, flags: tuple[str, ...], **environment: str) -> Host:
+    """A server process with `flags`, not ready yet."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "sgl_jax.launch_server"),
+        *("--port", str(port), "--node-rank", str(rank), *flags),
+    ]
+    log = folder / f"host{rank}.log"
+    own = {"XLA_FLAGS": QUICK_FLAGS, "SGL_JAX_HOST_KEY": KEY, **environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=users_environment() | own
+        )
+    return Host(rank, f"http://127.0.0.1:{port}", process, log)
+
+
+@contextmanager
+def live_group(
+    folder: Path, num_hosts: int, *flags: str, model: str = "llama", waits: bool = True
+) -> Iterator[list[Host]]:
+    """`num_hosts` hosts that serve a golden model, ready unless `waits` is False.
+
+    Whatever runs at the end of the context is killed.
+    """
+    common = (
+        *("--model-path", str(GOLDEN / model), "--nnodes", str(num_hosts)),
+        *("--dist-init-addr", f"127.0.0.1:{two_free_ports()}", *FLAGS, *flags),
+    )
+    hosts = [start_host(folder, rank, common) for rank in range(num_hosts)]
+    try:
+        if waits:
+            wait_until_ready(hosts)
+        yield hosts
+    finally:
+        for host in hosts:
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+                host.engine.kill()
+            host.process.kill()
+            host.process.wait(STOP_TIMEOUT_S)
+
+
+def wait_until_ready(hosts: list[Host]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    for host in hosts:
+        while True:
+            assert host.process.poll() is None, host.output[-3000:]
+            assert time.monotonic() < deadline, host.output[-3000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(host.url + "/health", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+
+
+def end(hosts: list[Host], rank: int = 0) -> list[int]:
+    """SIGTERM to one host; the exit codes of all."""
+    hosts[rank].process.send_signal(signal.SIGTERM)
+    return [host.wait() for host in hosts]
+
+
+def generate(url: str, prompts: list[list[int]], **sampling: Any) -> Any:
+    """The answers of `/generate`, with log-probabilities."""
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **sampling},
+        "return_logprob": True,
+    }
+    response = httpx.post(url + "/generate", json=body, timeout=120)
+    response.raise_for_status()
+    return response.json()
+
+
+def two_free_ports() -> int:
+    """A port that is free, and the next one, too."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port + 1))
+            return port
