@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.live.live_server import free_port, users_environment
+from tests.live.live_server import DEMO, free_port, users_environment
 from tests.quick_compilation import QUICK_FLAGS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -81,7 +81,7 @@ def live_group(
     Whatever runs at the end of the context is killed.
     """
     common = (
-        *("--model-path", str(GOLDEN / model), "--nnodes", str(num_hosts)),
+        *("--model-path", str(model_folder(model)), "--nnodes", str(num_hosts)),
         *("--dist-init-addr", f"127.0.0.1:{two_free_ports()}", *FLAGS, *flags),
     )
     hosts = [start_host(folder, rank, common) for rank in range(num_hosts)]
@@ -125,6 +125,11 @@ def generate(url: str, prompts: list[list[int]], **sampling: Any) -> Any:
     response = httpx.post(url + "/generate", json=body, timeout=120)
     response.raise_for_status()
     return response.json()
+
+
+def model_folder(model: str) -> Path:
+    """The demonstration model, or a golden one, which has no tokenizer."""
+    return DEMO if model == DEMO.name else GOLDEN / model
 
 
 def two_free_ports() -> int:
