@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -90,7 +90,7 @@ class _OneKey:
     def __init__(self, public: bytes) -> None:
         self._public = public
 
-    def callback(self, domain: str, key: bytes) -> bool:
+    def callback(self, _domain: str, key: bytes) -> bool:
         return key == self._public
 
 
@@ -143,12 +143,13 @@ class LeaderLink:
         self._authenticator.start()
         follower = _Keys.derived(secret, "follower")
         self._authenticator.configure_curve_callback("*", _OneKey(follower.public))
-        self._socket = _socket(self._context, zmq.ROUTER)
         own = _Keys.derived(secret, "leader")
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = own
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
-        self._socket.router_mandatory = True
+        options = {
+            zmq.CURVE_SERVER: 1,
+            zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
+            zmq.ROUTER_MANDATORY: 1,
+        }
+        self._socket = _socket(self._context, zmq.ROUTER, own, options)
         try:
             self._socket.bind(_url(group))
         except zmq.ZMQError as error:
@@ -338,10 +339,8 @@ class FollowerLink:
 
     def _connected(self, secret: str, name: str) -> "zmq.Socket[bytes]":
         own, leader = _Keys.derived(secret, "follower"), _Keys.derived(secret, "leader")
-        connection = _socket(self._context, zmq.DEALER)
-        connection.curve_publickey, connection.curve_secretkey = own
-        connection.curve_serverkey = leader.public
-        connection.routing_id = name.encode()
+        options = {zmq.CURVE_SERVERKEY: leader.public, zmq.ROUTING_ID: name.encode()}
+        connection = _socket(self._context, zmq.DEALER, own, options)
         connection.connect(_url(self._group))
         return connection
 
@@ -436,11 +435,15 @@ class FollowerLink:
                 return
 
 
-def _socket(context: "zmq.Context[Any]", kind: int) -> "zmq.Socket[bytes]":
+def _socket(
+    context: "zmq.Context[Any]", kind: int, own: _Keys, options: Mapping[Any, int | bytes]
+) -> "zmq.Socket[bytes]":
     made: zmq.Socket[bytes] = context.socket(kind)
-    made.ipv6 = True
-    made.sndhwm = made.rcvhwm = 0  # steps in flight are few, so queues stay short
-    made.linger = 0
+    # No limit of queued messages: steps in flight are few, so queues stay short.
+    shared = {zmq.IPV6: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0}
+    keys = {zmq.CURVE_PUBLICKEY: own.public, zmq.CURVE_SECRETKEY: own.secret}
+    for option, value in {**shared, **keys, **options}.items():
+        made.setsockopt(option, value)
     return made
 
 

@@ -214,10 +214,11 @@ def test_a_host_with_another_key_gets_no_answer(links_of: Callable[[int], Links]
 def test_a_peer_without_curve_is_refused(mechanism: str, links_of: Callable[[int], Links]) -> None:
     links = links_of(2)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.routing_id = b"1"
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.ROUTING_ID, b"1")
         if mechanism == "plain":
-            stranger.plain_username, stranger.plain_password = b"host", b"1"
+            stranger.setsockopt(zmq.PLAIN_USERNAME, b"host")
+            stranger.setsockopt(zmq.PLAIN_PASSWORD, b"1")
         stranger.connect(f"tcp://127.0.0.1:{links.port}")
         stranger.send(b"hello")
         assert not stranger.poll(500)
