@@ -126,7 +126,7 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EndRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Another host of this engine was told to end: finish the running requests, then end all."""
+    """Another host of this engine got a signal: finish the running requests, then end all."""
 
     host: int
 

@@ -4,7 +4,7 @@ Besides these: 0 after a signal and a drain, 128 + n for a second signal n, whic
 """
 
 FAILED = 1  # the engine or the server failed; the last line of the log has the reason
-# Of an engine on several hosts; docs/guide/hosts.md lists the supervisor's answers.
+# For an engine on several hosts, see docs/guide/hosts.md.
 GROUP_REFUSED = 70  # the hosts did not all come in time, or their settings or versions differ
 HOST_LOST = 71  # another host died, hung or lost the network: start all of them again
 GROUP_CODES = (GROUP_REFUSED, HOST_LOST)

@@ -23,7 +23,7 @@ from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor, WeightsError
 from sgl_jax.hosts.channel import FollowerLink
-from sgl_jax.hosts.commands import Call, Command, Draw, End, Launch
+from sgl_jax.hosts.commands import CallExecutor, Command, Draw, End, Launch
 from sgl_jax.hosts.description import describe_host
 from sgl_jax.hosts.group import group_key, group_of
 from sgl_jax.hosts.group_executor import step_errors, with_free_rows
@@ -81,7 +81,7 @@ class FollowerCore:
                 if isinstance(command, End):
                     break
                 if command is not None:
-                    is_call = isinstance(command, Call)
+                    is_call = isinstance(command, CallExecutor)
                     with watchdog.patience() if is_call else step_errors():
                         self._run(command)
                 with step_errors():
@@ -115,7 +115,7 @@ class FollowerCore:
                 self._link.figures = self._link.figures.plus(launch_s=time.monotonic() - arrived_s)
             case Draw(ranks=ranks):
                 self._executor.draw(self._in_flight[-1][0], with_free_rows(ranks))
-            case Call(name=name, args=args):
+            case CallExecutor(name=name, args=args):
                 try:
                     self._calls[name](*args)
                 except (RuntimeError, OSError, WeightsError) as error:

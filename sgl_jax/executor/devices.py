@@ -47,8 +47,8 @@ def make_mesh(args: ServerArgs) -> Mesh:
 def join_hosts(args: ServerArgs, address: str, port: int) -> None:
     """Make the devices of all hosts of `args` one set, which every host sees.
 
-    Call it before the first device is touched. `address` and `port` are those of jax's coordinator,
-    which runs on host 0. Raises RuntimeError if the hosts do not find each other in time.
+    Call it before the first device is touched. jax's coordinator runs on host 0, at `address` and
+    `port`. Raises RuntimeError if the hosts do not find each other in time.
     """
     _request_platform(args)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

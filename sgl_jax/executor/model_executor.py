@@ -306,7 +306,7 @@ class ModelExecutor(Executor):
             logger.exception("the weights in %r could not be loaded", model_path)
             reason = f"the weights in {model_path!r} could not be loaded: {error}"
             failure = _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
-        # 0: loaded; 1: not; 2: for want of room.
+        # 0: loaded; 1: not loaded; 2: not loaded, for lack of room.
         codes = of_each_host(0 if failure is None else 1 + failure.lacks_room)
         if not any(codes):
             self._weights = weights

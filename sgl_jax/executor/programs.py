@@ -66,7 +66,7 @@ class Programs:
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
-        # Where ranks lie on several hosts, each of these gets the results of all ranks.
+        # If ranks lie on several hosts, each host gets the results of all ranks.
         spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._gathers_output = spans_hosts and sizes.dp_size > 1
         self._weights = tuple(

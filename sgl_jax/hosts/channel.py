@@ -34,7 +34,7 @@ from sgl_jax.core.exit_codes import HOST_LOST
 from sgl_jax.core.progress import Progress
 from sgl_jax.hosts.commands import (
     Beat,
-    Call,
+    CallExecutor,
     Command,
     Draw,
     End,
@@ -45,7 +45,7 @@ from sgl_jax.hosts.commands import (
     LeaderBeat,
     Leaving,
     Lost,
-    Refused,
+    NoGroup,
     ToFollower,
     ToLeader,
     Welcome,
@@ -60,7 +60,7 @@ _WATCH_INTERVAL_S = 0.1
 _LAST_MESSAGES_S = 2.0  # for messages that were sent before a link closes
 _END_TIMEOUT_S = 10.0  # for the other hosts to leave, after `End`
 _MAX_MESSAGE_BYTES = 1 << 20  # of a host to host 0
-_COMMANDS = (Launch, Draw, Call, End)
+_COMMANDS = (Launch, Draw, CallExecutor, End)
 
 
 def end_process(reason: str) -> None:
@@ -118,7 +118,7 @@ class LeaderLink:
     Attributes:
         on_lost: called once, on a thread of the link, if another host is lost; ends the process
             unless it is replaced.
-        on_leaving: called on that thread when another host was told to end.
+        on_leaving: called on that thread when another host has got a signal to end.
     """
 
     def __init__(self, group: HostGroup, secret: str, host_timeout_s: float) -> None:
@@ -187,7 +187,7 @@ class LeaderLink:
             refusals += [f"host {rank}: {text}" for text in differences(facts, theirs)]
         if refusals:
             reason = "the hosts cannot serve as one engine: " + "; ".join(refusals)
-            self._send_all(Refused(reason))
+            self._send_all(NoGroup(reason))
             raise GroupError(reason)
         now = time.monotonic()
         for follower in self._followers.values():
@@ -348,17 +348,17 @@ class FollowerLink:
         """Wait until all hosts have come; then show host 0 that this one lives.
 
         Raises:
-            GroupError: host 0 did not answer in time (it is not there, or has another key), or
+            GroupError: host 0 did not reply in time (it is not there, or has another key), or
                 refused.
         """
         self._commands.send(self._encoder.encode(Hello(self._group.rank, facts)))
         if not self._commands.poll(int(timeout_s * 1000)):
             raise GroupError(
-                f"host 0 at {self._group.address}:{self._group.port} did not answer within "
+                f"host 0 at {self._group.address}:{self._group.port} did not reply within "
                 f"{timeout_s:g} s: it is not there, waits for other hosts, or has another key"
             )
         message = self._decoder.decode(self._commands.recv())
-        if isinstance(message, Refused):
+        if isinstance(message, NoGroup):
             raise GroupError(message.reason)
         self._beat_thread.start()
 

@@ -31,7 +31,7 @@ class Draw(msgspec.Struct, frozen=True, tag=True):
     ranks: list[RankMasks]
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class CallExecutor(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the executor, by its name in `hosts.follower`."""
 
     name: str
@@ -42,7 +42,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended as it should; the hosts end, too."""
 
 
-Command: TypeAlias = Launch | Draw | Call | End
+Command: TypeAlias = Launch | Draw | CallExecutor | End
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +56,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """All hosts are there, and agree."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class NoGroup(msgspec.Struct, frozen=True, tag=True):
     """The group does not come about."""
 
     reason: str
@@ -84,7 +84,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """A host was told to end: the engine finishes its requests, and all hosts end."""
+    """A host has got a signal to end: the engine finishes its requests, and all hosts end."""
 
     rank: int
 
@@ -102,5 +102,5 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFollower: TypeAlias = Command | Welcome | Refused | LeaderBeat | Lost
+ToFollower: TypeAlias = Command | Welcome | NoGroup | LeaderBeat | Lost
 ToLeader: TypeAlias = Hello | Beat | Leaving | Ended | Failed

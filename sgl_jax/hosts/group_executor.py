@@ -1,7 +1,7 @@
 """Host 0's executor of an engine on several hosts: it runs each step there, and on its own devices.
 
-The scheduler is host 0's alone. All hosts run the same sequence of programs, so a collective of
-one finds those of the others; results are the same on every host, and host 0 reads its own.
+The scheduler is host 0's alone. All hosts run the same sequence of programs, so the
+collectives of all meet; results are the same on every host, and host 0 reads its own.
 """
 
 import time
@@ -23,7 +23,7 @@ from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.hosts.channel import HostReport, LeaderLink
-from sgl_jax.hosts.commands import Call, Command, Draw, Launch, RankMasks
+from sgl_jax.hosts.commands import CallExecutor, Command, Draw, Launch, RankMasks
 from sgl_jax.hosts.description import describe_host
 from sgl_jax.hosts.group import group_key, group_of
 
@@ -52,7 +52,7 @@ class GroupExecutor(ModelExecutor):
         self.profiler.send = recorder.send = self._send
 
     def on_leaving(self, call: Callable[[int], object]) -> None:
-        """`call` gets the rank of another host that was told to end, on another thread."""
+        """`call` gets the rank of another host that has got a signal to end, on another thread."""
         self._link.on_leaving = call
 
     def host_reports(self) -> list[HostReport]:
@@ -91,11 +91,11 @@ class GroupExecutor(ModelExecutor):
 
     def reset(self) -> None:
         self._launched_s.clear()
-        self._send(Call("reset"))
+        self._send(CallExecutor("reset"))
         super().reset()
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
-        self._send(Call("update_weights", [model_path, give_up_kv is not None]))
+        self._send(CallExecutor("update_weights", [model_path, give_up_kv is not None]))
         super().update_weights(model_path, give_up_kv)
 
     def close(self) -> None:
@@ -139,11 +139,11 @@ class _GroupProfiler(Profiler):
 
     def start(self, folder: Path, num_steps: int | None = None) -> None:
         super().start(folder, num_steps)
-        self.send(Call("start_profile", [str(folder), num_steps]))
+        self.send(CallExecutor("start_profile", [str(folder), num_steps]))
 
     def stop(self) -> Path:
         folder = super().stop()
-        self.send(Call("stop_profile"))
+        self.send(CallExecutor("stop_profile"))
         return folder
 
 
@@ -153,13 +153,13 @@ class _GroupRecorder(ExpertRecorder):
     send: Callable[[Command], object]
 
     def start(self) -> None:
-        self.send(Call("start_expert_record"))
+        self.send(CallExecutor("start_expert_record"))
         super().start()
 
     def stop(self) -> None:
-        self.send(Call("stop_expert_record"))
+        self.send(CallExecutor("stop_expert_record"))
         super().stop()
 
     def counts(self) -> NDArray[np.int64]:
-        self.send(Call("read_expert_record"))
+        self.send(CallExecutor("read_expert_record"))
         return super().counts()

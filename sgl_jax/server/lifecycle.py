@@ -231,7 +231,7 @@ class _Server:
         elif isinstance(message, Heartbeat):
             self._health.note(message)
         elif isinstance(message, EndRequested):
-            logger.info("host %d was told to end; so this engine ends", message.host)
+            logger.info("host %d was ended by a signal; this engine ends, too", message.host)
             self._stop.set()
         elif isinstance(message, EngineFailed):
             shown = "the engine failed; see the server's log"
@@ -256,7 +256,7 @@ class _Server:
         self._stop.set()
 
     async def _end_if_silent(self) -> None:
-        """The engine of one host may wake up again; that of several has lost the other hosts."""
+        """On one host a silent engine may go on later; on several, the other hosts have ended."""
         await until_silent(self._health)
         if self._process is not None:
             reason = "the engine process is silent"

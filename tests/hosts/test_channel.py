@@ -17,7 +17,7 @@ from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.hosts.channel import FollowerLink, LeaderLink
-from sgl_jax.hosts.commands import Call, End, Launch
+from sgl_jax.hosts.commands import CallExecutor, End, Launch
 from sgl_jax.hosts.group import HostGroup
 from tests.hosts.live_group import two_free_ports
 from tests.hosts.plans import decode_plan
@@ -107,12 +107,12 @@ def test_commands_arrive_in_order_and_equal(links_of: Callable[[int], Links]) ->
     plans = [decode_plan(dp_size=2, num_rows=3, step_id=step) for step in range(20)]
     for plan in plans:
         links.leader.send(Launch(plan))
-    links.leader.send(Call("reset"))
+    links.leader.send(CallExecutor("reset"))
     links.leader.close()
     for thread in threads:
         thread.join()
     for commands in received:
-        assert [type(command) for command in commands] == [Launch] * 20 + [Call, End]
+        assert [type(command) for command in commands] == [Launch] * 20 + [CallExecutor, End]
         for command, plan in zip(commands, plans, strict=False):
             assert_equal_plans(command.plan, plan)
     assert links.lost.empty()
