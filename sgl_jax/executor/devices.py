@@ -36,12 +36,23 @@ def make_mesh(args: ServerArgs) -> Mesh:
         devices = jax.devices(None if args.device == "auto" else args.device)
     except RuntimeError as error:
         raise RuntimeError(f"--device {args.device}: jax finds no such device: {error}") from error
-    if len(devices) < args.num_devices:
-        raise RuntimeError(
-            f"--dp-size {args.dp_size} x --tp-size {args.tp_size} needs {args.num_devices} "
-            f"devices, found {len(devices)} ({devices[0].platform})"
-        )
+    try:
+        check_devices(len(devices), args.nnodes or 1, args.dp_size, args.tp_size)
+    except ValueError as error:
+        raise RuntimeError(f"{error} ({devices[0].platform})") from error
     return arrange_devices(devices, args.dp_size, args.tp_size)
+
+
+def check_devices(num_devices: int, num_hosts: int, dp_size: int, tp_size: int) -> None:
+    """Raise ValueError if an engine of dp x tp devices cannot run on all `num_devices` of so many
+    hosts: they are too few, or a host would have chips without a part of the mesh."""
+    needed = dp_size * tp_size
+    if needed > num_devices or (num_hosts > 1 and needed != num_devices):
+        each = " (all of several hosts)" if needed < num_devices else ""
+        raise ValueError(
+            f"--dp-size {dp_size} x --tp-size {tp_size} needs {needed} devices{each}, found "
+            f"{num_devices}"
+        )
 
 
 def join_hosts(args: ServerArgs, address: str, port: int) -> None:
@@ -76,14 +87,28 @@ def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
     """The mesh ('data', 'tensor') over the first dp x tp of `devices`.
 
     When that is a whole slice of TPUs, the chips of one rank are neighbours on its interconnect, in
-    the order of a ring.
+    the order of a ring. They lie on one host if each host has room for whole ranks.
     """
     if len(devices) == dp_size * tp_size > 1 and devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(
-            (dp_size, tp_size), devices, allow_split_physical_axes=True
-        )
-        return Mesh(np.array(list(map(_in_ring, grid.tolist()))), MESH_AXES)
+        parts = _by_host(devices)
+        if any(len(own) % tp_size for own in parts):
+            parts = [list(devices)]
+        ranks = [
+            _in_ring(rank)
+            for own in parts
+            for rank in mesh_utils.create_device_mesh(
+                (len(own) // tp_size, tp_size), own, allow_split_physical_axes=True
+            ).tolist()
+        ]
+        return Mesh(np.array(ranks), MESH_AXES)
     return Mesh(np.array(devices[: dp_size * tp_size]).reshape(dp_size, tp_size), MESH_AXES)
+
+
+def _by_host(devices: Sequence[Any]) -> list[list[Any]]:
+    hosts: dict[int, list[Any]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    return list(hosts.values())
 
 
 def _in_ring(devices: list[Any]) -> list[Any]:

@@ -23,11 +23,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from sgl_jax.core.quantization import ActivationFormat
-from sgl_jax.executor.devices import arrange_devices
+from sgl_jax.executor.devices import arrange_devices, check_devices
 
 GIB = 2**30
 # From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
 ICI_HOP_S = 1e-6
+_CHIPS_OF_A_HOST = 4  # of a slice with several hosts
+_MOST_CHIPS_OF_A_HOST = 8  # of v5e and v6e
 
 
 @dataclass(frozen=True)
@@ -121,18 +123,23 @@ class Topology(NamedTuple):
         """The devices that JAX counts."""
         return self.num_chips * self.chip.devices_per_chip
 
+    @property
+    def num_hosts(self) -> int:
+        """The machines of the slice: a flat one of up to eight chips is one machine."""
+        most = _MOST_CHIPS_OF_A_HOST if self.chip.grids is _FLAT else _CHIPS_OF_A_HOST
+        return 1 if self.num_chips <= most else self.num_chips // _CHIPS_OF_A_HOST
+
     def meshes(self) -> list[tuple[int, int]]:
         """(dp_size, tp_size) of each mesh that uses the whole slice, the most ranks first."""
         devices = self.num_devices
         return [(devices // n, n) for n in range(1, devices + 1) if devices % n == 0]
 
     def check_mesh(self, dp_size: int, tp_size: int) -> None:
-        """Raise ValueError if the slice has fewer devices than the mesh."""
-        if dp_size * tp_size > self.num_devices:
-            raise ValueError(
-                f"--dp-size {dp_size} x --tp-size {tp_size} needs {dp_size * tp_size} devices, "
-                f"{self.name} has {self.num_devices}"
-            )
+        """Raise ValueError if `serve` would not start on the slice with this mesh."""
+        try:
+            check_devices(self.num_devices, self.num_hosts, dp_size, tp_size)
+        except ValueError as error:
+            raise ValueError(f"{error} in {self.name}") from error
 
 
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
@@ -166,8 +173,9 @@ def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
     ):
         os.environ.setdefault(name, value)
     grid = "x".join(map(str, topology.grid))
-    # A host has four chips or more, unless these bounds are set.
-    bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.num_chips == 1 else {}
+    # A host has four chips, unless these bounds are set.
+    is_other = topology.num_hosts == 1 and topology.num_chips != _CHIPS_OF_A_HOST
+    bounds = {"chips_per_host_bounds": (*topology.grid, 1)[:3]} if is_other else {}
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=f"{topology.generation}:{grid}", **bounds
     )

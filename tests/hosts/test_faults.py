@@ -23,7 +23,7 @@ from tests.hosts.live_group import Host, end, generate, live_group, start_host
 LIMIT_S = 30.0
 CLIENT_S = 45.0  # of a client, more than any fault may take
 # A log line by which a phase has begun; "serving" and "draining" begin when all are ready.
-PHASES = {"meeting": "its engine starts", "loading": "loading:", "compiling": "compiling_loops:"}
+PHASES = {"meeting": "engine starts", "loading": "loading:", "compiling": "compiling_loops:"}
 GROUP_FLAGS = ("--dp-size", "2", "--dist-timeout", "25")
 
 
