@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 60.0
 FLAGS = (
     *("--device", "cpu", "--warmup", "none", "--page-size", "4", "--max-running-requests", "8"),
     *("--max-total-tokens", "512", "--chunked-prefill-size", "32", "--context-length", "128"),
-    *("--compilation-cache-dir", "none", "--check-memory", "busy", "--host-timeout", "5"),
+    *("--compilation-cache-dir", "none", "--check-memory", "busy", "--host-timeout", "10"),
     *("--memory-error-action", "crash"),
 )
 
