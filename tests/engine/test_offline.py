@@ -181,6 +181,11 @@ def test_a_flat_list_of_ids_is_refused_with_the_form_that_is_allowed(engine: Eng
         engine.generate(input_ids=[1, 2, 3])  # type: ignore[list-item]
 
 
+def test_an_engine_in_python_has_one_host() -> None:
+    with pytest.raises(ValueError, match="has one host"):
+        Engine(DEMO, nnodes=2, dp_size=2)
+
+
 def test_more_prompts_than_a_server_would_queue_are_all_served(engine: Engine) -> None:
     assert engine.info["num_rows"] - 1 == 4
     results = engine.generate(["a"] * 300, {**GREEDY, "max_new_tokens": 2})

@@ -51,7 +51,7 @@ def test_what_concerns_serving_alone_is_no_flag(capsys):
     ("words", "message"),
     [
         (["--topology", "v6e-5"], "sizes of v6e are"),
-        (["--tp-size", "8"], "needs 8 devices, v6e-4 has 4"),
+        (["--tp-size", "8"], "needs 8 devices, found 4 in v6e-4"),
         (["--input-len", "0"], "--input-len must be at least 1"),
         (["--input-len", "50000"], "the context limit 40960"),
         (["--plot", "x.png"], "--plot needs --sweep"),

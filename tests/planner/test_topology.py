@@ -2,8 +2,12 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor import devices as devices_module
+from sgl_jax.executor.devices import make_mesh
 from sgl_jax.planner import topology as topology_module
 from sgl_jax.planner.topology import Topology, topology_mesh
 
@@ -41,7 +45,7 @@ def test_a_name_that_is_none_is_told_what_there_is(name, message):
 
 
 def test_a_mesh_larger_than_the_slice_is_refused():
-    with pytest.raises(ValueError, match="needs 8 devices, v6e-4 has 4"):
+    with pytest.raises(ValueError, match="needs 8 devices, found 4 in v6e-4"):
         topology_mesh(Topology.parse("v6e-4"), 2, 4)
 
 
@@ -58,3 +62,42 @@ def test_the_chips_of_a_rank_are_neighbours():
     mesh = topology_mesh(Topology.parse("v6e-8"), 2, 4)
     for rank in mesh.devices:
         assert {device.coords[1] // 2 for device in rank} in ({0}, {1})
+
+
+@pytest.mark.parametrize(
+    ("name", "num_hosts", "dp_size", "tp_size", "is_served"),
+    [
+        ("v6e-8", 1, 1, 8, True),
+        ("v6e-8", 1, 1, 4, True),  # some chips of one host stay idle
+        ("v6e-16", 4, 1, 16, True),
+        ("v6e-16", 4, 4, 4, True),
+        ("v6e-16", 4, 1, 8, False),  # two hosts would have no chip of the mesh
+        ("v6e-32", 8, 4, 8, True),
+        ("tpu7x-16", 2, 2, 8, True),
+        ("tpu7x-16", 2, 1, 8, False),
+    ],
+)
+def test_the_planner_starts_what_serve_starts(
+    monkeypatch, name, num_hosts, dp_size, tp_size, is_served
+):
+    topology = Topology.parse(name)
+    assert topology.num_hosts == num_hosts
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu describes the devices of a slice")
+    described = topology_module._devices(topology)
+    assert len({device.process_index for device in described}) == num_hosts
+    monkeypatch.setattr(devices_module.jax, "devices", lambda platform: described)
+    args = ServerArgs(device="tpu", nnodes=num_hosts, dp_size=dp_size, tp_size=tp_size)
+    if is_served:
+        planned, served = topology_mesh(topology, dp_size, tp_size), make_mesh(args)
+        ids_of = np.vectorize(lambda device: device.id)
+        np.testing.assert_array_equal(ids_of(planned.devices), ids_of(served.devices))
+        chips_of_a_host = len(described) // num_hosts
+        for rank in served.devices:
+            hosts = {device.process_index for device in rank}
+            assert len(hosts) == max(1, tp_size // chips_of_a_host)
+        return
+    with pytest.raises(ValueError, match="all of several hosts"):
+        topology.check_mesh(dp_size, tp_size)
+    with pytest.raises(RuntimeError, match="all of several hosts"):
+        make_mesh(args)
