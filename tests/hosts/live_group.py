@@ -41,11 +41,17 @@ class Host:
     log: Path
 
     @property
+    def front(self) -> psutil.Process:
+        """Its server process. Raises psutil.NoSuchProcess if it has ended."""
+        return psutil.Process(self.process.pid)
+
+    @property
     def engine(self) -> psutil.Process:
-        """Its engine process."""
-        children = psutil.Process(self.process.pid).children()
-        (engine,) = (child for child in children if "sgl_jax.engine" in child.cmdline())
-        return engine
+        """Its engine process. Raises psutil.NoSuchProcess if it has ended."""
+        for child in self.front.children():
+            if "sgl_jax.engine" in child.cmdline():
+                return child
+        raise psutil.NoSuchProcess(self.process.pid)
 
     def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Its exit code."""
@@ -91,7 +97,7 @@ def live_group(
         yield hosts
     finally:
         for host in hosts:
-            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 host.engine.kill()
             host.process.kill()
             host.process.wait(STOP_TIMEOUT_S)
