@@ -214,9 +214,6 @@ class ModelExecutor(Executor):
         error the device's state is lost: call `reset` and admit every request again.
         """
         check_plan(plan, self.sizes)
-        return self._launch(plan)
-
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._page_tables.apply(plan.page_changes)
         if any(rank.admissions for rank in plan.ranks):
             for piece in cut_admissions([rank.admissions for rank in plan.ranks]):

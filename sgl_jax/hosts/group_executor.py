@@ -21,6 +21,7 @@ from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.hosts.channel import HostReport, LeaderLink
 from sgl_jax.hosts.commands import CallExecutor, Command, Draw, Launch, RankMasks
@@ -67,11 +68,12 @@ class GroupExecutor(ModelExecutor):
         ends = [super().background_end(), *self._link.background_ends]
         return None if None in ends else next(filter(None, ends), "")
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        check_plan(plan, self.sizes)  # before any host has it
         begin_s = time.monotonic()
         self._send(Launch(plan))
         with step_errors():
-            launched = super()._launch(plan)
+            launched = super().launch(plan)
         self._launched_s.append(begin_s)
         self._figures = self._figures.plus(launch_s=time.monotonic() - begin_s)
         return launched
