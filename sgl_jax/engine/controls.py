@@ -163,10 +163,10 @@ class Controls:
         return answer(message, Traced(str(folder)))
 
     def start_expert_record(self, message: StartExpertRecord) -> Reply:
-        return self._with_recorder(message, ExpertRecorder.start)
+        return self._with_recorder(message, lambda own: own.start())
 
     def stop_expert_record(self, message: StopExpertRecord) -> Reply:
-        return self._with_recorder(message, ExpertRecorder.stop)
+        return self._with_recorder(message, lambda own: own.stop())
 
     def dump_expert_record(self, message: DumpExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: ExpertRecord(own.counts().tolist()))
