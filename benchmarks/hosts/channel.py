@@ -21,9 +21,10 @@ from sgl_jax.core.array_codec import make_encoder
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import RankPlan, StepPlan
-from sgl_jax.hosts.channel import FollowerLink, LeaderLink
 from sgl_jax.hosts.commands import End, Launch
+from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import HostGroup
+from sgl_jax.hosts.leader_link import LeaderLink
 
 _KEY = "the key of the benchmark's hosts"
 _CONTEXT = 131_072

@@ -145,6 +145,14 @@ class HostFigures(msgspec.Struct, frozen=True):
         )
 
 
+class HostReport(msgspec.Struct, frozen=True):
+    """The figures of a host, and the seconds since it sent them."""
+
+    rank: int
+    figures: HostFigures
+    silent_s: float = 0.0
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sign of life of the engine process, once a second, also while it loads, compiles or computes.
 

@@ -1,10 +1,11 @@
 """Exit codes of a server and of its engine process, for supervisors.
 
-Besides these: 0 after a signal and a drain, 128 + n for a second signal n, which ends at once.
+Besides these: 0 after a signal and a drain.
 """
 
 FAILED = 1  # the engine or the server failed; the last line of the log has the reason
 # For an engine on several hosts, see docs/guide/hosts.md.
 GROUP_REFUSED = 70  # the hosts did not all come in time, or their settings or versions differ
 HOST_LOST = 71  # another host died, hung or lost the network: start all of them again
+KILLED_BY_SIGNAL = 128  # plus the number of a second signal, which ends at once, as shells have it
 GROUP_CODES = (GROUP_REFUSED, HOST_LOST)

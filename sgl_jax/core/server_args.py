@@ -319,7 +319,7 @@ class ServerArgs(SchedulerArgs):
             raise ValueError(
                 f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"
             )
-        if self.num_devices % (self.nnodes or 1):
+        if self.num_devices % self.num_hosts:
             raise ValueError(
                 f"--dp-size {self.dp_size} x --tp-size {self.tp_size} must be a multiple of "
                 f"--nnodes {self.nnodes}: each host has as many devices"
@@ -351,9 +351,14 @@ class ServerArgs(SchedulerArgs):
         return self.dp_size * self.tp_size
 
     @property
+    def num_hosts(self) -> int:
+        """1 until the platform was read (`hosts.group.with_group`), unless the flag is given."""
+        return self.nnodes or 1
+
+    @property
     def num_host_devices(self) -> int:
         """Devices of each host."""
-        return self.num_devices // (self.nnodes or 1)
+        return self.num_devices // self.num_hosts
 
     @property
     def places_experts(self) -> bool:

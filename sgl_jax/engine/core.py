@@ -89,8 +89,8 @@ class EngineCore:
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
-        is_group = (args.nnodes or 1) > 1
-        self.executor = (GroupExecutor if is_group else ModelExecutor)(args, self._progress)
+        executor = GroupExecutor if args.num_hosts > 1 else ModelExecutor
+        self.executor = executor(args, self._progress)
         self.executor.warm_up()
         sizes = self.executor.sizes
         self.info: dict[str, Any] = {
@@ -403,8 +403,5 @@ class EngineCore:
             "num_sessions": scheduler.num_sessions,
             "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
             "counters": counters,
-            "hosts": [
-                {**report._asdict(), "figures": msgspec.to_builtins(report.figures)}
-                for report in hosts
-            ],
+            "hosts": msgspec.to_builtins(hosts),
         }

@@ -22,9 +22,9 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor, WeightsError
-from sgl_jax.hosts.channel import FollowerLink
 from sgl_jax.hosts.commands import CallExecutor, Command, Draw, End, Launch
 from sgl_jax.hosts.description import describe_host
+from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import group_key, group_of
 from sgl_jax.hosts.group_executor import step_errors, with_free_rows
 

@@ -69,7 +69,7 @@ class Engine:
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
         args = ServerArgs(model_path=model_path, **settings)
-        if (args.nnodes or 1) > 1:
+        if args.num_hosts > 1:
             raise ValueError("an Engine in Python has one host; sgl-jax serve starts several")
         self._tracer = open_tracer(args)
         tokenizer = open_model_files(args)

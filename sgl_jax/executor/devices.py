@@ -37,7 +37,7 @@ def make_mesh(args: ServerArgs) -> Mesh:
     except RuntimeError as error:
         raise RuntimeError(f"--device {args.device}: jax finds no such device: {error}") from error
     try:
-        check_devices(len(devices), args.nnodes or 1, args.dp_size, args.tp_size)
+        check_devices(len(devices), args.num_hosts, args.dp_size, args.tp_size)
     except ValueError as error:
         raise RuntimeError(f"{error} ({devices[0].platform})") from error
     return arrange_devices(devices, args.dp_size, args.tp_size)

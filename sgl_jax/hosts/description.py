@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 
 _PACKAGES = ("sgl-jax", "jax", "jaxlib", "libtpu", "numpy", "flax")
 _COMPILER_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")
@@ -36,7 +37,7 @@ def describe_host(args: ServerArgs) -> dict[str, str]:
     facts |= {name: os.environ.get(name, "") for name in _COMPILER_SETTINGS}
     for field in dataclasses.fields(args):
         if field.name not in _OWN_SETTINGS:
-            facts["--" + field.name.replace("_", "-")] = str(getattr(args, field.name))
+            facts[flag(field.name)] = str(getattr(args, field.name))
     folder = Path(args.model_path)
     facts["config.json"] = _digest(folder / "config.json")
     if args.load_format != "dummy":

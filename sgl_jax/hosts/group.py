@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 
 DEFAULT_PORT = 5000
 _LEAST_KEY_CHARS = 16
@@ -26,14 +27,6 @@ class HostGroup(NamedTuple):
     rank: int
     address: str  # of host 0
     port: int  # of host 0's channel; jax's coordinator takes the next one
-
-
-class _Found(NamedTuple):
-    """A platform's word on the group; `address` is host 0's."""
-
-    num_hosts: int
-    rank: int
-    address: str
 
 
 def with_group(
@@ -53,7 +46,7 @@ def with_group(
         found = _from_platform(environment, read_metadata or _read_metadata)
         if found is None or found.num_hosts == 1:
             return dataclasses.replace(args, nnodes=1, node_rank=0)
-        address = f"{found.address}:{DEFAULT_PORT}"
+        address = f"{found.address}:{found.port}"
         args = dataclasses.replace(
             args, nnodes=found.num_hosts, node_rank=found.rank, dist_init_addr=address
         )
@@ -63,7 +56,7 @@ def with_group(
         name for name in ("nnodes", "node_rank", "dist_init_addr") if getattr(args, name) is None
     ]
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        flags = ", ".join(map(flag, missing))
         raise ValueError(f"hosts that serve as one engine need {flags}, too")
     group_of(args)
     group_key(args)
@@ -105,25 +98,26 @@ def group_key(args: ServerArgs) -> str:
 
 def _from_platform(
     environment: Mapping[str, str], read_metadata: Callable[[str], str | None]
-) -> _Found | None:
+) -> HostGroup | None:
     """The group that the platform names; None if it names none."""
     if "LWS_GROUP_SIZE" in environment:
-        return _Found(
+        return HostGroup(
             _number(environment, "LWS_GROUP_SIZE"),
             _number(environment, "LWS_WORKER_INDEX"),
             environment.get("LWS_LEADER_ADDRESS", ""),
+            DEFAULT_PORT,
         )
     if "TPU_WORKER_HOSTNAMES" in environment:
         names = environment["TPU_WORKER_HOSTNAMES"].split(",")
         rank = _number(environment, "TPU_WORKER_ID") if len(names) > 1 else 0
-        return _Found(len(names), rank, names[0].strip())
+        return HostGroup(len(names), rank, names[0].strip(), DEFAULT_PORT)
     rank_text = read_metadata("agent-worker-number")
     endpoints = read_metadata("worker-network-endpoints")
     if not rank_text or not endpoints:
         return None
     # Each is NAME:PORT:ADDRESS, with commas between them.
     addresses = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
-    return _Found(len(addresses), int(rank_text), addresses[0])
+    return HostGroup(len(addresses), int(rank_text), addresses[0], DEFAULT_PORT)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.core.engine_messages import HostFigures, HostReport
 from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
@@ -23,10 +23,10 @@ from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.profiler import Profiler
-from sgl_jax.hosts.channel import HostReport, LeaderLink
 from sgl_jax.hosts.commands import CallExecutor, Command, Draw, Launch, RankMasks
 from sgl_jax.hosts.description import describe_host
 from sgl_jax.hosts.group import group_key, group_of
+from sgl_jax.hosts.leader_link import LeaderLink
 
 
 class GroupExecutor(ModelExecutor):
@@ -58,7 +58,7 @@ class GroupExecutor(ModelExecutor):
 
     def host_reports(self) -> list[HostReport]:
         """Figures of every host."""
-        return [HostReport(0, self._figures, silent_s=0.0), *self._link.reports()]
+        return [HostReport(0, self._figures), *self._link.reports()]
 
     def warm_up(self) -> None:
         super().warm_up()

@@ -11,9 +11,10 @@ its total.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.core.engine_messages import HostReport
 from sgl_jax.metrics.host_metrics import HostMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.metrics.tenant_metrics import TenantMetrics
@@ -56,12 +57,7 @@ class EngineMetrics:
         """Take in `Reply.data` of a `GetState`."""
         self._state = state
         self._tenants.update(state.get("tenants", {}))
-        self._hosts.update(
-            [
-                (str(each["rank"]), HostFigures(**each["figures"]), each["silent_s"])
-                for each in state.get("hosts", ())
-            ]
-        )
+        self._hosts.update(msgspec.convert(state.get("hosts", []), list[HostReport]))
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""

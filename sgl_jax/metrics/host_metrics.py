@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.core.engine_messages import HostReport
 
 _COUNTERS = (
     ("host_steps", "steps that a host has run", "num_steps"),
@@ -22,10 +22,10 @@ class HostMetrics:
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self._hosts: Sequence[tuple[str, HostFigures, float]] = ()
+        self._hosts: Sequence[HostReport] = ()
 
-    def update(self, hosts: Sequence[tuple[str, HostFigures, float]]) -> None:
-        """Take in (name, figures, seconds since they came) of each host."""
+    def update(self, hosts: Sequence[HostReport]) -> None:
+        """Take in the report of each host."""
         self._hosts = hosts
 
     def collect(self) -> Iterable[Metric]:
@@ -33,12 +33,13 @@ class HostMetrics:
         labels = ["model_name", "host"]
         for name, help_text, attribute in _COUNTERS:
             family = CounterMetricFamily(f"sglang:{name}", help_text, labels=labels)
-            for host, figures, _ in self._hosts:
-                family.add_metric([self._model_name, host], getattr(figures, attribute))
+            for own in self._hosts:
+                value = getattr(own.figures, attribute)
+                family.add_metric([self._model_name, str(own.rank)], value)
             yield family
         silent = GaugeMetricFamily(
             "sglang:host_silent_seconds", "time since a host's last sign of life", labels=labels
         )
-        for host, _, silent_s in self._hosts:
-            silent.add_metric([self._model_name, host], silent_s)
+        for own in self._hosts:
+            silent.add_metric([self._model_name, str(own.rank)], own.silent_s)
         yield silent

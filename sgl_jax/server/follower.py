@@ -25,9 +25,10 @@ from sgl_jax.core.engine_messages import (
     EngineInfo,
     EngineMessage,
     Heartbeat,
+    HostReport,
 )
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST
+from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST, KILLED_BY_SIGNAL
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
@@ -43,7 +44,6 @@ from sgl_jax.server.management import health_answer, starting_error
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 _ENGINE_STOP_TIMEOUT_S = 15.0  # beside the time that host 0 has to finish its requests
 
 
@@ -134,7 +134,7 @@ class _FollowerServer:
         if isinstance(message, Heartbeat):
             self._health.note(message)
             if message.figures is not None:
-                self._metrics.update([(str(self._args.node_rank), message.figures, 0.0)])
+                self._metrics.update([HostReport(self._args.node_rank or 0, message.figures)])
         elif isinstance(message, EngineFailed):
             self._failure = message
         elif isinstance(message, EngineInfo):
@@ -158,7 +158,7 @@ class _FollowerServer:
             return
         if self._process is not None:
             self._process.kill()
-        os._exit(_KILLED_BY_SIGNAL + number)
+        os._exit(KILLED_BY_SIGNAL + number)
 
     async def _answer_health(self, request: Request) -> Response:
         return health_answer(self._check, self._health)

@@ -32,7 +32,7 @@ from sgl_jax.core.engine_messages import (
     Heartbeat,
 )
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST
+from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST, KILLED_BY_SIGNAL
 from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
@@ -59,7 +59,6 @@ _DRAIN_POLL_S = 0.05
 _SILENCE_POLL_S = 1.0
 _TOKENIZER_TIMEOUT_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_KILLED_BY_SIGNAL = 128  # the shell's convention: 128 + signal number
 
 
 def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
@@ -129,7 +128,7 @@ class _Server:
             self._process = EngineProcess(
                 self._args, self._client.engine_end, self._on_exit, self._engine_command
             )
-            if (self._args.nnodes or 1) > 1:
+            if self._args.num_hosts > 1:
                 silence = asyncio.ensure_future(self._end_if_silent())
                 stack.callback(silence.cancel)
             gate = Gate(self._health)
@@ -271,7 +270,7 @@ class _Server:
             return
         if self._process is not None:
             self._process.kill()
-        os._exit(_KILLED_BY_SIGNAL + number)
+        os._exit(KILLED_BY_SIGNAL + number)
 
 
 async def until_silent(health: EngineHealth) -> None:

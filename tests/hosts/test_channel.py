@@ -17,9 +17,10 @@ import zmq
 from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import StepPlan
-from sgl_jax.hosts.channel import FollowerLink, LeaderLink
 from sgl_jax.hosts.commands import CallExecutor, End, Launch
+from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import HostGroup
+from sgl_jax.hosts.leader_link import LeaderLink
 from tests.hosts.live_group import two_free_ports
 from tests.hosts.plans import decode_plan
 from tests.waiting import until

@@ -1,0 +1,171 @@
+"""The end of every other host of the hosts' channel (`hosts.channel`). Must not import jax."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from sgl_jax.core.array_codec import make_decoder, make_encoder
+from sgl_jax.core.engine_messages import HostFigures
+from sgl_jax.core.errors import GroupError
+from sgl_jax.core.progress import Progress
+from sgl_jax.hosts.channel import (
+    BEAT_INTERVAL_S,
+    LAST_MESSAGES_S,
+    WATCH_INTERVAL_S,
+    Keys,
+    curve_socket,
+    end_process,
+    url_of,
+)
+from sgl_jax.hosts.commands import (
+    Beat,
+    CallExecutor,
+    Command,
+    Draw,
+    End,
+    Ended,
+    Failed,
+    Hello,
+    Launch,
+    LeaderBeat,
+    Leaving,
+    Lost,
+    NoGroup,
+    ToFollower,
+    ToLeader,
+)
+from sgl_jax.hosts.group import HostGroup
+
+_COMMANDS = (Launch, Draw, CallExecutor, End)
+
+
+class FollowerLink:
+    """The end of any other host. `receive` belongs to one thread; any thread may call the others.
+
+    Attributes:
+        on_lost: called once, on a thread of the link, if host 0 is lost; ends the process unless
+            it is replaced.
+        background_end, figures: sent with each beat, see `Beat`.
+    """
+
+    def __init__(
+        self, group: HostGroup, secret: str, host_timeout_s: float, progress: Progress
+    ) -> None:
+        """`progress` is sent with each beat, for host 0's log."""
+        self.on_lost: Callable[[str], object] = end_process
+        self.background_end: str | None = None
+        self.figures = HostFigures()
+        self._progress = progress
+        self._group = group
+        self._host_timeout_s = host_timeout_s
+        self._encoder = make_encoder()
+        self._decoder = make_decoder(ToFollower)
+        self._num_commands = self._num_announced = 0
+        self._caught_up_s = time.monotonic()
+        self._to_send: queue.SimpleQueue[ToLeader] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._beat_thread = threading.Thread(target=self._beat_on, name="hosts", daemon=True)
+        self._context = zmq.Context()
+        self._commands, self._beats = (
+            self._connected(secret, name) for name in (f"{group.rank}", f"{group.rank} beat")
+        )
+
+    def _connected(self, secret: str, name: str) -> "zmq.Socket[bytes]":
+        own, leader = Keys.derived(secret, "follower"), Keys.derived(secret, "leader")
+        options = {zmq.CURVE_SERVERKEY: leader.public, zmq.ROUTING_ID: name.encode()}
+        connection = curve_socket(self._context, zmq.DEALER, own, options)
+        connection.connect(url_of(self._group))
+        return connection
+
+    def meet(self, facts: dict[str, str], timeout_s: float) -> None:
+        """Wait until all hosts have come; then show host 0 that this one lives.
+
+        Raises:
+            GroupError: host 0 did not reply in time (it is not there, or has another key), or
+                refused.
+        """
+        self._commands.send(self._encoder.encode(Hello(self._group.rank, facts)))
+        if not self._commands.poll(int(timeout_s * 1000)):
+            raise GroupError(
+                f"host 0 at {self._group.address}:{self._group.port} did not reply within "
+                f"{timeout_s:g} s: it is not there, waits for other hosts, or has another key"
+            )
+        message = self._decoder.decode(self._commands.recv())
+        if isinstance(message, NoGroup):
+            raise GroupError(message.reason)
+        self._beat_thread.start()
+
+    def receive(self, timeout_s: float) -> Command | None:
+        """The next command; None if none comes in time.
+
+        Raises GroupError if commands were lost, or for another message.
+        """
+        has_command = self._commands.poll(int(timeout_s * 1000))
+        now = time.monotonic()
+        if has_command or self._num_announced <= self._num_commands:
+            self._caught_up_s = now
+        elif now - self._caught_up_s > self._host_timeout_s:
+            raise GroupError("commands of host 0 were lost on the way")
+        if not has_command:
+            return None
+        message = self._decoder.decode(self._commands.recv())
+        if not isinstance(message, _COMMANDS):
+            raise GroupError(f"host 0 sent a {type(message).__name__} in place of a command")
+        self._num_commands += 1
+        return message
+
+    def leave(self) -> None:
+        """Request the end of the engine."""
+        self._to_send.put(Leaving(self._group.rank))
+
+    def end(self) -> None:
+        """Report that this host has left, after `End`."""
+        self._to_send.put(Ended(self._group.rank))
+
+    def fail(self, reason: str) -> None:
+        """Report that this host cannot go on."""
+        self._to_send.put(Failed(self._group.rank, reason))
+
+    def close(self) -> None:
+        """Send the last messages, and close."""
+        self._stopped.set()
+        if self._beat_thread.is_alive():
+            self._beat_thread.join()
+        for each in (self._commands, self._beats):
+            each.close(linger=int(LAST_MESSAGES_S * 1000))
+        self._context.term()
+
+    def _beat(self) -> Beat:
+        report = self._progress.report
+        text = (
+            ""
+            if report is None
+            else f"{report.phase}: {report.done} of {report.total} {report.unit}"
+        )
+        return Beat(self._group.rank, self.figures, text, self.background_end)
+
+    def _beat_on(self) -> None:
+        heard_s, next_beat_s = time.monotonic(), 0.0
+        while True:
+            is_last = self._stopped.wait(WATCH_INTERVAL_S)
+            while not self._to_send.empty():
+                self._beats.send(self._encoder.encode(self._to_send.get()), zmq.NOBLOCK)
+            if is_last:
+                return
+            now = time.monotonic()
+            if now >= next_beat_s:
+                next_beat_s = now + BEAT_INTERVAL_S
+                self._beats.send(self._encoder.encode(self._beat()), zmq.NOBLOCK)
+            while self._beats.poll(0):
+                heard_s, message = now, self._decoder.decode(self._beats.recv())
+                if isinstance(message, Lost):
+                    self.on_lost(message.reason)
+                    return
+                if isinstance(message, LeaderBeat):
+                    self._num_announced = message.num_commands
+            if now - heard_s > self._host_timeout_s:
+                self.on_lost(f"host 0 was silent for {self._host_timeout_s:g} s")
+                return
