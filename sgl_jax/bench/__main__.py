@@ -1,15 +1,16 @@
-"""`sgl-jax bench serve ...` loads a running server; `sgl-jax bench trace FILE` replays traffic."""
+"""`sgl-jax bench serve ...` loads a running server; `sgl-jax bench trace FILE` replays traffic, and
+`sgl-jax bench fleet FILE` does so over many engines."""
 
 import sys
 from collections.abc import Sequence
 
-_USAGE = "usage: sgl-jax bench {serve,trace} ..."
+_USAGE = "usage: sgl-jax bench {serve,trace,fleet} ..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark named by the first word; returns the exit code, 2 for any other word."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Imported on use: only one needs aiohttp, only the other the scheduler.
+    # Imported on use: only one needs aiohttp, only the others the scheduler.
     if words[:1] == ["serve"]:
         from sgl_jax.bench.serve import main as serve
 
@@ -18,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_jax.bench.trace.command import main as trace
 
         return trace(words[1:])
+    if words[:1] == ["fleet"]:
+        from sgl_jax.bench.fleet.command import main as fleet
+
+        return fleet(words[1:])
     is_help = words[:1] in (["-h"], ["--help"])
     print(_USAGE, file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2

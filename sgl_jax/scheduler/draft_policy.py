@@ -22,8 +22,8 @@ _FIRST_PAUSE = 8  # tokens
 _LONGEST_PAUSE = 64
 
 
-def start_drafting(running: RowColumns, row: int, most: int) -> None:
-    """Start drafting for a request in `row`, also after a retract, until it proves useless."""
+def start_drafting(running: RowColumns, row: int | RowIndex, most: int) -> None:
+    """Start drafting for the requests in `row`, also after a retract, until it proves useless."""
     running.draft_gain[row] = most
     running.draft_from_len[row] = 0
     running.draft_pause[row] = _FIRST_PAUSE

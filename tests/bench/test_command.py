@@ -22,9 +22,9 @@ def test_other_words_are_refused_with_the_usage(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    assert "usage: sgl-jax bench {serve,trace}" in capsys.readouterr().err
+    assert "usage: sgl-jax bench {serve,trace,fleet}" in capsys.readouterr().err
 
 
 def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
-    assert "sgl-jax bench {serve,trace}" in capsys.readouterr().out
+    assert "sgl-jax bench {serve,trace,fleet}" in capsys.readouterr().out

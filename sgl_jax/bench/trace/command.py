@@ -13,15 +13,17 @@ from pathlib import Path
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
 from sgl_jax.bench.trace.plot import plot_run
-from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, read_trace
+from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
 from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
-from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
-from sgl_jax.core.command_line import add_arguments
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.bench.trace.simulated_engine import (
+    DEFAULT_PAGE_SIZE,
+    add_settings,
+    add_step_time,
+    check_engine,
+    simulated_engine,
+)
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.buckets import step_limits
-from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
@@ -32,17 +34,6 @@ ENGINE_SETTINGS = (
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
 )
 _CAPACITIES = "1000,3000,10000,30000"
-# About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
-_DEFAULT_TOTAL_TOKENS = 1_536_000
-# Large pages, as on TPUs; with --cache-only, a page is a block.
-_DEFAULT_PAGE_SIZE = 128
-# Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
-_LINEAR_COSTS = (
-    ("step_base_ms", 3.6, "milliseconds of each step"),
-    ("prefill_us_per_token", 12.0, "microseconds of each prompt token computed"),
-    ("decode_us_per_row", 10.0, "microseconds of each decoding request"),
-    ("kv_ns_per_token", 10.0, "nanoseconds of each KV token read"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,23 +74,14 @@ def _parser() -> argparse.ArgumentParser:
         default="idle",
         help="prove the ledger at the end, or after each step too (busy, or no word)",
     )
-    add_arguments(parser, only=ENGINE_SETTINGS)
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        metavar="VALUE",
-        help=f"tokens per KV page ({_DEFAULT_PAGE_SIZE}; with --cache-only {BLOCK_TOKENS})",
+    add_settings(parser, ENGINE_SETTINGS)
+    cache = parser.add_argument_group(
+        "the prefix cache alone", f"A page is a block of {BLOCK_TOKENS} tokens, by default."
     )
-    cache = parser.add_argument_group("the prefix cache alone")
     cache.add_argument("--cache-only", action="store_true", help="no scheduler, no answers")
     add_capacities(cache)
     served = parser.add_argument_group("the served run")
-    served.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
-    for name, default, text in _LINEAR_COSTS:
-        flag = f"--{name.replace('_', '-')}"
-        served.add_argument(flag, type=float, default=default, help=f"{text} (%(default)s)")
-    served.add_argument("--planner-model", help="steps as long as the planner estimates for it")
-    served.add_argument("--topology", help="slice for --planner-model: v6e-8, v5p-8, ...")
+    add_step_time(served)
     served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
     return parser
 
@@ -123,20 +105,9 @@ def _capacities(text: str) -> list[int]:
 
 def _check(words: argparse.Namespace) -> None:
     """Raise ValueError at once for arguments that would fail, or give no result, after minutes."""
-    for name in ("num_requests", "page_size"):
-        value = getattr(words, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not 0 < words.speedup < float("inf"):
-        raise ValueError(f"--speedup must be positive, got {words.speedup}")
-    for name, _, _ in _LINEAR_COSTS:
-        value = getattr(words, name)
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
-    if words.step_base_ms == 0:
-        raise ValueError("--step-base-ms must be positive: the clock would stand still")
-    if (words.planner_model is None) != (words.topology is None):
-        raise ValueError("--planner-model and --topology go together")
+    if words.num_requests is not None and words.num_requests < 1:
+        raise ValueError(f"--num-requests must be at least 1, got {words.num_requests}")
+    check_engine(words)
     if words.plot is None:
         return
     if words.cache_only:
@@ -189,7 +160,7 @@ def chosen_capacities(words: argparse.Namespace) -> list[int]:
 def _served(trace: Trace, words: argparse.Namespace) -> str:
     """The figures of one run; writes the picture for `--plot`."""
     settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
-    page_size = words.page_size or _DEFAULT_PAGE_SIZE
+    page_size = words.page_size or DEFAULT_PAGE_SIZE
     args = ServerArgs(
         **settings,
         page_size=page_size,
@@ -197,7 +168,8 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
         max_queued_requests=len(trace),
         check_memory=words.check_memory,
     )
-    sizes, step_seconds, about = _engine(trace, args, words)
+    longest = max(request.input_len + request.output_len for request in trace)
+    sizes, step_seconds, about = simulated_engine(args, words, longest)
     run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup)
     pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
@@ -213,38 +185,3 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     if words.json:
         return json.dumps({"engine": sizes._asdict(), "step_time": about, **values}, indent=2)
     return f"{title}\n{about}\n\n{served_text(values)}"
-
-
-def _engine(
-    trace: Trace, args: ServerArgs, words: argparse.Namespace
-) -> tuple[EngineSizes, StepSeconds, str]:
-    """The engine's sizes, the time of its steps, and a description of that time."""
-    if words.planner_model is not None:
-        # Imported here, as nothing else in this command needs jax.
-        from sgl_jax.bench.trace.planned_time import planned_step_time
-
-        sizes, planned = planned_step_time(args, words.topology)
-        about = (
-            f"steps as the planner estimates for {words.planner_model} on {words.topology}, "
-            f"dp {args.dp_size} x tp {args.tp_size}"
-        )
-        return sizes, planned.seconds, about
-    limits = step_limits(resolve_for_device(args, "tpu"))
-    num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
-    sizes = EngineSizes(
-        dp_size=args.dp_size,
-        page_size=args.page_size,
-        pool_pages=(1 + num_tokens // args.page_size,),
-        num_rows=limits.rows + 1,
-        max_context_len=max(request.input_len + request.output_len for request in trace),
-        max_step_tokens=limits.tokens,
-        max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
-        vocab_size=VOCAB_SIZE,
-    )
-    linear = LinearStepTime(*(getattr(words, name) for name, _, _ in _LINEAR_COSTS))
-    about = (
-        f"a step takes {linear.base_ms:g} ms, {linear.prefill_us_per_token:g} us a prompt token, "
-        f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
-        "token read"
-    )
-    return sizes, linear.seconds, about

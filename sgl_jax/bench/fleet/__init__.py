@@ -1,0 +1,1 @@
+"""A fleet of engines behind a router, on paper: real schedulers, a clock of its own, no device."""

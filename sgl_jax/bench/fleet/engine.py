@@ -1,0 +1,217 @@
+"""One engine of a fleet: the real scheduler and memory on a logical clock.
+
+A decode step that no prompt shares is the first of a *run* of such steps: the scheduler plans the
+run as one step with drafts, all of which are accepted. A run ends where the first of its requests
+may end, after `RUN_STEPS` steps, or at the end of the step during which another request arrives. So
+each request starts, and gets its first and last token, at the same time as if each step were
+planned, but for the host's decisions in between; one plan instead of up to 128 makes a thousand
+engines feasible.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.bench.fleet.traffic import FleetRequest
+from sgl_jax.bench.trace.reading import prompt_tokens
+from sgl_jax.bench.trace.step_time import StepSeconds
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.step_plan import RankPlan, RankResult, StepPlan
+from sgl_jax.mem_cache.tree.block_log import BlockEvent
+from sgl_jax.scheduler.draft_policy import start_drafting
+from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.scheduler import Scheduler
+
+RUN_STEPS = 128  # decode steps of one plan, at most
+
+
+class ServedRequest(NamedTuple):
+    """The end of one request; times in seconds of the clock."""
+
+    number: int
+    engine: int
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    is_refused: bool
+
+
+class _Flight(NamedTuple):
+    """The step on the device, or the run of decode steps."""
+
+    plan: StepPlan
+    start_s: float
+    step_s: float
+    num_steps: int
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.num_steps * self.step_s
+
+
+def fleet_sizes(sizes: EngineSizes, run_steps: int = RUN_STEPS) -> EngineSizes:
+    """The sizes of an engine whose scheduler plans runs of decode steps, in place of `sizes`."""
+    num_drafts = run_steps - 1
+    drafted = (sizes.num_rows - 1) * num_drafts
+    return sizes._replace(
+        max_draft_tokens=num_drafts,
+        max_step_tokens=sizes.max_step_tokens + drafted,
+        step_token_shapes=(),
+    )
+
+
+class FleetEngine:
+    """An engine that is given requests in order of arrival, and runs up to any time.
+
+    Args:
+        index: of the engine in its fleet.
+        sizes: as of `fleet_sizes`, with one rank.
+        args: of the scheduler.
+        step_seconds: the duration of each step, drafts not counted.
+        logs_blocks: whether `take_block_events` is used.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        sizes: EngineSizes,
+        args: SchedulerArgs,
+        step_seconds: StepSeconds,
+        *,
+        logs_blocks: bool,
+    ) -> None:
+        self._index = index
+        self._sizes = sizes
+        self._scheduler = Scheduler(sizes, args)
+        self._step_seconds = step_seconds
+        self._flight: _Flight | None = None
+        self._first_token_s: dict[str, float] = {}  # of running requests
+        self._prompt_lens: dict[str, int] = {}  # of unfinished requests
+        self._num_outputs: dict[str, int] = {}
+        self._began: list[int] = []
+        self._served: list[ServedRequest] = []
+        self._all_rows = np.arange(sizes.num_rows)
+        self._seeds = np.zeros(sizes.num_rows, np.int64)
+        self._log = self._scheduler.ranks[0].memory.log_blocks() if logs_blocks else None
+        self.num_steps = 0  # of the device; a run counts each
+        self.num_plans = 0
+        self.busy_s = 0.0
+
+    @property
+    def next_end_s(self) -> float:
+        """The end of the step on the device; infinity if it is idle."""
+        return float("inf") if self._flight is None else self._flight.end_s
+
+    def submit(self, request: FleetRequest) -> None:
+        """Add a request; all earlier ones arrived no later."""
+        now_s = request.arrival_s
+        self.run_until(now_s)
+        traced, rid = request.traced, str(request.number)
+        self._prompt_lens[rid], self._num_outputs[rid] = traced.input_len, 0
+        message = GenerateRequest(
+            rid=rid,
+            input_ids=prompt_tokens(traced).tolist(),
+            sampling=SamplingParams(max_new_tokens=traced.output_len, ignore_eos=True),
+        )
+        self._scheduler.handle(message)
+        self._take_outputs(now_s)  # a refusal
+        if self._flight is None:
+            self._start(now_s)
+        else:
+            self._shorten(now_s)
+
+    def run_until(self, now_s: float) -> None:
+        """End the steps that are over by `now_s`, and start the steps after them."""
+        while self._flight is not None and self._flight.end_s <= now_s:
+            flight, self._flight = self._flight, None
+            self.busy_s += flight.end_s - flight.start_s
+            self.num_steps += flight.num_steps
+            result = self._result(flight.plan.ranks[0], flight.num_steps)
+            self._scheduler.handle(ResultRead(flight.plan.step_id, (result,)))
+            self._take_outputs(flight.end_s)
+            self._start(flight.end_s)
+
+    def take_began(self) -> list[int]:
+        """Return the requests that got their first token since the last call."""
+        began, self._began = self._began, []
+        return began
+
+    def take_served(self) -> list[ServedRequest]:
+        """Return the requests that ended since the last call."""
+        served, self._served = self._served, []
+        return served
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """Return the KV events since the last call."""
+        assert self._log is not None
+        return self._log.take()
+
+    def audit(self) -> None:
+        """Raise `MemoryDefectError` if the memory and its ledger differ."""
+        self._scheduler.audit()
+
+    def _start(self, now_s: float) -> None:
+        """Plan the next step, and start it."""
+        # Runs are cut short, which is no reason to draft less.
+        start_drafting(
+            self._scheduler.ranks[0].running, self._all_rows, self._sizes.max_draft_tokens
+        )
+        plan = self._scheduler.handle(PlanStep())
+        if plan is None:
+            return
+        self.num_plans += 1
+        (rank_plan,) = plan.ranks
+        for admission in rank_plan.admissions:
+            self._seeds[admission.row] = admission.seed
+        is_run = rank_plan.num_decode == len(rank_plan.rows)
+        num_steps = int(rank_plan.q_lens.min()) if is_run else 1
+        self._flight = _Flight(plan, now_s, self._step_seconds(plan), num_steps)
+
+    def _shorten(self, now_s: float) -> None:
+        """End a run of decode steps with its step at `now_s`."""
+        assert self._flight is not None
+        steps = max(int(np.ceil((now_s - self._flight.start_s) / self._flight.step_s)), 1)
+        if steps < self._flight.num_steps:
+            self._flight = self._flight._replace(num_steps=steps)
+
+    def _result(self, plan: RankPlan, num_steps: int) -> RankResult:
+        """Tokens that depend on position and seed: prompts alike have answers of their own."""
+        tokens = np.full((len(plan.rows), 1 + self._sizes.max_draft_tokens), -1, np.int32)
+        ends = plan.kv_starts.astype(np.int64)
+        ends[plan.num_decode :] += plan.q_lens[plan.num_decode :] - 1
+        first = ends * 31 + self._seeds[plan.rows]
+        made_up = np.add.outer(first, 31 * np.arange(num_steps)) % self._sizes.vocab_size
+        tokens[:, :num_steps] = np.where(plan.samples[:, None], made_up, -1)
+        return RankResult(tokens)
+
+    def _take_outputs(self, now_s: float) -> None:
+        batch = self._scheduler.handle(TakeOutputs())
+        if batch is None:
+            return
+        for rid in batch.rids:
+            self._num_outputs[rid] += 1
+        for output in batch.outputs:
+            rid = output.rid
+            if output.token_ids:
+                if rid not in self._first_token_s:
+                    self._first_token_s[rid] = now_s
+                    self._began.append(int(rid))
+                self._num_outputs[rid] += len(output.token_ids)
+            if output.finish is not None:
+                self._served.append(
+                    ServedRequest(
+                        number=int(rid),
+                        engine=self._index,
+                        first_token_s=self._first_token_s.pop(rid, now_s),
+                        end_s=now_s,
+                        prompt_tokens=self._prompt_lens.pop(rid),
+                        cached_tokens=output.cached_tokens,
+                        output_tokens=self._num_outputs.pop(rid),
+                        is_refused=output.finish.type == "abort",
+                    )
+                )

@@ -1,0 +1,216 @@
+"""Routing policies: the engine that gets a request.
+
+A policy uses a router's facts alone: the requests that it sent, the answers that pass through it
+(`RouterView` counts both), and the KV events that engines publish.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.bench.fleet.traffic import FleetRequest
+from sgl_jax.bench.trace.reading import BLOCK_TOKENS, prompt_tokens
+from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
+
+# The defaults of sglang-router: requests in flight, their ratio, and the share of a prompt.
+_BALANCE_ABS, _BALANCE_REL, _CACHE_THRESHOLD = 64, 1.5, 0.3
+# With so many engines that hold a page, the least loaded of all is as good as any of them.
+_MAX_HOLDERS = 32
+# The prompt tokens that a running request costs the next one, about.
+_RUNNING_TOKENS = 512
+
+
+class RouterView:
+    """The router's count of each engine's work."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.num_engines = num_engines
+        self.in_flight = np.zeros(num_engines, np.int64)  # requests
+        self.waiting_tokens = np.zeros(num_engines, np.int64)  # of prompts without a first token
+        self._sent: dict[int, tuple[int, int]] = {}  # number -> engine and tokens to compute
+
+    def sent(self, number: int, engine: int, num_tokens: int) -> None:
+        """Record that a request went to `engine`, which computes about `num_tokens` of it."""
+        self.in_flight[engine] += 1
+        self.waiting_tokens[engine] += num_tokens
+        self._sent[number] = engine, num_tokens
+
+    def began(self, number: int) -> None:
+        """Record a request's first token."""
+        engine, num_tokens = self._sent[number]
+        self.waiting_tokens[engine] -= num_tokens
+        self._sent[number] = engine, 0
+
+    def ended(self, number: int) -> None:
+        """Record a request's last token, or its refusal."""
+        engine, num_tokens = self._sent.pop(number)
+        self.in_flight[engine] -= 1
+        self.waiting_tokens[engine] -= num_tokens
+
+    def least_loaded(self, number: int) -> int:
+        """The engine with the fewest requests in flight; those alike take turns."""
+        return _argmin_from(self.in_flight, number)
+
+
+class RoutingPolicy(Protocol):
+    """Chooses engines. `reads_events`: whether `stored` and `removed` are called."""
+
+    reads_events: bool
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        """The engine, and the tokens of the prompt that it has presumably cached."""
+        ...
+
+    def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
+        """An engine now holds these pages."""
+        ...
+
+    def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
+        """An engine no longer holds these pages."""
+        ...
+
+
+class _WithoutEvents:
+    reads_events = False
+
+    def __init__(self, view: RouterView, page_size: int) -> None:
+        del page_size
+        self._view = view
+
+    def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
+        raise NotImplementedError
+
+
+class RoundRobin(_WithoutEvents):
+    """Each engine in turn."""
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        return request.number % self._view.num_engines, 0
+
+
+class LeastLoad(_WithoutEvents):
+    """The engine with the fewest requests in flight."""
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        return self._view.least_loaded(request.number), 0
+
+
+class Sticky(_WithoutEvents):
+    """One engine for each conversation, by a hash of its first block."""
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        mixed = (request.conversation * 0x9E3779B97F4A7C15) % 2**64 >> 20
+        return mixed % self._view.num_engines, 0
+
+
+class CacheAware(_WithoutEvents):
+    """The rule of sglang-router's `cache_aware`, as its documentation has it, with its defaults.
+
+    If the most loaded engine has over 64 requests more than the least loaded one, and over 1.5
+    times as many, the least loaded gets the request. Else it goes to the engine that was sent the
+    longest of its prefixes, if that is over 0.3 of the prompt, and to the least loaded otherwise.
+    The router's tree keeps all that it sent, also after an engine evicts it; within an hour, it does not
+    reach the size at which the router trims it.
+    """
+
+    def __init__(self, view: RouterView, page_size: int) -> None:
+        super().__init__(view, page_size)
+        self._engine_of: dict[int, int] = {}  # block id -> engine that was sent it last
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        blocks, engine_of = request.traced.block_ids, self._engine_of
+        depth = bisect_left(blocks, True, key=lambda block: block not in engine_of)
+        num_matched = min(depth * BLOCK_TOKENS, request.traced.input_len)
+        most, least = int(self._view.in_flight.max()), int(self._view.in_flight.min())
+        is_imbalanced = most - least > _BALANCE_ABS and most > _BALANCE_REL * least
+        if not is_imbalanced and num_matched > _CACHE_THRESHOLD * request.traced.input_len:
+            engine = engine_of[blocks[depth - 1]]
+        else:
+            engine, num_matched = self._view.least_loaded(request.number), 0
+        engine_of.update(dict.fromkeys(blocks, engine))
+        return engine, num_matched
+
+
+class PrefixAware:
+    """The engine with the least to compute before the first token, by published KV events.
+
+    An engine's cost is its prompt tokens that wait, this prompt's tokens that it does not hold, and
+    a little for each of its requests. Candidates are engines that hold much of the prompt, and the
+    least loaded one.
+    """
+
+    reads_events = True
+
+    def __init__(self, view: RouterView, page_size: int) -> None:
+        self._view = view
+        self._page_size = page_size
+        self._hasher = PrefixHasher(page_size)
+        self._holders: dict[int, set[int]] = {}  # page hash -> engines
+
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        tokens = prompt_tokens(request.traced)
+        # The last token is always computed.
+        num_pages = (len(tokens) - 1) // self._page_size
+        pages = self._hasher.hashes(tokens[: num_pages * self._page_size]).tolist()
+        load = self._view.waiting_tokens + _RUNNING_TOKENS * self._view.in_flight
+        candidates = {_argmin_from(load, request.number)} | self._candidates(pages)
+        costs = []
+        for engine in candidates:
+            num_cached = self._page_size * self._depth(pages, engine)
+            costs.append((int(load[engine]) - num_cached, engine, num_cached))
+        _, engine, num_cached = min(costs)
+        return engine, num_cached
+
+    def _candidates(self, pages: Sequence[int]) -> set[int]:
+        """Engines that hold the longest prefix that any holds, or a good part of it."""
+        holders = self._holders
+        depth = bisect_left(pages, True, key=lambda page: page not in holders)
+        found: set[int] = set()
+        while depth:
+            here = holders[pages[depth - 1]]
+            if len(here) > _MAX_HOLDERS:
+                break
+            found |= here
+            depth = depth * 3 // 4
+        return found
+
+    def _depth(self, pages: Sequence[int], engine: int) -> int:
+        """The number of the prompt's first pages that `engine` holds."""
+        holders = self._holders
+        return bisect_left(pages, True, key=lambda page: engine not in holders.get(page, ()))
+
+    def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
+        for page in page_hashes:
+            self._holders.setdefault(page, set()).add(engine)
+
+    def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
+        for page in page_hashes:
+            here = self._holders[page]
+            here.discard(engine)
+            if not here:
+                del self._holders[page]
+
+
+def _argmin_from(values: NDArray[np.int64], number: int) -> int:
+    """The index of the least value; of equal ones, the first from a place that moves on."""
+    first = number % len(values)
+    after, before = int(values[first:].argmin()) + first, int(values[: first + 1].argmin())
+    return after if values[after] <= values[before] else before
+
+
+POLICIES: Mapping[str, Callable[[RouterView, int], RoutingPolicy]] = MappingProxyType(
+    {
+        "round_robin": RoundRobin,
+        "least_load": LeastLoad,
+        "sticky": Sticky,
+        "cache_aware": CacheAware,
+        "prefix_aware": PrefixAware,
+    }
+)

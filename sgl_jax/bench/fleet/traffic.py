@@ -1,0 +1,71 @@
+"""Recorded traffic, multiplied: many users as the recorded ones, each with prefixes of its own."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.bench.trace.reading import TracedRequest
+
+# Copies start evenly within this time, so that not all bursts of the record coincide.
+_SPREAD_S = 60.0
+# A block of this share of the recorded requests is the service's (its system prompt), not a user's.
+_SHARED_SHARE = 0.1
+
+
+class FleetRequest(NamedTuple):
+    """One request of a fleet's traffic."""
+
+    number: int  # in order of arrival
+    arrival_s: float
+    traced: TracedRequest
+    conversation: int  # the first block that is not the service's; 0 if there is none
+
+
+class Traffic:
+    """`copies` of a record, mixed in order of arrival.
+
+    Blocks that a tenth of the recorded requests have are common to all copies; each other
+    block is the copy's own.
+
+    Args:
+        trace: at least one request, in order of arrival.
+        copies: number of copies.
+        speedup: factor by which arrivals are faster than recorded.
+    """
+
+    def __init__(self, trace: Sequence[TracedRequest], copies: int, speedup: float = 1.0) -> None:
+        self._trace = trace
+        uses = Counter(block for request in trace for block in request.block_ids)
+        self._shared = {id for id, num in uses.items() if num > _SHARED_SHARE * len(trace)}
+        self._stride = max(uses) + 1
+        recorded_s = np.array([request.arrival_ms for request in trace]) * 1e-3
+        starts_s = np.arange(copies) * (_SPREAD_S / copies)
+        arrivals_s = np.add.outer(starts_s, recorded_s - recorded_s[0]).ravel() / speedup
+        order = np.argsort(arrivals_s, kind="stable")
+        self.arrivals_s = arrivals_s[order]
+        self._copies, self._indices = np.divmod(order, len(trace))
+
+    def __len__(self) -> int:
+        return len(self.arrivals_s)
+
+    def __iter__(self) -> Iterator[FleetRequest]:
+        return map(self.request, range(len(self)))
+
+    def output_len(self, number: int) -> int:
+        """Tokens of the answer to request `number`."""
+        output_len: int = self._trace[self._indices[number]].output_len
+        return output_len
+
+    def request(self, number: int) -> FleetRequest:
+        """Request `number`, with the block ids of its copy."""
+        recorded = self._trace[self._indices[number]]
+        shift = int(self._copies[number]) * self._stride
+        shared = self._shared
+        block_ids = tuple(id if id in shared else id + shift for id in recorded.block_ids)
+        traced = TracedRequest(
+            recorded.arrival_ms, recorded.input_len, recorded.output_len, block_ids
+        )
+        own = next((id for id in block_ids if id not in shared), 0)
+        return FleetRequest(number, float(self.arrivals_s[number]), traced, own)

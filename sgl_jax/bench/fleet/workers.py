@@ -1,0 +1,210 @@
+"""Processes that run a fleet's engines, each a part of them, one interval of the clock at a time.
+
+The engines of a fleet share nothing but the router, so a process can run its engines through an
+interval once it has the requests that arrive within. The router sends the next interval's requests
+before it reads the reports on this one: all processes are busy, and reports reach the router
+one to two intervals late, as over a network.
+"""
+
+import gc
+import heapq
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from sgl_jax.bench.fleet.engine import FleetEngine, ServedRequest
+from sgl_jax.bench.fleet.traffic import Traffic
+from sgl_jax.bench.trace.reading import TracedRequest
+from sgl_jax.bench.trace.step_time import StepSeconds
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.mem_cache.tree.block_log import BlocksRemoved, BlocksStored
+
+# Requests live for minutes: frequent searches for reference cycles would find none.
+_GC_THRESHOLD = 500_000
+
+
+class FleetShape(NamedTuple):
+    """All that a process needs to build its engines; sizes as of `fleet_sizes`."""
+
+    num_engines: int
+    sizes: EngineSizes
+    args: SchedulerArgs
+    step_seconds: StepSeconds
+    trace: Sequence[TracedRequest]
+    copies: int
+    speedup: float
+
+
+class Interval(NamedTuple):
+    """One interval of the clock: its end, and the requests within, in order of arrival."""
+
+    end_s: float
+    numbers: list[int]
+    engines: list[int]
+
+
+class PageEvents(NamedTuple):
+    """Pages that entered or left the cache of one engine."""
+
+    engine: int
+    is_stored: bool
+    page_hashes: list[int]
+
+
+class Report(NamedTuple):
+    """The engines' work in one interval."""
+
+    began: list[int]  # requests that got their first token
+    served: list[ServedRequest]
+    events: list[PageEvents]
+
+
+class EngineTotals(NamedTuple):
+    """One engine's work in the whole run."""
+
+    engine: int
+    num_steps: int
+    num_plans: int
+    busy_s: float
+
+
+class EngineGroup:
+    """The engines of one process: `first`, `first + stride`, and so on."""
+
+    def __init__(self, shape: FleetShape, logs_blocks: bool, first: int, stride: int) -> None:
+        self._traffic = Traffic(shape.trace, shape.copies, shape.speedup)
+        self._logs_blocks = logs_blocks
+        self._engines = {
+            index: FleetEngine(
+                index, shape.sizes, shape.args, shape.step_seconds, logs_blocks=logs_blocks
+            )
+            for index in range(first, shape.num_engines, stride)
+        }
+        self._ends: list[tuple[float, int]] = []  # a heap: end of a step, engine
+        self._end_of = dict.fromkeys(self._engines, float("inf"))  # entries that still hold
+
+    def run(self, interval: Interval) -> Report:
+        """Run all engines through an interval."""
+        touched = set(interval.engines)
+        for number, index in zip(interval.numbers, interval.engines, strict=True):
+            self._engines[index].submit(self._traffic.request(number))
+        while self._ends and self._ends[0][0] <= interval.end_s:
+            end_s, index = heapq.heappop(self._ends)
+            if end_s == self._end_of[index]:
+                self._end_of[index] = float("inf")
+                touched.add(index)
+        report = Report([], [], [])
+        for index in sorted(touched):
+            engine = self._engines[index]
+            engine.run_until(interval.end_s)
+            self._note_end(index, engine.next_end_s)
+            report.began.extend(engine.take_began())
+            report.served.extend(engine.take_served())
+            if self._logs_blocks:
+                report.events.extend(self._events(index, engine))
+        return report
+
+    def totals(self) -> list[EngineTotals]:
+        """Audit the memory of all engines, and return the work of each.
+
+        Raises `MemoryDefectError` if the memory of one and its ledger differ.
+        """
+        for engine in self._engines.values():
+            engine.audit()
+        return [
+            EngineTotals(index, engine.num_steps, engine.num_plans, engine.busy_s)
+            for index, engine in self._engines.items()
+        ]
+
+    def _note_end(self, index: int, end_s: float) -> None:
+        if end_s != self._end_of[index]:
+            self._end_of[index] = end_s
+            if end_s < float("inf"):
+                heapq.heappush(self._ends, (end_s, index))
+
+    def _events(self, index: int, engine: FleetEngine) -> list[PageEvents]:
+        events = []
+        for event in engine.take_block_events():
+            assert isinstance(event, BlocksStored | BlocksRemoved)  # caches are never cleared
+            is_stored = isinstance(event, BlocksStored)
+            events.append(PageEvents(index, is_stored, event.hashes.tolist()))
+        return events
+
+
+class Workers:
+    """The processes of a fleet; close it in the end."""
+
+    def __init__(self, shape: FleetShape, logs_blocks: bool, num_processes: int) -> None:
+        context = multiprocessing.get_context("spawn")  # of numpy's threads, none survives a fork
+        self._num_processes = num_processes
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for first in range(num_processes):
+            pipe, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, shape, logs_blocks, first, num_processes)
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def send(self, interval: Interval) -> None:
+        """Start an interval."""
+        pairs = list(zip(interval.numbers, interval.engines, strict=True))
+        for first, pipe in enumerate(self._pipes):
+            own = [(number, i) for number, i in pairs if i % self._num_processes == first]
+            pipe.send(Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
+
+    def receive(self) -> Report:
+        """The work of all engines in the first of the intervals not yet received.
+
+        Raises RuntimeError if a process failed.
+        """
+        report = Report([], [], [])
+        for pipe in self._pipes:
+            own: Report = _received(pipe)
+            report.began.extend(own.began)
+            report.served.extend(own.served)
+            report.events.extend(own.events)
+        return report
+
+    def totals(self) -> list[EngineTotals]:
+        """The work of each engine, in order, after an audit of all. Raises as `receive`."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        return sorted(total for pipe in self._pipes for total in _received(pipe))
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.terminate()
+            process.join()
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError("a process of the fleet ended early") from None
+    if isinstance(answer, str):
+        raise RuntimeError(f"a process of the fleet failed: {answer}")
+    return answer
+
+
+def _serve(pipe: Connection, shape: FleetShape, logs_blocks: bool, first: int, stride: int) -> None:
+    """The main function of a process: a report for each interval, totals for None."""
+    try:
+        group = EngineGroup(shape, logs_blocks, first, stride)
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
+        while (interval := pipe.recv()) is not None:
+            pipe.send(group.run(interval))
+        pipe.send(group.totals())
+    except EOFError:
+        return  # the fleet ended first
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")

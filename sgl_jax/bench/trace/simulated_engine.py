@@ -1,0 +1,110 @@
+"""Command-line arguments of an engine without a device: its settings, and the time of its steps."""
+
+import argparse
+from typing import NamedTuple
+
+from sgl_jax.bench.trace.reading import VOCAB_SIZE
+from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
+from sgl_jax.core.command_line import add_arguments
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.buckets import step_limits
+from sgl_jax.executor.device_defaults import resolve_for_device
+
+# Large pages, as on TPUs.
+DEFAULT_PAGE_SIZE = 128
+# About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
+_DEFAULT_TOTAL_TOKENS = 1_536_000
+# Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
+_LINEAR_COSTS = (
+    ("step_base_ms", 3.6, "milliseconds of each step"),
+    ("prefill_us_per_token", 12.0, "microseconds of each prompt token computed"),
+    ("decode_us_per_row", 10.0, "microseconds of each decoding request"),
+    ("kv_ns_per_token", 10.0, "nanoseconds of each KV token read"),
+)
+
+
+class SimulatedEngine(NamedTuple):
+    """Sizes of an engine, the time of its steps, and a description of that time."""
+
+    sizes: EngineSizes
+    step_seconds: StepSeconds
+    about: str
+
+
+def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
+    """Add the flags of some settings of the server, and `--page-size`."""
+    add_arguments(parser, only=names)
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        metavar="VALUE",
+        help=f"tokens per KV page ({DEFAULT_PAGE_SIZE})",
+    )
+
+
+def add_step_time(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that `simulated_engine` reads besides the settings, and `--speedup`."""
+    parser.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
+    for name, default, text in _LINEAR_COSTS:
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=float, default=default, help=f"{text} (%(default)s)")
+    parser.add_argument("--planner-model", help="steps as long as the planner estimates for it")
+    parser.add_argument("--topology", help="slice for --planner-model: v6e-8, v5p-8, ...")
+
+
+def check_engine(words: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that `simulated_engine` would refuse after minutes, or that
+    would give no result."""
+    if words.page_size is not None and words.page_size < 1:
+        raise ValueError(f"--page-size must be at least 1, got {words.page_size}")
+    if not 0 < words.speedup < float("inf"):
+        raise ValueError(f"--speedup must be positive, got {words.speedup}")
+    for name, _, _ in _LINEAR_COSTS:
+        value = getattr(words, name)
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    if words.step_base_ms == 0:
+        raise ValueError("--step-base-ms must be positive: the clock would stand still")
+    if (words.planner_model is None) != (words.topology is None):
+        raise ValueError("--planner-model and --topology go together")
+
+
+def simulated_engine(
+    args: ServerArgs, words: argparse.Namespace, max_context_len: int
+) -> SimulatedEngine:
+    """The engine of `args`, with the step times that the command line chose.
+
+    Raises:
+        RuntimeError: the planner's times need libtpu, which is not installed.
+        ValueError: the model or slice is unknown, or the model cannot be split or does not fit.
+    """
+    if words.planner_model is not None:
+        # Imported here, as nothing else in these commands needs jax.
+        from sgl_jax.bench.trace.planned_time import planned_step_time
+
+        sizes, planned = planned_step_time(args, words.topology)
+        about = (
+            f"steps as the planner estimates for {words.planner_model} on {words.topology}, "
+            f"dp {args.dp_size} x tp {args.tp_size}"
+        )
+        return SimulatedEngine(sizes, planned.seconds, about)
+    limits = step_limits(resolve_for_device(args, "tpu"))
+    num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
+    sizes = EngineSizes(
+        dp_size=args.dp_size,
+        page_size=args.page_size,
+        pool_pages=(1 + num_tokens // args.page_size,),
+        num_rows=limits.rows + 1,
+        max_context_len=max_context_len,
+        max_step_tokens=limits.tokens,
+        max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+    linear = LinearStepTime(*(getattr(words, name) for name, _, _ in _LINEAR_COSTS))
+    about = (
+        f"a step takes {linear.base_ms:g} ms, {linear.prefill_us_per_token:g} us a prompt token, "
+        f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
+        "token read"
+    )
+    return SimulatedEngine(sizes, linear.seconds, about)
