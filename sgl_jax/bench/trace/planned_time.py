@@ -62,7 +62,8 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     """
     jax.config.update("jax_platforms", "cpu")  # nothing runs, and a local TPU may be busy
     topology = Topology.parse(topology_name)
-    request = PlanRequest(args, read_config(args.model_path), topology, Workload(1, 1))
+    config = read_config(args.model_path).quantized(args.quantization)
+    request = PlanRequest(args, config, topology, Workload(1, 1))
     memory = plan_memory(request)
     if memory.num_pages < 1:
         raise ValueError(f"{args.model_path} leaves no room for KV on {topology.name}")
