@@ -80,6 +80,13 @@ def test_promtool_finds_nothing_but_the_prefix(exported: tuple[dict[str, set[str
     assert rules.returncode == 0, rules.stdout + rules.stderr
 
 
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_finds_nothing() -> None:
+    command = ["hadolint", DEPLOY / "Dockerfile"]
+    lint = subprocess.run(command, capture_output=True, text=True)
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
 def test_the_service_starts_the_server_with_its_own_flags() -> None:
     service = (DEPLOY / "systemd" / "sgl-jax.service").read_text()
     (command,) = re.findall(r"ExecStart=\S+ -m sgl_jax.launch_server (.*)", service)
