@@ -1,5 +1,7 @@
 """The manifests in `deploy/kubernetes` follow Kubernetes' schemas, and start engines that serve."""
 
+import shutil
+import subprocess
 from typing import Any
 
 import kubernetes_validate
@@ -10,25 +12,20 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.hosts.group import DEFAULT_PORT, with_group
 from sgl_jax.planner.topology import Topology
+from tests.custom_resources import CUSTOM, check
 from tests.documented import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
+OVERLAYS = sorted(
+    path.parent.name
+    for path in FOLDER.glob("*/kustomization.yaml")
+    if yaml.safe_load(path.read_text())["kind"] != "Component"
+)
 VERSION = "1.33"
 GENERATIONS = {
     "tpu-v5-lite-podslice": "v5e",
     "tpu-v6e-slice": "v6e",
     "tpu7x": "tpu7x",
-}
-# Fields of LeaderWorkerSet v1, which Kubernetes' own schemas lack
-# (github.com/kubernetes-sigs/lws, docs/reference/leaderworkerset.v1.md).
-LWS_SPEC = {
-    *("replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy"),
-    "networkConfig",
-}
-LWS_TEMPLATE = {
-    *("leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"),
-    "volumeClaimTemplates",
 }
 
 
@@ -41,29 +38,42 @@ def rendered(name: str) -> list[dict[str, Any]]:
         path = (folder / entry).resolve()
         own = rendered(path.name) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
         resources += own
+    apply_patches(kustomization, resources)
+    for entry in kustomization.get("components", ()):
+        path = (folder / entry).resolve()
+        component = yaml.safe_load((path / "kustomization.yaml").read_text())
+        for file in component["resources"]:
+            resources += yaml.safe_load_all((path / file).read_text())
+        apply_patches(component, resources)
+    return resources
+
+
+def apply_patches(kustomization: dict[str, Any], resources: list[dict[str, Any]]) -> None:
     for patch in kustomization.get("patches", ()):
-        (target,) = (
-            each
-            for each in resources
-            if (each["kind"], each["metadata"]["name"])
-            == (patch["target"]["kind"], patch["target"]["name"])
-        )
+        target = find(resources, patch["target"]["kind"], patch["target"]["name"])
         for change in yaml.safe_load(patch["patch"]):
-            assert change["op"] == "replace"
             *parents, last = change["path"].strip("/").split("/")
             holder: Any = target
             for key in parents:
                 holder = holder[int(key) if isinstance(holder, list) else key]
             index = int(last) if isinstance(holder, list) else last
-            assert holder[index] is not None
+            is_new = isinstance(holder, dict) and index not in holder
+            assert change["op"] == ("add" if is_new else "replace")
             holder[index] = change["value"]
-    return resources
+
+
+def find(resources: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    """The only resource of this kind and name."""
+    (found,) = (
+        each for each in resources if (each["kind"], each["metadata"]["name"]) == (kind, name)
+    )
+    return found
 
 
 def engine_pod(resources: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
     """The template of the engine's pods, and their number."""
     for each in resources:
-        if each["kind"] == "Deployment":
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == "sgl-jax":
             return each["spec"]["template"], 1
         if each["kind"] == "LeaderWorkerSet":
             template = each["spec"]["leaderWorkerTemplate"]
@@ -74,21 +84,32 @@ def engine_pod(resources: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_resource_follows_its_schema(name: str) -> None:
     for resource in rendered(name):
-        if resource["kind"] != "LeaderWorkerSet":
+        if resource["kind"] not in CUSTOM:
             kubernetes_validate.validate(resource, VERSION, strict=True)
             continue
-        assert resource["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
-        assert resource["spec"].keys() <= LWS_SPEC
-        template = resource["spec"]["leaderWorkerTemplate"]
-        assert template.keys() <= LWS_TEMPLATE
-        assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
-        pods = {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "workers"},
-            "template": template["workerTemplate"],
-        }
-        kubernetes_validate.validate(pods, VERSION, strict=True)
+        check(resource)
+        if resource["kind"] == "LeaderWorkerSet":
+            template = resource["spec"]["leaderWorkerTemplate"]
+            assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+            pods = {
+                "apiVersion": "v1",
+                "kind": "PodTemplate",
+                "metadata": {"name": "workers"},
+                "template": template["workerTemplate"],
+            }
+            kubernetes_validate.validate(pods, VERSION, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kustomize_renders_the_same(name: str) -> None:
+    command = ["kubectl", "kustomize", str(FOLDER / name)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def by_name(resources: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(each["kind"], each["metadata"]["name"]): each for each in resources}
+
+    assert by_name(list(yaml.safe_load_all(shown))) == by_name(rendered(name))
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
