@@ -6,6 +6,7 @@
 Each file is about one client and is skipped where that client is not installed:
 
 - `test_router.py`: sglang-router before two workers, asked by the `openai` client and by httpx
+- `test_router_discovery.py`: sglang-router, which finds its worker in Kubernetes' API
 - `test_too_long.py`: litellm and langchain-openai tell a prompt that is too long from other errors
 - `test_agents.py`: instructor, pydantic-ai, langchain-openai and litellm with schemas and tools
 - `test_litellm_proxy.py`: litellm's proxy as a process, asked by OpenAI's and Anthropic's clients
