@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.hosts.machines import Machines
 from tests.live.live_server import DEMO, free_port, users_environment
 from tests.quick_compilation import QUICK_FLAGS
 
@@ -62,11 +63,19 @@ class Host:
         return self.log.read_text(errors="replace")
 
 
-def start_host(folder: Path, rank: int, flags: tuple[str, ...], **environment: str) -> Host:
-    """A server process with `flags`, not ready yet."""
+def start_host(
+    folder: Path,
+    rank: int,
+    flags: tuple[str, ...],
+    network: Machines | None = None,
+    **environment: str,
+) -> Host:
+    """A server process with `flags`, not ready yet; on this machine, or its own of `network`."""
     port = free_port()
+    address = network.addresses[rank] if network else "127.0.0.1"
     command = [
-        *(sys.executable, "-m", "sgl_jax.launch_server"),
+        *(network.prefixes[rank] if network else []),
+        *(sys.executable, "-m", "sgl_jax.launch_server", "--host", address),
         *("--port", str(port), "--node-rank", str(rank), *flags),
     ]
     log = folder / f"host{rank}.log"
@@ -75,22 +84,28 @@ def start_host(folder: Path, rank: int, flags: tuple[str, ...], **environment: s
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=users_environment() | own
         )
-    return Host(rank, f"http://127.0.0.1:{port}", process, log)
+    return Host(rank, f"http://{address}:{port}", process, log)
 
 
 @contextmanager
 def live_group(
-    folder: Path, num_hosts: int, *flags: str, model: str = "llama", waits: bool = True
+    folder: Path,
+    num_hosts: int,
+    *flags: str,
+    model: str = "llama",
+    waits: bool = True,
+    network: Machines | None = None,
 ) -> Iterator[list[Host]]:
     """`num_hosts` hosts that serve a golden model, ready unless `waits` is False.
 
     Whatever runs at the end of the context is killed.
     """
+    address = network.addresses[0] if network else "127.0.0.1"
     common = (
         *("--model-path", str(model_folder(model)), "--nnodes", str(num_hosts)),
-        *("--dist-init-addr", f"127.0.0.1:{two_free_ports()}", *FLAGS, *flags),
+        *("--dist-init-addr", f"{address}:{two_free_ports()}", *FLAGS, *flags),
     )
-    hosts = [start_host(folder, rank, common) for rank in range(num_hosts)]
+    hosts = [start_host(folder, rank, common, network) for rank in range(num_hosts)]
     try:
         if waits:
             wait_until_ready(hosts)

@@ -19,6 +19,7 @@ import pytest
 from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST
 from tests.fault_kit.faults import is_gone
 from tests.hosts.live_group import Host, end, generate, live_group, start_host
+from tests.hosts.machines import Machines, can_cut, machines
 
 LIMIT_S = 30.0
 CLIENT_S = 45.0  # of a client, more than any fault may take
@@ -29,34 +30,49 @@ GROUP_FLAGS = ("--dp-size", "2", "--dist-timeout", "15")
 NUM_CLIENTS = 16  # more than run at once, so that a drain takes a while
 
 
-class Fault(NamedTuple):
-    """A signal to a process: the front or the engine of a host."""
+CUT = "cut"
 
-    signal: signal.Signals
+
+class Fault(NamedTuple):
+    """A signal to a process of a host, its front or its engine; or a cut of the host's network."""
+
+    kind: str
     rank: int
     process: str
     phase: str
 
+    def strike(self, host: Host, network: Machines | None) -> None:
+        if self.kind == CUT:
+            assert network is not None
+            network.cut(self.rank)
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):  # a drain may have ended
+            victim = host.engine if self.process == "engine" else host.front
+            victim.send_signal(signal.Signals[self.kind])
+
 
 def all_faults() -> list[Fault]:
-    kinds = (signal.SIGKILL, signal.SIGSTOP)
+    kinds = ("SIGKILL", "SIGSTOP")
     phases = (*PHASES, "serving", "draining")
-    return [
+    signals = [
         Fault(kind, rank, process, phase)
         for phase in phases
         for kind in kinds
         for rank in (0, 1)
         for process in ("engine", "front")
         # A front that is stopped answers nobody; its supervisor's probe finds it.
-        if not (kind == signal.SIGSTOP and process == "front")
+        if not (kind == "SIGSTOP" and process == "front")
     ]
+    # Host 0's network is its clients', too: without it, none can have an answer.
+    cuts = [Fault(CUT, 1, "network", phase) for phase in phases] if can_cut() else []
+    return signals + cuts
 
 
-QUICK = [Fault(signal.SIGKILL, 1, "engine", "serving")]
+QUICK = [Fault("SIGKILL", 1, "engine", "serving")]
 
 
 def name_of(fault: Fault) -> str:
-    return f"{fault.signal.name} {fault.process} {fault.rank} {fault.phase}"
+    return f"{fault.kind} {fault.process} {fault.rank} {fault.phase}"
 
 
 @pytest.mark.timeout(400)
@@ -82,7 +98,10 @@ def test_random_faults_end_the_group(seed: int, tmp_path: Path) -> None:
 
 def inject(fault: Fault, folder: Path, delay_s: float = 0.2) -> None:
     is_serving = fault.phase not in PHASES
-    with live_group(folder, 2, *GROUP_FLAGS, waits=is_serving) as hosts:
+    with (
+        machines(2) if fault.kind == CUT else contextlib.nullcontext() as network,
+        live_group(folder, 2, *GROUP_FLAGS, waits=is_serving, network=network) as hosts,
+    ):
         if not is_serving:
             until_logged(hosts[fault.rank], PHASES[fault.phase])
         else:
@@ -91,18 +110,15 @@ def inject(fault: Fault, folder: Path, delay_s: float = 0.2) -> None:
             if fault.phase == "draining":
                 hosts[0].process.send_signal(signal.SIGTERM)
             time.sleep(delay_s)
-            hit = hosts[fault.rank]
             processes = family(hosts)
-            with contextlib.suppress(psutil.NoSuchProcess):  # a drain may have ended
-                victim = hit.engine if fault.process == "engine" else hit.front
-                victim.send_signal(fault.signal)
+            fault.strike(hosts[fault.rank], network)
             begin_s = time.monotonic()
             codes = [host.wait(LIMIT_S + 10) for host in hosts]
             assert time.monotonic() - begin_s < LIMIT_S
         assert len(answers) == (NUM_CLIENTS if is_serving else 0)
         assert all(answer == 200 or answer >= 500 for answer in answers), answers
         own, other = codes[fault.rank], codes[1 - fault.rank]
-        killed_front = fault.signal == signal.SIGKILL and fault.process == "front"
+        killed_front = fault.kind == "SIGKILL" and fault.process == "front"
         # A host that met nobody yet is refused by the end of the meeting; a drain may have ended.
         expected = {FAILED, GROUP_REFUSED, HOST_LOST} | (
             {0} if fault.phase == "draining" else set()
