@@ -1,25 +1,27 @@
 """A fleet of engines behind a router, on a logical clock."""
 
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
 
 from sgl_jax.bench.fleet.command import main
-from sgl_jax.bench.fleet.engine import RUN_STEPS, FleetEngine, fleet_sizes
+from sgl_jax.bench.fleet.engine import BURST_STEPS, FleetEngine, ServedRequest, fleet_sizes
 from sgl_jax.bench.fleet.policies import POLICIES, RouterView
 from sgl_jax.bench.fleet.report import Target, run_values
-from sgl_jax.bench.fleet.run import run_fleet
+from sgl_jax.bench.fleet.run import Router, run_fleet
 from sgl_jax.bench.fleet.traffic import Traffic
-from sgl_jax.bench.fleet.workers import EngineGroup, FleetShape, Interval
-from sgl_jax.bench.trace.reading import VOCAB_SIZE, read_trace
+from sgl_jax.bench.fleet.workers import EngineGroup, FleetShape, Interval, Workers
+from sgl_jax.bench.trace.reading import VOCAB_SIZE, prompt_tokens, read_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 from tests.bench.traced import EXCERPT, request
 
 PAGE_SIZE = 128
-# Without a cost for each KV token, since a run of steps counts those of its first step.
+# Without a cost for each KV token: a burst has the mean of its steps.
 STEPS = LinearStepTime(10.0, 20.0, 30.0, 0.0).seconds
 
 
@@ -28,7 +30,7 @@ def excerpt():
     return read_trace(EXCERPT, 150)
 
 
-def sizes_for(trace, *, num_tokens=400_000, run_steps=RUN_STEPS):
+def sizes_for(trace, *, num_tokens=400_000, burst_steps=BURST_STEPS):
     sizes = EngineSizes(
         dp_size=1,
         page_size=PAGE_SIZE,
@@ -39,7 +41,7 @@ def sizes_for(trace, *, num_tokens=400_000, run_steps=RUN_STEPS):
         max_prompt_logprob_tokens=128,
         vocab_size=VOCAB_SIZE,
     )
-    return fleet_sizes(sizes, run_steps)
+    return fleet_sizes(sizes, burst_steps)
 
 
 def engine_of(trace, *, logs_blocks=False, **sizes):
@@ -60,6 +62,10 @@ def serve(engine, traffic):
     return sorted(engine.take_served())
 
 
+def shared_blocks(trace, one, other):
+    return len({*trace[one].block_ids} & {*trace[other].block_ids})
+
+
 # -- traffic --------------------------------------------------------------------------------------
 
 
@@ -76,7 +82,10 @@ def test_copies_share_the_system_prompt_alone(excerpt):
 
 
 def test_one_copy_is_the_record(excerpt):
-    assert [r.traced for r in Traffic(excerpt, 1)] == excerpt
+    renumbered = [r.traced for r in Traffic(excerpt, 1)]
+    assert [r.input_len for r in renumbered] == [r.input_len for r in excerpt]
+    for one, other in ((0, 1), (1, 30), (3, 100)):
+        assert shared_blocks(renumbered, one, other) == shared_blocks(excerpt, one, other) > 0
     faster = Traffic(excerpt, 1, speedup=4.0)
     assert np.allclose(faster.arrivals_s * 4, Traffic(excerpt, 1).arrivals_s)
 
@@ -84,20 +93,42 @@ def test_one_copy_is_the_record(excerpt):
 # -- one engine -----------------------------------------------------------------------------------
 
 
-def test_runs_of_decode_steps_change_no_figure(excerpt):
+def test_bursts_of_decode_steps_change_no_figure(excerpt):
     traffic = Traffic(excerpt, 1, speedup=0.3)
-    one_by_one, in_runs = engine_of(excerpt, run_steps=1), engine_of(excerpt)
-    wanted, got = serve(one_by_one, traffic), serve(in_runs, traffic)
+    one_by_one, in_bursts = engine_of(excerpt, burst_steps=1), engine_of(excerpt)
+    wanted, got = serve(one_by_one, traffic), serve(in_bursts, traffic)
     assert [w.output_tokens for w in wanted] == [r.output_len for r in excerpt]
     for w, g in zip(wanted, got, strict=True):
         assert g._replace(first_token_s=0, end_s=0) == w._replace(first_token_s=0, end_s=0)
         assert g.first_token_s == pytest.approx(w.first_token_s, abs=1e-6)
         assert g.end_s == pytest.approx(w.end_s, abs=1e-6)
-    assert in_runs.num_steps == one_by_one.num_steps == one_by_one.num_plans
-    assert in_runs.num_plans < one_by_one.num_plans / 4
+    assert in_bursts.num_steps == one_by_one.num_steps == one_by_one.num_plans
+    assert in_bursts.num_plans < one_by_one.num_plans / 4
 
 
-def test_an_arrival_ends_a_run_at_the_next_step():
+def test_bursts_change_little_when_memory_is_short(excerpt):
+    """An engine with six times the work that it can do, which retracts requests."""
+    traffic = Traffic(excerpt, 1, speedup=4.0)
+    one_by_one = engine_of(excerpt, burst_steps=1, num_tokens=130_000)
+    in_bursts = engine_of(excerpt, num_tokens=130_000)
+    wanted, got = (
+        ServedRequest._make(
+            np.array(column) for column in zip(*serve(engine, traffic), strict=True)
+        )
+        for engine in (one_by_one, in_bursts)
+    )
+    assert got.output_tokens.tolist() == wanted.output_tokens.tolist()
+    assert got.cached_tokens.sum() == pytest.approx(wanted.cached_tokens.sum(), rel=0.02)
+    for percent in (50, 90, 99):
+        p_got, p_wanted = (
+            np.percentile(each.first_token_s - traffic.arrivals_s, percent)
+            for each in (got, wanted)
+        )
+        assert p_got == pytest.approx(p_wanted, rel=0.05)
+    assert in_bursts.busy_s == pytest.approx(one_by_one.busy_s, rel=0.01)
+
+
+def test_an_arrival_ends_a_burst_at_the_next_step():
     trace = [request(0, 1, output_len=400), request(0, 2, output_len=2, arrival_ms=1000)]
     first, second = serve(engine_of(trace), Traffic(trace, 1))
     prompt_s = 0.010 + 512 * 20e-6  # the first block is cached
@@ -135,10 +166,10 @@ def test_least_load_heeds_what_ended(excerpt):
     view, policy = policy_of("least_load", 3)
     requests = list(Traffic(excerpt, 1))
     for each in requests[:3]:
-        view.sent(each.number, policy.choose(each)[0], 100)
+        view.record_sent(each.number, policy.choose(each)[0], 100)
     assert view.in_flight.tolist() == [1, 1, 1]
-    view.began(1)
-    view.ended(1)
+    view.record_first_token(1)
+    view.record_end(1)
     assert policy.choose(requests[3])[0] == 1
     assert view.waiting_tokens.tolist() == [100, 0, 100]
 
@@ -160,14 +191,14 @@ def test_cache_aware_follows_a_long_prefix_until_engines_are_out_of_balance():
         request(0, *shared), request(0, *shared, 20), request(0, *range(30, 38))
     )
     home, num_matched = policy.choose(first)
-    view.sent(first.number, home, 0)
+    view.record_sent(first.number, home, 0)
     assert num_matched == 0
     assert policy.choose(same) == (home, 9 * 512)
     # One of nine blocks is below the threshold: an engine without requests gets it.
     elsewhere, num_matched = policy.choose(other)
     assert (elsewhere != home, num_matched) == (True, 0)
     for number in range(100, 164):
-        view.sent(number, home, 0)
+        view.record_sent(number, home, 0)
     assert policy.choose(same)[0] != home
 
 
@@ -185,23 +216,43 @@ def test_prefix_aware_finds_the_engine_by_its_events():
     engine.run_until(float("inf"))
     assert [served.cached_tokens for served in engine.take_served()] == [0, 5 * 512]
     # With more to compute there than the prefix saves, another engine is nearer.
-    view.sent(50, 1, 6 * 512)
+    view.record_sent(50, 1, 6 * 512)
     assert policy.choose(same)[0] != 1
+
+
+def pages_of(fleet_request):
+    tokens = prompt_tokens(fleet_request.traced)
+    return PrefixHasher(PAGE_SIZE).hashes(tokens).tolist()
 
 
 def test_prefix_aware_forgets_what_is_evicted():
     _, policy = policy_of("prefix_aware", 40)
     (same,) = fleet_requests(request(*range(6), 7))
-    policy.stored(3, [5, 6])
-    policy.removed(3, [6, 5])
+    pages = pages_of(same)
+    for engine in (0, 3):
+        policy.stored(engine, pages)
+    policy.removed(3, pages[8:])
+    assert policy.choose(same) == (0, (len(pages) - 1) * PAGE_SIZE)
+    policy.removed(0, pages)
+    assert policy.choose(same) == (3, 8 * PAGE_SIZE)
+    policy.removed(3, pages[:8])
     assert policy.choose(same)[1] == 0
+
+
+def test_prefix_aware_finds_the_least_loaded_of_many_holders():
+    view, policy = policy_of("prefix_aware", 1000)
+    (same,) = fleet_requests(request(*range(6)))
+    for engine in range(100, 140):
+        policy.stored(engine, pages_of(same))
+        view.record_sent(engine, engine, 1000 + engine % 7)
+    assert policy.choose(same)[0] == 105
 
 
 # -- the fleet ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_all_requests_are_served_and_all_counts_return_to_zero(policy, excerpt):
+def test_all_requests_are_served(policy, excerpt):
     shape = shape_of(excerpt[:60], num_engines=3, copies=2, num_tokens=200_000)
     run = run_fleet(policy, shape, num_processes=1)
     assert not run.is_refused.any()
@@ -210,7 +261,8 @@ def test_all_requests_are_served_and_all_counts_return_to_zero(policy, excerpt):
     assert set(run.engines.tolist()) == {0, 1, 2}
     assert 0 < run.cached_tokens.sum() < run.prompt_tokens.sum()
     values = run_values(run, Target(5.0, 0.1))
-    assert values["goodput"] * run.duration_s == pytest.approx(values["good_share"] * 120)
+    seconds = run.arrivals_s[-1]
+    assert values["goodput"] * seconds == pytest.approx(values["good_share"] * 120)
     assert 0 < values["busy_mean"] <= values["busy_max"] <= 1
 
 
@@ -224,18 +276,36 @@ def test_figures_do_not_depend_on_the_number_of_processes(excerpt):
 def test_an_events_index_holds_just_the_cached_pages(excerpt):
     shape = shape_of(excerpt, num_engines=1, copies=1, num_tokens=60_000)
     group = EngineGroup(shape, True, 0, 1)
-    _, policy = policy_of("prefix_aware", 1)
     numbers = list(range(40))
     report = group.run(Interval(2000.0, numbers, [0] * 40))
     assert len(report.served) == 40
     held: set[int] = set()
     for event in report.events:
-        (policy.stored if event.is_stored else policy.removed)(0, event.page_hashes)
         pages = set(event.page_hashes)
-        held = held | pages if event.is_stored else held - pages
+        assert len(pages) == len(event.page_hashes)
+        if event.is_stored:
+            assert not pages & held
+            held |= pages
+        else:
+            assert pages <= held
+            held -= pages
     assert any(not event.is_stored for event in report.events)
-    group.totals()
-    assert 0 < len(held) <= 60_000 // PAGE_SIZE
+    (total,) = group.totals()
+    assert len(held) == total.cached_pages
+
+
+def test_the_routers_counts_return_to_zero(excerpt):
+    shape = shape_of(excerpt, num_engines=2, copies=1)
+    group, router = EngineGroup(shape, True, 0, 1), Router("prefix_aware", shape)
+    traffic = Traffic(excerpt, 1)
+    interval = router.route(traffic, 0, 30, 100.0)
+    assert router.view.in_flight.sum() == 30
+    assert router.view.waiting_tokens.sum() > 0
+    router.take(group.run(interval))
+    router.take(group.run(Interval(10_000.0, [], [])))
+    assert not router.view.in_flight.any()
+    assert not router.view.waiting_tokens.any()
+    assert not router.view.is_waiting
 
 
 def test_a_failed_process_ends_the_run(excerpt):
@@ -243,6 +313,21 @@ def test_a_failed_process_ends_the_run(excerpt):
     broken = shape._replace(sizes=shape.sizes._replace(max_step_tokens=8))
     with pytest.raises(RuntimeError, match="a process of the fleet failed: ValueError: a step"):
         run_fleet("sticky", broken, 1)
+
+
+def test_a_killed_process_ends_the_run(excerpt):
+    shape = shape_of(excerpt[:5], num_engines=1, copies=1)
+    workers = Workers(shape, False, 1)
+    try:
+        workers.send(Interval(0.05, [], []))
+        workers.receive()
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        process.join()
+        with pytest.raises(RuntimeError, match="a process of the fleet ended early"):
+            workers.send(Interval(0.1, [], []))
+    finally:
+        workers.close()
 
 
 # -- the command ----------------------------------------------------------------------------------

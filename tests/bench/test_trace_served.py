@@ -234,16 +234,16 @@ def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
 
 
 def test_planned_engines_have_quantized_weights(monkeypatch):
-    class _Compiling(Exception):
+    class CompilingError(Exception):
         pass
 
     def compiling(args, config, *_):
-        raise _Compiling(config.quantization)
+        raise CompilingError(config.quantization)
 
     monkeypatch.setattr("sgl_jax.bench.trace.planned_time.engine_programs", compiling)
     settings = {"model_path": "llama-3.3-70b", "tp_size": 8, "page_size": 128}
     with pytest.raises(ValueError, match="leaves no room for KV on v5e-8"):
         planned_step_time(ServerArgs(**settings), "v5e-8")
     # 70 of 126 GiB.
-    with pytest.raises(_Compiling):
+    with pytest.raises(CompilingError):
         planned_step_time(ServerArgs(**settings, quantization="int8"), "v5e-8")

@@ -1,6 +1,7 @@
 """Hosts with networks of their own: network namespaces of Linux, whose cables can be pulled."""
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -28,18 +29,19 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
+@functools.cache
 def can_cut() -> bool:
     """Whether this process may make namespaces and bridges."""
     if os.geteuid() or not shutil.which("ip"):
         return False
     name = f"try{os.getpid()}"
     try:
-        _ip("netns", "add", name)
-        _ip("netns", "del", name)
         _ip("link", "add", name, "type", "bridge")
         _ip("link", "del", name)
-    except subprocess.CalledProcessError:
+        _ip("netns", "add", name)
+    except subprocess.SubprocessError:
         return False
+    _ip("netns", "del", name)
     return True
 
 
@@ -72,7 +74,7 @@ def machines(count: int) -> Iterator[Machines]:
         # A namespace lives on while its processes end, and would keep its cable.
         links = [("link", "del", name) for name in (*names, own)]
         for words in (*links, *(("netns", "del", name) for name in names)):
-            with contextlib.suppress(subprocess.CalledProcessError):
+            with contextlib.suppress(subprocess.SubprocessError):
                 _ip(*words)
         for name in names:
             shutil.rmtree(_ETC / name, ignore_errors=True)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 ENGINES = {"engine-0": 30000, "engine-1": 30001}
 START_TIMEOUT_S = 400.0
 END_TIMEOUT_S = 60.0
+SERVICES_TIMEOUT_S = 400.0  # of run_stack.py, for a service that does not end
 
 
 def wait_for(url: str, process: subprocess.Popen[str]) -> httpx.Response:
@@ -66,5 +67,6 @@ def test_the_stack_answers_and_ends() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_TIMEOUT_S) == 0
     finally:
-        process.kill()
+        process.terminate()  # it ends its services, which a kill would leave behind
+        process.wait(SERVICES_TIMEOUT_S)
     assert not any(map(is_taken, ENGINES.values()))

@@ -1,6 +1,7 @@
 """`sgl-jax bench fleet FILE`: recorded traffic over many engines, by several routing policies.
 
-Exit code 0: all runs ended, and the memory of all engines passed its audit. 2: anything else.
+Exit code 0: all runs ended, and the memory of all engines passed its audit. 1: the memory of one
+and its ledger differ. 2: bad input.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from sgl_jax.bench.trace.simulated_engine import (
     simulated_engine,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
 _SETTINGS = (
@@ -32,6 +34,8 @@ _SETTINGS = (
     *("tp_size", "max_total_tokens", "max_running_requests", "chunked_prefill_size"),
     *("quantization", "kv_cache_dtype"),
 )
+# A router sends on without a limit: far more than an engine's queue ever has.
+_MAX_QUEUED = 20_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(argv)
     try:
         text = _run(words)
+    except MemoryDefectError as error:
+        print(f"the memory is wrong: {error}", file=sys.stderr)
+        return 1
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -85,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         help="between the tokens of a good answer, on average, at most (%(default)s)",
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="that run the engines (one for each core)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes that the engines share (one for each core)",
     )
     parser.add_argument("--json", action="store_true", help="print values as JSON")
     parser.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
@@ -120,7 +130,7 @@ def _run(words: argparse.Namespace) -> str:
         **{name: getattr(words, name) for name in _SETTINGS},
         page_size=words.page_size or DEFAULT_PAGE_SIZE,
         model_path=words.planner_model or "",
-        max_queued_requests=10_000_000,  # no router is refused by a full queue
+        max_queued_requests=_MAX_QUEUED,
         check_memory="off",
     )
     longest = max(request.input_len + request.output_len for request in trace)
@@ -151,7 +161,12 @@ def _run(words: argparse.Namespace) -> str:
     if words.plot is not None:
         plot_fleet(runs, target, title, words.plot)
     if words.json:
-        about = {"title": title, "step_time": engine.about, "run_s": seconds}
+        about = {
+            "title": title,
+            "step_time": engine.about,
+            "arguments": {**vars(words), "file": str(words.file), "plot": None},
+            "run_s": seconds,
+        }
         return json.dumps({**about, "policies": values}, indent=2)
     took = ", ".join(f"{name} {took_s:.0f} s" for name, took_s in seconds.items())
     good = (

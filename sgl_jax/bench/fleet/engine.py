@@ -1,13 +1,15 @@
 """One engine of a fleet: the real scheduler and memory on a logical clock.
 
-A decode step that no prompt shares is the first of a *run* of such steps: the scheduler plans the
-run as one step with drafts, all of which are accepted. A run ends where the first of its requests
-may end, after `RUN_STEPS` steps, or at the end of the step during which another request arrives. So
-each request starts, and gets its first and last token, at the same time as if each step were
-planned, but for the host's decisions in between; one plan instead of up to 128 makes a thousand
-engines feasible.
+A decode step that no prompt shares is the first of a *burst* of such steps: the scheduler plans the
+burst as one step with drafts, all of which are accepted. A burst ends where the first of its
+requests may end, after `BURST_STEPS` steps, or at the end of the step during which another request
+arrives. So each request starts, and gets its first and last token, at the same time as if each step
+were planned; one plan instead of up to 128 makes a thousand engines feasible. While memory is
+short, each step is planned: a burst's pages are taken at its start, and would change the decisions
+of admission and retraction.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
-RUN_STEPS = 128  # decode steps of one plan, at most
+BURST_STEPS = 128  # decode steps of one plan, at most
 
 
 class ServedRequest(NamedTuple):
@@ -42,7 +44,7 @@ class ServedRequest(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """The step on the device, or the run of decode steps."""
+    """The step on the device, or the burst of decode steps."""
 
     plan: StepPlan
     start_s: float
@@ -54,9 +56,9 @@ class _Flight(NamedTuple):
         return self.start_s + self.num_steps * self.step_s
 
 
-def fleet_sizes(sizes: EngineSizes, run_steps: int = RUN_STEPS) -> EngineSizes:
-    """The sizes of an engine whose scheduler plans runs of decode steps, in place of `sizes`."""
-    num_drafts = run_steps - 1
+def fleet_sizes(sizes: EngineSizes, burst_steps: int = BURST_STEPS) -> EngineSizes:
+    """The sizes of an engine whose scheduler plans bursts of decode steps, in place of `sizes`."""
+    num_drafts = burst_steps - 1
     drafted = (sizes.num_rows - 1) * num_drafts
     return sizes._replace(
         max_draft_tokens=num_drafts,
@@ -98,7 +100,7 @@ class FleetEngine:
         self._all_rows = np.arange(sizes.num_rows)
         self._seeds = np.zeros(sizes.num_rows, np.int64)
         self._log = self._scheduler.ranks[0].memory.log_blocks() if logs_blocks else None
-        self.num_steps = 0  # of the device; a run counts each
+        self.num_steps = 0  # of the device; a burst counts each
         self.num_plans = 0
         self.busy_s = 0.0
 
@@ -151,29 +153,55 @@ class FleetEngine:
         assert self._log is not None
         return self._log.take()
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the prefix cache, with those in use."""
+        (view,) = self._scheduler.memory_views()
+        return view.cached_pages
+
     def audit(self) -> None:
         """Raise `MemoryDefectError` if the memory and its ledger differ."""
         self._scheduler.audit()
 
     def _start(self, now_s: float) -> None:
         """Plan the next step, and start it."""
-        # Runs are cut short, which is no reason to draft less.
-        start_drafting(
-            self._scheduler.ranks[0].running, self._all_rows, self._sizes.max_draft_tokens
-        )
+        running = self._scheduler.ranks[0].running
+        if self._has_room_for_bursts():  # bursts are cut short, which is no reason to draft less
+            start_drafting(running, self._all_rows, self._sizes.max_draft_tokens)
+        else:
+            running.draft_from_len[:] = self._sizes.max_context_len
         plan = self._scheduler.handle(PlanStep())
         if plan is None:
+            self._take_outputs(now_s)
+            if not self._scheduler.is_idle:
+                raise RuntimeError(
+                    f"{self._scheduler.num_waiting} requests wait, and no step can be planned"
+                )
             return
         self.num_plans += 1
         (rank_plan,) = plan.ranks
         for admission in rank_plan.admissions:
             self._seeds[admission.row] = admission.seed
-        is_run = rank_plan.num_decode == len(rank_plan.rows)
-        num_steps = int(rank_plan.q_lens.min()) if is_run else 1
-        self._flight = _Flight(plan, now_s, self._step_seconds(plan), num_steps)
+        is_burst = rank_plan.num_decode == len(rank_plan.rows)
+        num_steps = int(rank_plan.q_lens.min()) if is_burst else 1
+        self._flight = _Flight(plan, now_s, self._seconds(plan, num_steps), num_steps)
+
+    def _has_room_for_bursts(self) -> bool:
+        """Return whether memory is far from short, also with a burst's pages."""
+        rank = self._scheduler.ranks[0]
+        pages = len(rank.running) * self._sizes.pages_for(1 + self._sizes.max_draft_tokens)
+        return rank.memory.num_available_pages - 2 * pages > self._sizes.pool_pages[0] // 8
+
+    def _seconds(self, plan: StepPlan, num_steps: int) -> float:
+        """The time of each step of a burst: of its middle one, since KV grows by the step."""
+        if num_steps == 1:
+            return self._step_seconds(plan)
+        (rank_plan,) = plan.ranks
+        middle = rank_plan._replace(kv_starts=rank_plan.kv_starts + (num_steps - 1) // 2)
+        return self._step_seconds(replace(plan, ranks=(middle,)))
 
     def _shorten(self, now_s: float) -> None:
-        """End a run of decode steps with its step at `now_s`."""
+        """End a burst of decode steps with its step at `now_s`."""
         assert self._flight is not None
         steps = max(int(np.ceil((now_s - self._flight.start_s) / self._flight.step_s)), 1)
         if steps < self._flight.num_steps:

@@ -5,7 +5,7 @@ A policy uses a router's facts alone: the requests that it sent, the answers tha
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,10 +18,11 @@ from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 
 # The defaults of sglang-router: requests in flight, their ratio, and the share of a prompt.
 _BALANCE_ABS, _BALANCE_REL, _CACHE_THRESHOLD = 64, 1.5, 0.3
-# With so many engines that hold a page, the least loaded of all is as good as any of them.
+# Of more engines that hold a page, the least loaded one is the candidate.
 _MAX_HOLDERS = 32
 # The prompt tokens that a running request costs the next one, about.
 _RUNNING_TOKENS = 512
+_NONE: frozenset[int] = frozenset()
 
 
 class RouterView:
@@ -33,23 +34,28 @@ class RouterView:
         self.waiting_tokens = np.zeros(num_engines, np.int64)  # of prompts without a first token
         self._sent: dict[int, tuple[int, int]] = {}  # number -> engine and tokens to compute
 
-    def sent(self, number: int, engine: int, num_tokens: int) -> None:
+    def record_sent(self, number: int, engine: int, num_tokens: int) -> None:
         """Record that a request went to `engine`, which computes about `num_tokens` of it."""
         self.in_flight[engine] += 1
         self.waiting_tokens[engine] += num_tokens
         self._sent[number] = engine, num_tokens
 
-    def began(self, number: int) -> None:
+    def record_first_token(self, number: int) -> None:
         """Record a request's first token."""
         engine, num_tokens = self._sent[number]
         self.waiting_tokens[engine] -= num_tokens
         self._sent[number] = engine, 0
 
-    def ended(self, number: int) -> None:
+    def record_end(self, number: int) -> None:
         """Record a request's last token, or its refusal."""
         engine, num_tokens = self._sent.pop(number)
         self.in_flight[engine] -= 1
         self.waiting_tokens[engine] -= num_tokens
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._sent)
 
     def least_loaded(self, number: int) -> int:
         """The engine with the fewest requests in flight; those alike take turns."""
@@ -111,13 +117,17 @@ class Sticky(_WithoutEvents):
 
 
 class CacheAware(_WithoutEvents):
-    """The rule of sglang-router's `cache_aware`, as its documentation has it, with its defaults.
+    """The rule of sglang-router's `cache_aware`, with its defaults.
+
+    Source: the code of SGLang's model gateway (`policies/cache_aware.rs`), and the documentation of
+    its successor (`docs/concepts/routing/cache-aware.md` of lightseekorg/smg).
 
     If the most loaded engine has over 64 requests more than the least loaded one, and over 1.5
     times as many, the least loaded gets the request. Else it goes to the engine that was sent the
     longest of its prefixes, if that is over 0.3 of the prompt, and to the least loaded otherwise.
-    The router's tree keeps all that it sent, also after an engine evicts it; within an hour, it does not
-    reach the size at which the router trims it.
+    The router's tree keeps all that it sent, also after an engine evicts it. Here it has one engine
+    for each block, the last one, and is never trimmed: the router trims an engine's part to 2**26
+    characters.
     """
 
     def __init__(self, view: RouterView, page_size: int) -> None:
@@ -152,7 +162,8 @@ class PrefixAware:
         self._view = view
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
-        self._holders: dict[int, set[int]] = {}  # page hash -> engines
+        # Page hash -> the engine, or engines: most pages have one, and a set takes 200 bytes.
+        self._holders: dict[int, int | set[int]] = {}
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
         tokens = prompt_tokens(request.traced)
@@ -160,7 +171,7 @@ class PrefixAware:
         num_pages = (len(tokens) - 1) // self._page_size
         pages = self._hasher.hashes(tokens[: num_pages * self._page_size]).tolist()
         load = self._view.waiting_tokens + _RUNNING_TOKENS * self._view.in_flight
-        candidates = {_argmin_from(load, request.number)} | self._candidates(pages)
+        candidates = {_argmin_from(load, request.number)} | self._candidates(pages, load)
         costs = []
         for engine in candidates:
             num_cached = self._page_size * self._depth(pages, engine)
@@ -168,38 +179,48 @@ class PrefixAware:
         _, engine, num_cached = min(costs)
         return engine, num_cached
 
-    def _candidates(self, pages: Sequence[int]) -> set[int]:
+    def _candidates(self, pages: Sequence[int], load: NDArray[np.int64]) -> set[int]:
         """Engines that hold the longest prefix that any holds, or a good part of it."""
-        holders = self._holders
-        depth = bisect_left(pages, True, key=lambda page: page not in holders)
+        depth = bisect_left(pages, True, key=lambda page: page not in self._holders)
         found: set[int] = set()
         while depth:
-            here = holders[pages[depth - 1]]
-            if len(here) > _MAX_HOLDERS:
+            holders = self._holders_of(pages[depth - 1])
+            if len(holders) > _MAX_HOLDERS:
+                found.add(min(holders, key=lambda engine: (load[engine], engine)))
                 break
-            found |= here
+            found |= holders
             depth = depth * 3 // 4
         return found
 
+    def _holders_of(self, page: int) -> Set[int]:
+        holders = self._holders.get(page, _NONE)
+        return {holders} if isinstance(holders, int) else holders
+
     def _depth(self, pages: Sequence[int], engine: int) -> int:
         """The number of the prompt's first pages that `engine` holds."""
-        holders = self._holders
-        return bisect_left(pages, True, key=lambda page: engine not in holders.get(page, ()))
+        return bisect_left(pages, True, key=lambda page: engine not in self._holders_of(page))
 
     def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
         for page in page_hashes:
-            self._holders.setdefault(page, set()).add(engine)
+            others = self._holders.get(page)
+            if others is None:
+                self._holders[page] = engine
+            elif isinstance(others, int):
+                self._holders[page] = {others, engine}
+            else:
+                others.add(engine)
 
     def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
         for page in page_hashes:
-            here = self._holders[page]
-            here.discard(engine)
-            if not here:
+            holders = self._holders[page]
+            if isinstance(holders, set) and len(holders) > 1:
+                holders.remove(engine)
+            else:
                 del self._holders[page]
 
 
 def _argmin_from(values: NDArray[np.int64], number: int) -> int:
-    """The index of the least value; of equal ones, the first from a place that moves on."""
+    """The index of the least value; of equal ones, the first from `number` modulo their count."""
     first = number % len(values)
     after, before = int(values[first:].argmin()) + first, int(values[: first + 1].argmin())
     return after if values[after] <= values[before] else before

@@ -30,20 +30,26 @@ class Target(NamedTuple):
 
 
 def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
-    """JSON values of one run; times are seconds of the clock."""
-    is_met = target.is_met(run)
-    percentiles = np.nanpercentile(run.first_token_s, _PERCENTILES)
+    """JSON values of one run; times are seconds of the clock.
+
+    `goodput` is good answers per second of arrivals. Raises RuntimeError if all were refused.
+    """
+    is_met, is_served = target.is_met(run), ~run.is_refused
+    if not is_served.any():
+        raise RuntimeError("every request was refused: none fits an engine")
+    percentiles = np.percentile(run.first_token_s[is_served], _PERCENTILES)
+    prompt_tokens = int(run.prompt_tokens[is_served].sum())
     num_plans = sum(total.num_plans for total in run.totals)
     return {
         "requests": len(is_met),
         "refused": int(run.is_refused.sum()),
-        "prompt_tokens": int(run.prompt_tokens.sum()),
-        "hit_rate": float(run.cached_tokens.sum() / run.prompt_tokens.sum()),
+        "prompt_tokens": prompt_tokens,
+        "hit_rate": float(run.cached_tokens[is_served].sum() / prompt_tokens),
         "first_token_s": {
             f"p{p}": float(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)
         },
         "good_share": float(is_met.mean()),
-        "goodput": float(is_met.sum() / run.duration_s),
+        "goodput": float(is_met.sum() / (np.ptp(run.arrivals_s) or run.duration_s)),
         "duration_s": run.duration_s,
         "busy_mean": float(run.busy.mean()),
         "busy_max": float(run.busy.max()),

@@ -42,7 +42,7 @@ class FleetRun(NamedTuple):
         return np.array([total.busy_s for total in self.totals]) / self.duration_s
 
 
-class _Router:
+class Router:
     """Sends requests by a policy, and gives it the engines' reports."""
 
     def __init__(self, policy_name: str, shape: FleetShape) -> None:
@@ -56,15 +56,15 @@ class _Router:
         for number in range(begin, end):
             request = traffic.request(number)
             engine, num_cached = self.policy.choose(request)
-            self.view.sent(number, engine, request.traced.input_len - num_cached)
+            self.view.record_sent(number, engine, request.traced.input_len - num_cached)
             engines.append(engine)
         return Interval(end_s, list(range(begin, end)), engines)
 
     def take(self, report: Report) -> None:
         for number in report.began:
-            self.view.began(number)
+            self.view.record_first_token(number)
         for served in report.served:
-            self.view.ended(served.number)
+            self.view.record_end(served.number)
         self.served.extend(report.served)
         for event in report.events:
             change = self.policy.stored if event.is_stored else self.policy.removed
@@ -77,7 +77,7 @@ def run_fleet(policy_name: str, shape: FleetShape, num_processes: int) -> FleetR
     Raises RuntimeError if a process fails, a memory audit among its reasons, or an answer is short.
     """
     traffic = Traffic(shape.trace, shape.copies, shape.speedup)
-    router = _Router(policy_name, shape)
+    router = Router(policy_name, shape)
     workers = Workers(shape, router.policy.reads_events, num_processes)
     try:
         num_sent, num_intervals, num_unread = 0, 0, 0

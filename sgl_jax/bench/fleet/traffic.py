@@ -10,8 +10,9 @@ from sgl_jax.bench.trace.reading import TracedRequest
 
 # Copies start evenly within this time, so that not all bursts of the record coincide.
 _SPREAD_S = 60.0
-# A block of this share of the recorded requests is the service's (its system prompt), not a user's.
-_SHARED_SHARE = 0.1
+# A block of this share of the recorded requests, and of so many, is the service's (its system
+# prompt), not a user's.
+_SHARED_SHARE, _MIN_SHARED = 0.1, 20
 
 
 class FleetRequest(NamedTuple):
@@ -20,14 +21,14 @@ class FleetRequest(NamedTuple):
     number: int  # in order of arrival
     arrival_s: float
     traced: TracedRequest
-    conversation: int  # the first block that is not the service's; 0 if there is none
+    conversation: int  # the first block that is not the service's, or else the last
 
 
 class Traffic:
     """`copies` of a record, mixed in order of arrival.
 
-    Blocks that a tenth of the recorded requests have are common to all copies; each other
-    block is the copy's own.
+    Blocks that a tenth of the recorded requests have are common to all copies; each other block is
+    the copy's own.
 
     Args:
         trace: at least one request, in order of arrival.
@@ -38,11 +39,13 @@ class Traffic:
     def __init__(self, trace: Sequence[TracedRequest], copies: int, speedup: float = 1.0) -> None:
         self._trace = trace
         uses = Counter(block for request in trace for block in request.block_ids)
-        self._shared = {id for id, num in uses.items() if num > _SHARED_SHARE * len(trace)}
-        self._stride = max(uses) + 1
+        # Small numbers for the record's ids: those of all copies stay within 64 bits.
+        self._index_of = {id: index for index, id in enumerate(uses)}
+        least = max(_SHARED_SHARE * len(trace), _MIN_SHARED)
+        self._shared = {self._index_of[id] for id, num in uses.items() if num >= least}
         recorded_s = np.array([request.arrival_ms for request in trace]) * 1e-3
         starts_s = np.arange(copies) * (_SPREAD_S / copies)
-        arrivals_s = np.add.outer(starts_s, recorded_s - recorded_s[0]).ravel() / speedup
+        arrivals_s = np.add.outer(starts_s, (recorded_s - recorded_s[0]) / speedup).ravel()
         order = np.argsort(arrivals_s, kind="stable")
         self.arrivals_s = arrivals_s[order]
         self._copies, self._indices = np.divmod(order, len(trace))
@@ -61,11 +64,12 @@ class Traffic:
     def request(self, number: int) -> FleetRequest:
         """Request `number`, with the block ids of its copy."""
         recorded = self._trace[self._indices[number]]
-        shift = int(self._copies[number]) * self._stride
+        shift = int(self._copies[number]) * len(self._index_of)
+        indices = map(self._index_of.__getitem__, recorded.block_ids)
         shared = self._shared
-        block_ids = tuple(id if id in shared else id + shift for id in recorded.block_ids)
+        block_ids = tuple(index if index in shared else index + shift for index in indices)
         traced = TracedRequest(
             recorded.arrival_ms, recorded.input_len, recorded.output_len, block_ids
         )
-        own = next((id for id in block_ids if id not in shared), 0)
+        own = next((id for id in block_ids if id not in shared), block_ids[-1])
         return FleetRequest(number, float(self.arrivals_s[number]), traced, own)

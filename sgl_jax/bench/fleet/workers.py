@@ -19,6 +19,7 @@ from sgl_jax.bench.trace.reading import TracedRequest
 from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.tree.block_log import BlocksRemoved, BlocksStored
 
 # Requests live for minutes: frequent searches for reference cycles would find none.
@@ -68,6 +69,7 @@ class EngineTotals(NamedTuple):
     num_steps: int
     num_plans: int
     busy_s: float
+    cached_pages: int  # in the end
 
 
 class EngineGroup:
@@ -114,7 +116,9 @@ class EngineGroup:
         for engine in self._engines.values():
             engine.audit()
         return [
-            EngineTotals(index, engine.num_steps, engine.num_plans, engine.busy_s)
+            EngineTotals(
+                index, engine.num_steps, engine.num_plans, engine.busy_s, engine.cached_pages
+            )
             for index, engine in self._engines.items()
         ]
 
@@ -152,16 +156,16 @@ class Workers:
             self._processes.append(process)
 
     def send(self, interval: Interval) -> None:
-        """Start an interval."""
+        """Start an interval. Raises as `receive`."""
         pairs = list(zip(interval.numbers, interval.engines, strict=True))
         for first, pipe in enumerate(self._pipes):
             own = [(number, i) for number, i in pairs if i % self._num_processes == first]
-            pipe.send(Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
+            _send(pipe, Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
 
     def receive(self) -> Report:
         """The work of all engines in the first of the intervals not yet received.
 
-        Raises RuntimeError if a process failed.
+        Raises RuntimeError if a process failed, `MemoryDefectError` if by its memory.
         """
         report = Report([], [], [])
         for pipe in self._pipes:
@@ -174,7 +178,7 @@ class Workers:
     def totals(self) -> list[EngineTotals]:
         """The work of each engine, in order, after an audit of all. Raises as `receive`."""
         for pipe in self._pipes:
-            pipe.send(None)
+            _send(pipe, None)
         return sorted(total for pipe in self._pipes for total in _received(pipe))
 
     def close(self) -> None:
@@ -185,13 +189,21 @@ class Workers:
             process.join()
 
 
+def _send(pipe: Connection, message: Interval | None) -> None:
+    try:
+        pipe.send(message)
+    except OSError:
+        while True:  # the reason comes after the reports that nobody read
+            _received(pipe)
+
+
 def _received(pipe: Connection) -> Any:
     try:
         answer = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise RuntimeError("a process of the fleet ended early") from None
-    if isinstance(answer, str):
-        raise RuntimeError(f"a process of the fleet failed: {answer}")
+    if isinstance(answer, Exception):
+        raise answer
     return answer
 
 
@@ -206,5 +218,8 @@ def _serve(pipe: Connection, shape: FleetShape, logs_blocks: bool, first: int, s
         pipe.send(group.totals())
     except EOFError:
         return  # the fleet ended first
+    except MemoryDefectError as error:
+        pipe.send(error)
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        pipe.send(RuntimeError(f"a process of the fleet failed: {text}"))
