@@ -199,7 +199,9 @@ def test_every_claim_of_an_engine_is_a_bucket() -> None:
 def test_every_manifest_that_the_guide_names_exists() -> None:
     guide = (ROOT / "docs" / "guide" / "kubernetes.md").read_text()
     named = set(re.findall(r"deploy/kubernetes/[\w./-]*\w", guide))
-    assert {f"deploy/kubernetes/{name}" for name in ("single-bucket", "fleet-router")} <= named
+    assert {
+        f"deploy/kubernetes/{name}" for name in ("single-bucket", "fleet-router-bucket")
+    } <= named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
     for path in (
         "single/engine.yaml",

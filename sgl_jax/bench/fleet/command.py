@@ -20,6 +20,7 @@ from sgl_jax.bench.fleet.workers import FleetShape
 from sgl_jax.bench.trace.reading import read_trace
 from sgl_jax.bench.trace.simulated_engine import (
     DEFAULT_PAGE_SIZE,
+    PLANNER_SETTINGS,
     add_settings,
     add_step_time,
     check_engine,
@@ -32,7 +33,7 @@ from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_cla
 _SETTINGS = (
     *("radix_eviction_policy", "schedule_policy"),
     *("tp_size", "max_total_tokens", "max_running_requests", "chunked_prefill_size"),
-    *("quantization", "kv_cache_dtype"),
+    *PLANNER_SETTINGS,
 )
 # A router sends on without a limit: far more than an engine's queue ever has.
 _MAX_QUEUED = 20_000

@@ -18,6 +18,7 @@ from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, serve
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.simulated_engine import (
     DEFAULT_PAGE_SIZE,
+    PLANNER_SETTINGS,
     add_settings,
     add_step_time,
     check_engine,
@@ -32,6 +33,7 @@ ENGINE_SETTINGS = (
     "radix_eviction_policy",
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
+    *PLANNER_SETTINGS,
 )
 _CAPACITIES = "1000,3000,10000,30000"
 

@@ -11,6 +11,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import step_limits
 from sgl_jax.executor.device_defaults import resolve_for_device
 
+# Settings of the server that change steps by the planner alone.
+PLANNER_SETTINGS = ("quantization", "kv_cache_dtype")
 # Large pages, as on TPUs.
 DEFAULT_PAGE_SIZE = 128
 # About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
@@ -68,6 +70,10 @@ def check_engine(words: argparse.Namespace) -> None:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
     if (words.planner_model is None) != (words.topology is None):
         raise ValueError("--planner-model and --topology go together")
+    defaults = ServerArgs(model_path="")
+    for name in PLANNER_SETTINGS:
+        if words.planner_model is None and getattr(words, name) != getattr(defaults, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs --planner-model")
 
 
 def simulated_engine(
