@@ -10,7 +10,7 @@ from sgl_jax.bench.fleet.command import main
 from sgl_jax.bench.fleet.engine import BURST_STEPS, FleetEngine, ServedRequest, fleet_sizes
 from sgl_jax.bench.fleet.policies import POLICIES, RouterView
 from sgl_jax.bench.fleet.report import Target, run_values
-from sgl_jax.bench.fleet.run import Router, run_fleet
+from sgl_jax.bench.fleet.run import FleetRouter, run_fleet
 from sgl_jax.bench.fleet.traffic import Traffic
 from sgl_jax.bench.fleet.workers import EngineGroup, FleetShape, Interval, Workers
 from sgl_jax.bench.trace.reading import VOCAB_SIZE, prompt_tokens, read_trace
@@ -295,7 +295,7 @@ def test_an_events_index_holds_just_the_cached_pages(excerpt):
 
 def test_the_routers_counts_return_to_zero(excerpt):
     shape = shape_of(excerpt, num_engines=2, copies=1)
-    group, router = EngineGroup(shape, True, 0, 1), Router("prefix_aware", shape)
+    group, router = EngineGroup(shape, True, 0, 1), FleetRouter("prefix_aware", shape)
     traffic = Traffic(excerpt, 1)
     interval = router.route(traffic, 0, 30, 100.0)
     assert router.view.in_flight.sum() == 30

@@ -18,7 +18,7 @@ from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 
 # The defaults of sglang-router: requests in flight, their ratio, and the share of a prompt.
 _BALANCE_ABS, _BALANCE_REL, _CACHE_THRESHOLD = 64, 1.5, 0.3
-# Of more engines that hold a page, the least loaded one is the candidate.
+# If more engines hold a page, the least loaded one alone is a candidate.
 _MAX_HOLDERS = 32
 # The prompt tokens that a running request costs the next one, about.
 _RUNNING_TOKENS = 512
@@ -54,7 +54,7 @@ class RouterView:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request has not ended."""
+        """True while a request that was sent has not ended."""
         return bool(self._sent)
 
     def least_loaded(self, number: int) -> int:

@@ -42,7 +42,7 @@ class FleetRun(NamedTuple):
         return np.array([total.busy_s for total in self.totals]) / self.duration_s
 
 
-class Router:
+class FleetRouter:
     """Sends requests by a policy, and gives it the engines' reports."""
 
     def __init__(self, policy_name: str, shape: FleetShape) -> None:
@@ -77,7 +77,7 @@ def run_fleet(policy_name: str, shape: FleetShape, num_processes: int) -> FleetR
     Raises RuntimeError if a process fails, a memory audit among its reasons, or an answer is short.
     """
     traffic = Traffic(shape.trace, shape.copies, shape.speedup)
-    router = Router(policy_name, shape)
+    router = FleetRouter(policy_name, shape)
     workers = Workers(shape, router.policy.reads_events, num_processes)
     try:
         num_sent, num_intervals, num_unread = 0, 0, 0

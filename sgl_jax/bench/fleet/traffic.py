@@ -39,7 +39,7 @@ class Traffic:
     def __init__(self, trace: Sequence[TracedRequest], copies: int, speedup: float = 1.0) -> None:
         self._trace = trace
         uses = Counter(block for request in trace for block in request.block_ids)
-        # Small numbers for the record's ids: those of all copies stay within 64 bits.
+        # Small numbers replace the record's ids, so that the ids of all copies fit 64 bits.
         self._index_of = {id: index for index, id in enumerate(uses)}
         least = max(_SHARED_SHARE * len(trace), _MIN_SHARED)
         self._shared = {self._index_of[id] for id, num in uses.items() if num >= least}
