@@ -123,7 +123,10 @@ def test_the_page_ids_of_the_longest_row_fit_scalar_memory(tpu_mesh):
             Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
             marks=pytest.mark.long,
         ),
-        Shape(dtype=jnp.float32, kv_heads=2, q_heads=2, page_size=16, rows=256, tokens=256),
+        pytest.param(
+            Shape(dtype=jnp.float32, kv_heads=2, q_heads=2, page_size=16, rows=256, tokens=256),
+            marks=pytest.mark.long,
+        ),
         pytest.param(Shape(tokens=1, rows=1, context=16384), marks=pytest.mark.long),
         Shape(rows=256, tokens=256, page_size=16, kv_heads=1, q_heads=4, context=32768),
         Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128),

@@ -150,7 +150,7 @@ FAULTS = (
     leave_messages_under_way,
     leave_out_the_last_rows,
 )
-QUICKLY_NOTICED = (send_before_the_neighbours_are_there, use_blocks_that_have_not_come)
+QUICKLY_NOTICED = (send_before_the_neighbours_are_there,)
 OVER_FOUR = Program(4, tokens=128, inner=128)  # in two blocks
 
 
