@@ -3,11 +3,16 @@
 import pytest
 
 from benchmarks.trace.__main__ import main
-from benchmarks.trace.windowed import GEMMA_3, GPT_OSS, LAYER_MIXES, LayerMix, windowed_hit_rates
+from benchmarks.trace.windowed import GEMMA_3, GPT_OSS, LayerMix, windowed_hit_rates
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, read_trace
 from tests.bench.traced import EXCERPT
 from tests.mem_cache.cache_loads import branches, conversations, system_prompts
 
+# By default one: groups in one pool.
+MIXES = [
+    pytest.param(GPT_OSS, id="gpt-oss"),
+    pytest.param(GEMMA_3, id="gemma-3", marks=pytest.mark.long),
+]
 LOADS = {"system prompts": system_prompts, "conversations": conversations, "branches": branches}
 
 
@@ -17,7 +22,7 @@ def load(name: str) -> list[TracedRequest]:
     return [TracedRequest(0, BLOCK_TOKENS * len(pages), 1, tuple(pages)) for pages in prompts]
 
 
-@pytest.mark.parametrize("mix", LAYER_MIXES, ids=["gpt-oss", "gemma-3"])
+@pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", LOADS)
 def test_windows_lose_no_more_than_a_twentieth_in_the_same_memory(name: str, mix: LayerMix) -> None:
     rates = windowed_hit_rates(load(name), 100, mix, page_size=BLOCK_TOKENS, policy="adaptive")
@@ -25,7 +30,7 @@ def test_windows_lose_no_more_than_a_twentieth_in_the_same_memory(name: str, mix
     assert rates.windowed >= 0.95 * rates.full_alone
 
 
-@pytest.mark.parametrize("mix", [GPT_OSS, GEMMA_3], ids=["gpt-oss", "gemma-3"])
+@pytest.mark.parametrize("mix", MIXES)
 def test_windows_serve_more_of_recorded_traffic_in_the_same_memory(mix: LayerMix) -> None:
     trace = read_trace(EXCERPT)
     rates = windowed_hit_rates(trace, 300, mix, page_size=BLOCK_TOKENS, policy="adaptive")

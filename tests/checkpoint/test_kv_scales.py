@@ -87,8 +87,14 @@ def test_each_layer_has_its_own_scales_where_layers_are_unlike(tmp_path):
         np.testing.assert_array_equal(own["v"], 2 * of_layers[layers])
 
 
-@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("load_format", "tp"),
+    [
+        *(("safetensors", tp) for tp in (1, 2, 4)),
+        ("dummy", 2),
+        *(pytest.param("dummy", tp, marks=pytest.mark.long) for tp in (1, 4)),
+    ],
+)
 def test_each_chip_has_the_scales_of_its_heads_and_of_their_copies(load_format, tp, file):
     mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
     placed = place_model(QWEN3, mesh, BUILT)

@@ -23,6 +23,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import place_experts
 from sgl_jax.models.placement import place_model
+from tests.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -260,11 +261,8 @@ def test_a_folder_without_weights_is_refused(qwen3):
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen2", "qwen3_moe_mixed", "gpt_oss_mxfp4"),
-        *(
-            pytest.param(each, marks=pytest.mark.long)
-            for each in ("qwen3_moe", "gemma3", "gpt_oss")
-        ),
+        *("qwen3_moe_mixed", "gpt_oss_mxfp4"),
+        *long("qwen2", "qwen3_moe", "gemma3", "gpt_oss"),
     ],
 )
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
@@ -402,7 +400,7 @@ def test_a_missing_expert_is_named(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", [*long("qwen3_next"), "qwen3_5"])
 def test_an_orbax_checkpoint_of_a_model_with_recurrences_is_for_any_mesh(tmp_path, family):
     output = tmp_path / "converted"
     convert(GOLDEN / family, output, "float32")

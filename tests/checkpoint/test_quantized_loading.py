@@ -15,6 +15,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
+from tests.long import long
 
 PARTS = ("values", "scales")
 FLOATS = QUANTIZED.parent / "qwen3"
@@ -148,7 +149,7 @@ def test_biases_of_zeros_beside_gptqs_matrices_are_left_out(tmp_path):
     assert_same(load(folder), load(QUANTIZED / "gptq_group32"))
 
 
-@pytest.mark.parametrize("name", ["ct_int8_dynamic", "ct_int4_group32", "fp8_block"])
+@pytest.mark.parametrize("name", ["ct_int4_group32", *long("ct_int8_dynamic", "fp8_block")])
 def test_dummies_are_as_large_as_those_of_floats(name):
     config = ModelConfig.from_path(QUANTIZED / name)
     params = load(QUANTIZED / name, load_format="dummy")

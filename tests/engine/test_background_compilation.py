@@ -72,7 +72,7 @@ def make_core(pytestconfig: pytest.Config) -> Iterator[Callable[..., EngineCore]
             "context_length": 128,
             "max_total_tokens": 512,
             "max_running_requests": 2,
-            "chunked_prefill_size": 8,
+            "chunked_prefill_size": 2,  # few shapes
             "check_memory": "busy",
             "warmup": "plain",
             "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
@@ -189,6 +189,7 @@ def test_those_that_wait_can_be_aborted_and_are_at_a_shutdown(
     assert ends["y"].message == "the engine was shut down"
 
 
+@pytest.mark.long
 def test_a_warm_up_of_all_compiles_everything_before_ready(
     make_core: Callable[..., EngineCore],
 ) -> None:

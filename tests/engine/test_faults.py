@@ -121,8 +121,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "no-overlap": {"disable_overlap_schedule": True},
     "drafts": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3},
-    # As many drafts as above: of the same shapes, its programs are in the compilation cache.
-    "retracts": {
+    "drafts, retracts": {
         "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": 3,
         "test_retract": True,
@@ -130,7 +129,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+# By default each setting is on in one way, and off in the other.
+BY_DEFAULT = ("overlap", "drafts, retracts")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(own, id=name, marks=() if name in BY_DEFAULT else pytest.mark.long)
+        for name, own in WAYS.items()
+    ],
+)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
     rig = Rig(folder, **request.param)
@@ -212,8 +221,7 @@ def test_what_an_engine_recorded_is_decided_alike_again(
         tmp_path,
         record_events=str(path),
         request_timeout=30.0,
-        test_retract=True,
-        speculative_algorithm="NGRAM",
+        **WAYS["drafts, retracts"],  # whose programs are in the compilation cache
     )
 
     def script() -> Iterator[list[FrontMessage]]:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.host import serving
 from sgl_jax.engine import garbage
+from tests.long import long_but
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,9 @@ def make_cycles(count: int) -> None:
         cycle.append(cycle)
 
 
-@pytest.mark.parametrize("name", sorted(serving.LOADS))
+@pytest.mark.parametrize(
+    "name", long_but(sorted(serving.LOADS), "limited by pages", "limited by prompt tokens")
+)
 def test_requests_and_turns_that_come_and_go_leave_no_cycles(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

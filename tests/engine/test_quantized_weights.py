@@ -12,7 +12,7 @@ from sgl_jax.engine.offline import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QUANTIZED = sorted(f"quantized/{own.name}" for own in (GOLDEN / "quantized").iterdir())
-BY_DEFAULT = ("quantized/awq_group32", "gpt_oss_mxfp4")
+BY_DEFAULT = ("quantized/awq_group32",)
 SETTINGS = {
     "device": "cpu",
     "dtype": "float32",

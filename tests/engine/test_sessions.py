@@ -13,6 +13,7 @@ from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
+from tests.long import long_but
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -95,7 +96,7 @@ def test_turn_by_turn_is_the_same_as_all_at_once(engine: Engine) -> None:
     converse(engine)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", long_but(VARIANTS, "page 1, no overlap"))
 def test_so_it_is_with_other_settings(variant: str) -> None:
     with Engine(DEMO, **{**SETTINGS, **VARIANTS[variant]}) as engine:
         converse(engine)
@@ -381,6 +382,8 @@ def test_no_more_sessions_than_the_setting_allows() -> None:
                 open_third()
 
 
+# By default tests/sessions has it, without a device.
+@pytest.mark.long
 def test_idle_sessions_hold_no_more_than_their_share() -> None:
     with Engine(DEMO, **SETTINGS, session_memory_fraction=0.0) as engine:
         session_id = engine.open_session(streaming=True)

@@ -7,12 +7,9 @@ import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
+from tests.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def long(*families):
-    return [pytest.param(family, marks=pytest.mark.long) for family in families]
 
 
 # By default two pools, two groups in one pool, and states.
@@ -60,8 +57,9 @@ def test_unlike_layers_are_served(family, settings):
     assert answers[1].output_ids[: len(expected) - 3] == expected[3:]
 
 
-# By default test_windows_and_states has the same of a model with states.
-@pytest.mark.parametrize("family", ["gpt_oss", *long("gemma3"), *FAMILIES[2:]])
+# By default test_windows_and_states has the same of a model with states, and retracted requests go
+# on from the cache.
+@pytest.mark.parametrize("family", [*long("gpt_oss", "gemma3"), *FAMILIES[2:]])
 def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     prompt, expected = golden(family)
     with make_engine(family) as engine:

@@ -18,6 +18,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
+from tests.long import long
 
 CONTEXT = 64
 RNG = np.random.default_rng(0)
@@ -87,7 +88,10 @@ def test_chunked_prefill_and_decode_give_the_tokens_of_recomputation(
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp_size": 2}, {"tp_size": 2}, {"dp_size": 2, "tp_size": 2, "weight_sharding": "data"}],
+    [
+        *long({"dp_size": 2}, {"tp_size": 2}),
+        {"dp_size": 2, "tp_size": 2, "weight_sharding": "data"},
+    ],
     ids=str,
 )
 def test_every_mesh_gives_the_tokens_of_one_device(make_executor, greedy, layout):

@@ -16,7 +16,13 @@ FILL = "{{ 'a' * 10**11 }}"
 STOP_S = 15.0  # drain and kill
 
 
-@pytest.mark.parametrize(("program", "status"), [(LOOP, 503), (FILL, 400)], ids=["loop", "fill"])
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        pytest.param(LOOP, 503, id="loop"),
+        pytest.param(FILL, 400, id="fill", marks=pytest.mark.long),
+    ],
+)
 def test_the_server_goes_on_and_stops_when_told(program: str, status: int, tmp_path: Path) -> None:
     template = tmp_path / "bad.jinja"
     template.write_text(

@@ -115,9 +115,19 @@ def test_a_bias_is_added_once_however_the_matrix_is_split(split):
     np.testing.assert_allclose(actual, x @ params["weight"] + params["bias"], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
+@pytest.mark.parametrize(
+    ("simulate", "tp", "norm_topk_prob"),
+    [
+        pytest.param(
+            *(simulate, tp, norm_topk_prob),
+            id=f"{name}-{tp}-{norm_topk_prob}",
+            marks=pytest.mark.long if simulate and not (tp == 2 and norm_topk_prob) else (),
+        )
+        for simulate, name in ((False, "XLA"), (True, "the TPU's kernel"))
+        for tp in (1, 2)
+        for norm_topk_prob in (True, False)
+    ],
+)
 def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
     multiply = grouped_matmul_implementation("cpu", simulate=simulate)

@@ -159,8 +159,20 @@ def check(layout, choose, *, has_biases=False, **options):
         assert np.isfinite(result[own]).all()
 
 
-@pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def every_choice(*layouts):
+    """Parameters of a test: each with each choice. By default all but the last have one."""
+    return [
+        pytest.param(
+            *(*layout, choose),
+            id=f"{'-'.join(map(str, layout))}-{choose.__name__}",
+            marks=() if layout == layouts[-1] or choose is any_tokens else pytest.mark.long,
+        )
+        for layout in layouts
+        for choose in CHOICES
+    ]
+
+
+@pytest.mark.parametrize(("layout", "choose"), every_choice(*((layout,) for layout in LAYOUTS)))
 def test_every_choice_of_the_router_gives_the_same_sums(layout, choose):
     check(layout, choose)
 
@@ -226,11 +238,9 @@ def in_slots(params, placement):
 LOADS = np.array([[50, 10, 1, 20, 3]])
 
 
-@pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize(
-    ("layout", "num_copies"),
-    [(Layout(1, 2, False), 1), (Layout(1, 4, False), 7), (Layout(2, 2, True), 3)],
-    ids=str,
+    ("layout", "num_copies", "choose"),
+    every_choice((Layout(1, 2, False), 1), (Layout(1, 4, False), 7), (Layout(2, 2, True), 3)),
 )
 def test_copies_of_experts_give_the_same_sums(layout, num_copies, choose):
     params = weights(has_biases=True)

@@ -9,6 +9,8 @@ from benchmarks.demo_model.evaluate import evaluate, parse_args
 from tests.live.live_server import live_server
 
 
+# By default tests/accuracy asks such questions.
+@pytest.mark.long
 def test_held_out_questions_are_answered_right(tmp_path: Path) -> None:
     """At least 95 % overall and 90 % of each task, on two ranks that share prefixes."""
     with live_server(tmp_path, "--dp-size", "2", "--check-memory", "busy") as server:

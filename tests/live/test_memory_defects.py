@@ -64,6 +64,8 @@ def read_dump(folder: Path) -> Any:
     return path, json.loads(path.read_text())
 
 
+# By default tests/engine has it, without a server.
+@pytest.mark.long
 def test_repair_answers_500_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with breakable_server(tmp_path, monkeypatch, "repair") as (server, flag):
         expected = generate(server).json()["output_ids"]

@@ -60,6 +60,8 @@ def ask_plainly(client: httpx.Client, seed: int) -> list[tuple[list[int], list[i
     return turns
 
 
+# By default tests/engine and test_sessions.py have shorter conversations.
+@pytest.mark.long
 def test_a_fact_of_the_first_turn_is_known_in_the_twentieth(tmp_path: Path) -> None:
     """Though no turn sends what was said before it, every turn is retracted on its way, and the
     session is evicted between them: only the server can know it."""

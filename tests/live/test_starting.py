@@ -16,7 +16,7 @@ from tests.server.server_process import REAL, running_server
 PHASES = ["loading", "compiling_loops", "compiling", "warming_up", "compiling_in_background"]
 FLAGS = (
     *("--device", "cpu", "--load-format", "dummy", "--warmup", "plain"),
-    *("--max-running-requests", "1", "--chunked-prefill-size", "8"),
+    *("--max-running-requests", "1", "--chunked-prefill-size", "2"),
     *("--compilation-cache-dir", "none"),
 )
 

@@ -380,7 +380,7 @@ class LookbackMachine(RuleBasedStateMachine):
 
 
 TestLookbacks = LookbackMachine.TestCase
-TestLookbacks.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+TestLookbacks.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
 def run_at_random(layout: int, page_size: int, policy: str, num_steps: int) -> None:

@@ -310,7 +310,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestLeases.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
 def write_kv(memory: RankMemory, lease: KVLease, num_tokens: int) -> None:

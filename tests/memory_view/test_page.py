@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.long import long_but
 from tests.memory_view.conftest import OpenPage, Recording, RecordingOf
 from tests.memory_view.drivers import DRIVERS, HOSTILE
 
@@ -95,7 +96,7 @@ def test_each_number_is_the_frames(
                     assert value == str(count)
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize("name", long_but(DRIVERS, "two ranks", "states"))
 def test_every_page_is_drawn_and_listed(
     name: str, recording_of: RecordingOf, open_page: OpenPage
 ) -> None:

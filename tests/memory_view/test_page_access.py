@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.long import long
 from tests.memory_view.conftest import OpenPage, RecordingOf
 from tests.memory_view.test_page import go_to
 
@@ -12,7 +13,7 @@ CONTROLS = """() => Array.from(
 FOCUSED = "() => document.activeElement.dataset.control ?? ''"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *long("dark")])
 def test_axe_finds_nothing(scheme: str, recording_of: RecordingOf, open_page: OpenPage) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     recording = recording_of("two ranks")
@@ -97,7 +98,7 @@ def test_a_table_is_still_while_somebody_reads_it(
     assert table.inner_text() != before
 
 
-@pytest.mark.parametrize("width", [380, 700, 1600, 3840])
+@pytest.mark.parametrize("width", [380, *long(700, 1600), 3840])
 def test_nothing_is_wider_than_the_screen(
     width: int, recording_of: RecordingOf, open_page: OpenPage
 ) -> None:

@@ -59,14 +59,10 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
         *[(family, TWO_CHIPS) for family in ("gemma3", "gpt_oss", "qwen3_5")],
-        ("gemma3", ONE_PAGE_A_ROW),
         ("qwen3", UNROLLED),
-        ("qwen3_moe_mixed", UNROLLED),
-        *[(family, COLUMNS) for family in ("llama", "qwen2_windows", "gemma3")],
+        ("llama", COLUMNS),
         ("qwen3", COLUMNS_UNROLLED),
-        ("qwen2", COLUMNS_OVER_FOUR),
         ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
-        ("qwen3_next", SPLIT_WEIGHTS),
         ("qwen3_moe", EXPERTS_OVER_A_RANK),
         ("gpt_oss", EXPERTS_OVER_RANKS),
         ("qwen3_moe_mixed", COPIED_EXPERTS),
@@ -79,8 +75,12 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     (family, setup)
                     for family in WITH_WINDOWS
                     for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
-                    if (family, setup) != ("gemma3", ONE_PAGE_A_ROW)
                 ],
+                ("qwen3_moe_mixed", UNROLLED),
+                ("qwen2_windows", COLUMNS),
+                ("gemma3", COLUMNS),
+                ("qwen2", COLUMNS_OVER_FOUR),
+                ("qwen3_next", SPLIT_WEIGHTS),
                 ("mistral", TWO_CHIPS),
                 ("qwen2_windows", TWO_CHIPS),
                 ("qwen3_moe", SPLIT_WEIGHTS),

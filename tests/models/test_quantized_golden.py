@@ -20,10 +20,7 @@ TOLERANCE = 1e-3  # of the logits' range
 # of its own; and sums in another order put a number near the boundary of two roundings on its
 # other side. Both are errors of quantization, as large as those that the reference has.
 TOLERANCE_OF_TWO_CHIPS = 0.06
-ON_TWO_CHIPS = (
-    *("ct_int8_dynamic", "ct_int4_asymmetric_group32", "gptq_act_order_group32"),
-    "moe_fp8_block",
-)
+ON_TWO_CHIPS = ("ct_int4_asymmetric_group32", "moe_fp8_block")
 
 
 def tolerance(name, tp=1, **_):
@@ -50,9 +47,11 @@ def tolerance(name, tp=1, **_):
             "moe_ct_int4_group32", {"dp": 2, "ep": 2, "copies": 2}, marks=pytest.mark.long
         ),
         pytest.param("moe_fp8_block", {"dp": 2, "ep": 2, "copies": 4}, marks=pytest.mark.long),
-        ("ct_int8_weight_only", {"tp": 2, "in_columns": True}),
         ("ct_int8_dynamic", {"tp": 2, "in_columns": True}),
-        ("ct_fp8_kv_scales", {"tp": 2, "in_columns": True}),
+        *(
+            pytest.param(name, {"tp": 2, "in_columns": True}, marks=pytest.mark.long)
+            for name in ("ct_int8_weight_only", "ct_fp8_kv_scales")
+        ),
         ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "in_columns": True}),
     ],
     ids=str,

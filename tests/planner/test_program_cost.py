@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import Topology, topology_mesh
+from tests.long import long
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (sgl-jax[tpu]) is not installed"
@@ -63,7 +64,7 @@ def test_a_loop_counts_as_often_as_it_turns():
 
 
 # A tpu7x has SparseCores do this one: the program calls it, and computes on meanwhile.
-@pytest.mark.parametrize("slice_name", ["v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
+@pytest.mark.parametrize("slice_name", ["v5e-8", *long("v5p-16", "v6e-8"), "tpu7x-8"])
 def test_every_generation_counts_the_exchange_of_each_layer(slice_name):
     cost = layers_cost(slice_name, 8, 4, 128, 4096)
     (reduced,) = cost.collectives
@@ -93,8 +94,12 @@ def product_beside_gather(slice_name, options):
 @pytest.mark.parametrize(
     ("slice_name", "options"),
     [
-        ("v6e-4", ["xla_tpu_enable_sparse_core_collective_offload_all_gather"]),
-        (
+        pytest.param(
+            "v6e-4",
+            ["xla_tpu_enable_sparse_core_collective_offload_all_gather"],
+            id="SparseCore",
+        ),
+        pytest.param(
             "v5e-4",
             [
                 "xla_enable_async_all_gather",
@@ -102,9 +107,10 @@ def product_beside_gather(slice_name, options):
                 "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
                 "xla_tpu_enable_async_collective_fusion_multiple_steps",
             ],
+            id="fusions",
+            marks=pytest.mark.long,
         ),
     ],
-    ids=["SparseCore", "fusions"],
 )
 def test_cycles_between_the_start_and_the_end_of_an_exchange_are_beside_it(slice_name, options):
     alone = product_beside_gather(slice_name, {"xla_enable_async_all_gather": False})

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.chromium import OpenPage, browser, open_tab, wait_until
 from tests.server.server_process import SCRIPTED, running_server
 
@@ -24,6 +26,13 @@ def server_url(model: Path, *flags: str) -> Iterator[str]:
         yield server.wait_ready().url + "/"
 
 
+@pytest.fixture(scope="module")
+def plain_url(model_folder: Path) -> Iterator[str]:
+    """A server that several tests share."""
+    with server_url(model_folder) as url:
+        yield url
+
+
 def enter(page: Any, text: str) -> None:
     """Type a line into the element with the focus."""
     page.keyboard.insert_text(text)
@@ -31,43 +40,41 @@ def enter(page: Any, text: str) -> None:
 
 
 def test_a_conversation_is_streamed_measured_stopped_and_reset(
-    model_folder: Path, open_tab: OpenPage
+    plain_url: str, open_tab: OpenPage
 ) -> None:
     markup = "<img src=x onerror=alert(1)> <b>bold</b>"
-    with server_url(model_folder) as url:
-        page = open_tab(url)
-        enter(page, markup)
-        wait_until(page, HAS_ANSWER)
-        assert page.evaluate(MESSAGES) == [markup, markup]
-        assert page.locator("#log img, #log b").count() == 0
-        first, rate, num_tokens, num_prompt, num_cached = page.locator("dd").all_text_contents()
-        assert first.endswith(" ms")
-        assert 10 < float(rate) < 60
-        assert int(num_cached) == int(num_prompt) // 2
-        assert page.locator("#chart rect").count() == int(num_tokens)
-        assert page.locator("#chart rect.first").count() == 1
+    page = open_tab(plain_url)
+    enter(page, markup)
+    wait_until(page, HAS_ANSWER)
+    assert page.evaluate(MESSAGES) == [markup, markup]
+    assert page.locator("#log img, #log b").count() == 0
+    first, rate, num_tokens, num_prompt, num_cached = page.locator("dd").all_text_contents()
+    assert first.endswith(" ms")
+    assert 10 < float(rate) < 60
+    assert int(num_cached) == int(num_prompt) // 2
+    assert page.locator("#chart rect").count() == int(num_tokens)
+    assert page.locator("#chart rect.first").count() == 1
 
-        enter(page, "on and on " * 100)
-        wait_until(page, f"({MESSAGES})[3]?.length > 20")
-        page.click("#stop")
-        wait_until(page, IS_IDLE)
-        assert 20 < len(page.evaluate(MESSAGES)[3]) < 900
+    enter(page, "on and on " * 100)
+    wait_until(page, f"({MESSAGES})[3]?.length > 20")
+    page.click("#stop")
+    wait_until(page, IS_IDLE)
+    assert 20 < len(page.evaluate(MESSAGES)[3]) < 900
 
-        page.click("#reset")
-        enter(page, "Again.")
-        wait_until(page, HAS_ANSWER)
-        assert page.evaluate(MESSAGES) == ["Again.", "Again."]
+    page.click("#reset")
+    enter(page, "Again.")
+    wait_until(page, HAS_ANSWER)
+    assert page.evaluate(MESSAGES) == ["Again.", "Again."]
 
 
-def test_a_refusal_is_shown_and_the_message_stays(model_folder: Path, open_tab: OpenPage) -> None:
-    with server_url(model_folder) as url:
-        page = open_tab(url, expected_error="status of 400")
-        page.evaluate("document.getElementById('max-tokens').value = 10 ** 9")
-        enter(page, "Hello.")
-        wait_until(page, f"{IS_IDLE} && !document.getElementById('notice').hidden")
-        assert "max_tokens" in page.text_content("#notice")
-        assert page.input_value("#message") == "Hello."
-        assert page.evaluate(MESSAGES) == []
+def test_a_refusal_is_shown_and_the_message_stays(plain_url: str, open_tab: OpenPage) -> None:
+    page = open_tab(plain_url, expected_error="status of 400")
+    page.evaluate("document.getElementById('max-tokens').value = 10 ** 9")
+    enter(page, "Hello.")
+    wait_until(page, f"{IS_IDLE} && !document.getElementById('notice').hidden")
+    assert "max_tokens" in page.text_content("#notice")
+    assert page.input_value("#message") == "Hello."
+    assert page.evaluate(MESSAGES) == []
 
 
 def test_a_key_is_asked_for_when_the_server_needs_one(

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.long import long
 from tests.server.server_process import SCRIPTED, running_server
 
 NUM_REQUESTS = 60
@@ -27,7 +28,7 @@ def dead_port(*, is_silent: bool) -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("is_silent", [*long(False), True])
 def test_the_server_serves_and_ends_as_ever(model_folder: Path, is_silent: bool) -> None:
     with dead_port(is_silent=is_silent) as port:
         flags = ("--enable-trace", "--otlp-traces-endpoint", f"127.0.0.1:{port}")

@@ -18,6 +18,7 @@ from sgl_jax.server.errors import ApiError, install_error_handlers
 from sgl_jax.server.guards import bodies
 from sgl_jax.server.guards.bodies import JsonRoute, check_shape
 from sgl_jax.server.guards.limits import Limits
+from tests.long import long
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\,:[]{}/\n é😀')
 VALUES = st.recursive(
@@ -29,7 +30,7 @@ VALUES = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", autouse=True, params=[1, 2, 3, 7, 2**20])
+@pytest.fixture(scope="module", autouse=True, params=[1, *long(2, 3), 7, 2**20])
 def slices(request: pytest.FixtureRequest) -> Iterator[None]:
     """Slices so small that every kind of byte is at the end of one."""
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +86,7 @@ class Body(BaseModel):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("num_items", "thread"), [(1_000, "MainThread"), (50_000, "json")])
+@pytest.mark.parametrize(("num_items", "thread"), [(1_000, "MainThread"), (40_000, "json")])
 async def test_a_long_body_is_validated_once_and_beside_the_loop(
     num_items: int, thread: str
 ) -> None:

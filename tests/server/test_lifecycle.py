@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.engine.scripted_engine import CRASH_SEED, MAX_RUNNING, SLOW_CRASH_SEED, SLOW_START_SEED
+from tests.long import long
 from tests.server.server_process import SCRIPTED, Server, running_server
 from tests.waiting import until
 
@@ -76,7 +77,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error(start: Callable[..., Se
     assert server.wait_exit() == 0
 
 
-@pytest.mark.parametrize("is_abstract", [False, True])
+@pytest.mark.parametrize("is_abstract", [False, *long(True)])
 def test_systemd_is_notified_of_ready_and_stopping(
     model_folder: Path, tmp_path: Path, is_abstract: bool
 ) -> None:
@@ -126,7 +127,7 @@ def test_when_the_engine_dies_so_does_the_server_and_says_why(
     assert any("killed by signal 9" in line for line in server.printed)
 
 
-@pytest.mark.parametrize("signalled", [False, True])
+@pytest.mark.parametrize("signalled", [False, *long(True)])
 def test_an_engine_that_fails_and_lingers_holds_up_nothing(
     start: Callable[..., Server], signalled: bool
 ) -> None:
@@ -247,7 +248,7 @@ def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., 
     assert {a.json()["error"]["code"] for a in answers if a.status_code == 503} == {"queue_full"}
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [*long(False), True])
 def test_a_stopped_engine_does_not_hold_up_the_end(
     start: Callable[..., Server], busy: bool
 ) -> None:

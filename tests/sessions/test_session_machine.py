@@ -41,7 +41,7 @@ MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
 # The default run's share of examples.
 OPTIONS: dict[str, Any] = {
-    "max_examples": 40,
+    "max_examples": 20,
     "stateful_step_count": 25,
     "suppress_health_check": [HealthCheck.too_slow],
 }

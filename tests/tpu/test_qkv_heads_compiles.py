@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 from sgl_jax.kernels.tpu_chip import LANES
-from sgl_jax.planner.topology import CHIPS
+from tests.long import long
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, num_kernels, struct
 
 
@@ -43,7 +43,7 @@ def assert_compiles(shape, mesh):
     assert seconds < MAX_COMPILE_S
 
 
-@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize("generation", generations("v5e"))
 def test_every_generation_compiles_it(generation, tpu_mesh):
     assert_compiles(Shape(), tpu_mesh(generation))
 
@@ -62,6 +62,6 @@ SHAPES = {
 
 # The oldest generation knows the fewest operations and has the least memory.
 @pytest.mark.parametrize("generation", generations("v5e"))
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*list(SHAPES)[:-2], *long("many heads"), "float32"])
 def test_other_shapes_compile(name, generation, tpu_mesh):
     assert_compiles(SHAPES[name], tpu_mesh(generation))

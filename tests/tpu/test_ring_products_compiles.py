@@ -58,7 +58,13 @@ def compiled(slice_name, num_chips, num_tokens, widths, *, is_quantized):
 @pytest.mark.parametrize("num_tokens", [8, 128, pytest.param(512, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize(
-    ("slice_name", "num_chips"), [("v5e-8", 8), ("v6e-8", 8), ("v5p-8", 4), ("tpu7x-8", 8)]
+    ("slice_name", "num_chips"),
+    [
+        ("v5e-8", 8),
+        pytest.param("v6e-8", 8, marks=pytest.mark.long),
+        pytest.param("v5p-8", 4, marks=pytest.mark.long),
+        pytest.param("tpu7x-8", 8, marks=pytest.mark.long),
+    ],
 )
 def test_every_generation_multiplies_a_layer_in_place(
     slice_name, num_chips, is_quantized, num_tokens
@@ -69,7 +75,7 @@ def test_every_generation_multiplies_a_layer_in_place(
     assert program.memory_analysis().temp_size_in_bytes < 8 << 20
 
 
-@pytest.mark.parametrize("model", ["32b", "70b"])
+@pytest.mark.parametrize("model", [pytest.param("32b", marks=pytest.mark.long), "70b"])
 def test_widths_of_published_models_compile(model):
     assert num_kernels(compiled("v6e-8", 8, 256, WIDTHS[model], is_quantized=False)) == 2
 

@@ -11,7 +11,6 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.write import write_kv
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
-from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
     compile_on,
@@ -108,7 +107,8 @@ def assert_compiles_in_place(kernel, shape, mesh, may_turn=False):
 KERNELS = ("write", "decode", "prefill")
 
 
-@pytest.mark.parametrize("generation", CHIPS)
+# The oldest generation knows the fewest operations, so it refuses most.
+@pytest.mark.parametrize("generation", generations("v5e"))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_generation_compiles_it_in_place_and_soon(kernel, generation, tpu_mesh):
     assert_compiles_in_place(kernel, Shape(), tpu_mesh(generation))
@@ -131,16 +131,9 @@ SHAPES = {
     "rows of 8192 pages": Shape(page_size=16, rows=64, table_width=8192),
 }
 # Of prefill; `test_kernels_compile.py` has others, of all three.
-BY_DEFAULT = {
-    "small pages",
-    "large pages, head_dim 256",
-    "head_dim 64, window and sinks",
-    "one KV head of 7 queries",
-    "float32",
-}
+BY_DEFAULT = {"one KV head of 7 queries", "many heads of their own", "float32"}
 
 
-# The oldest generation knows the fewest operations, so it refuses most.
 @pytest.mark.parametrize("generation", generations("v5e"))
 @pytest.mark.parametrize(
     ("kernel", "name"),

@@ -73,7 +73,7 @@ def check(case, run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     st.sampled_from(SIZES),
     st.sampled_from(DTYPES),

@@ -89,7 +89,7 @@ def check_places(experts, first, num_own, run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.sampled_from(SIZES), st.sampled_from((2, 3, 10**6)), st.integers(0, 2**32 - 1))
 def test_the_most_probable_experts_are_chosen(mode, size, levels, seed):
     num_experts, top_k, num_tokens = size
@@ -113,7 +113,7 @@ def test_a_router_without_biases():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.sampled_from(SIZES),
     st.sampled_from((0, 1, 3)),

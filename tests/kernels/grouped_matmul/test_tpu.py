@@ -22,6 +22,7 @@ from tests.kernels.grouped_matmul.problems import (
     quantized_problem,
 )
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
+from tests.long import long, long_but
 
 PROGRAMS = (
     Program(),
@@ -62,8 +63,9 @@ def check_in_both_modes(case):
         check(case, multiply(case.program, mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, deadline=None)
+# By default in one mode: a fixed case is tried in both.
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+@settings(max_examples=4, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_each_line_is_multiplied_with_the_matrix_of_its_group(mode, case):
     check(case, compiled(case.program, MODES[mode]))
@@ -77,8 +79,13 @@ def test_each_line_meets_its_group_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "mode"),
+    [
+        *((False, "lazy"), (True, "eager")),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in ((False, "eager"), (True, "lazy"))),
+    ],
+)
 @pytest.mark.parametrize(
     "scheme",
     [Scheme("int8"), Scheme("int4", 32, has_zero_points=True), Scheme("mxfp4", 32)],
@@ -195,7 +202,13 @@ def test_without_a_fault_the_case_that_they_are_seeded_into_passes():
     check_in_both_modes(CROSSING)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Each traces and compiles the kernel anew.
+@pytest.mark.parametrize(
+    "fault",
+    long_but(
+        FAULTS, lose_the_last_line_of_a_group, read_another_group, visit_tiles_in_another_order
+    ),
+)
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

@@ -29,7 +29,8 @@ PROGRAMS = (
     Program(3, tokens=150),
     Program(4, tokens=128, is_quantized=True, activation="int8"),
 )
-QUICK = PROGRAMS[5:7]
+# By default one in each mode.
+BY_DEFAULT = ((PROGRAMS[5], "lazy"), (PROGRAMS[6], "eager"))
 
 
 def multiply(program, interpret):
@@ -60,12 +61,16 @@ def run_and_check(program, seed, run):
     check(program, problem, simulate(run, problem))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "program",
+    ("program", "mode"),
     [
-        pytest.param(program, id=str(program), marks=() if program in QUICK else pytest.mark.long)
+        pytest.param(
+            *(program, mode),
+            id=f"{program}-{mode}",
+            marks=() if (program, mode) in BY_DEFAULT else pytest.mark.long,
+        )
         for program in PROGRAMS
+        for mode in MODES
     ],
 )
 @settings(max_examples=2)
@@ -145,11 +150,7 @@ FAULTS = (
     leave_messages_under_way,
     leave_out_the_last_rows,
 )
-QUICKLY_NOTICED = (
-    send_before_the_neighbours_are_there,
-    read_another_layer,
-    use_blocks_that_have_not_come,
-)
+QUICKLY_NOTICED = (send_before_the_neighbours_are_there,)
 OVER_FOUR = Program(4, tokens=128, inner=128)  # in two blocks
 
 

@@ -30,6 +30,7 @@ from tests.kernels.simulation import (
     assert_close,
     simulate,
 )
+from tests.long import long_but
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),
@@ -220,7 +221,11 @@ def test_without_a_fault_the_cases_of_the_faults_pass(case):
     check(case, compiled(case.program, LAZY))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
+# Each traces and compiles the kernel anew.
+SOME = (FAULTS[0], fetch_another_page, see_a_key_too_many, give_rows_of_a_stack_to_its_first_head)
+
+
+@pytest.mark.parametrize("fault", long_but(FAULTS, *SOME), ids=name_of)
 def test_a_seeded_fault_gives_wrong_results(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

@@ -23,6 +23,7 @@ from tests.kernels.attention.problems import (
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, NoWait, assert_close, simulate
+from tests.long import long
 
 MAX_CHUNK = 80  # more than a block of queries
 PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)
@@ -100,7 +101,8 @@ def check(case, run):
     np.testing.assert_array_equal(out[end:], problem.q[end:])
 
 
-@pytest.mark.parametrize("mode", MODES)
+# By default in one mode: a fixed case is tried in both.
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 @settings(max_examples=2, deadline=None)
 @given(case=cases(PROGRAMS, max_prefills=3, max_chunk=MAX_CHUNK))
 @example(Case(PLAIN, [], [], 0, 0))
@@ -200,16 +202,21 @@ def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
     [
         (Pages, "wait", no_wait_for_keys, "lazy"),
         (Pages, "wait", no_wait_for_keys, "eager"),
-        (prefill, "attend_heads", keys_of_the_other_buffer, "lazy"),
         (prefill, "seen_keys", a_mask_off_by_one, "lazy"),
         (Pages, "page_copy", the_page_before, "lazy"),
-        (prefill, "clear_unseen_values", values_of_unused_slots, "lazy"),
-        (prefill, "q_copies", queries_not_waited_for, "lazy"),
-        (Pages, "table_copy", page_ids_not_waited_for, "lazy"),
         (prefill, "out_copies", results_not_waited_for, "eager"),
         (query_blocks, "block_runs", more_queries_than_the_row_has, "lazy"),
-        (prefill, "attend_heads", masked_blocks_taken_for_clear, "lazy"),
-        (prefill, "attend_heads", never_the_first_keys, "lazy"),
+        *(
+            pytest.param(*own, "lazy", marks=pytest.mark.long)
+            for own in (
+                (prefill, "attend_heads", keys_of_the_other_buffer),
+                (prefill, "clear_unseen_values", values_of_unused_slots),
+                (prefill, "q_copies", queries_not_waited_for),
+                (Pages, "table_copy", page_ids_not_waited_for),
+                (prefill, "attend_heads", masked_blocks_taken_for_clear),
+                (prefill, "attend_heads", never_the_first_keys),
+            )
+        ),
     ],
 )
 def test_a_seeded_bug_is_noticed(module, part, bug, mode, monkeypatch):

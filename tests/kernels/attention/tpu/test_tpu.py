@@ -65,8 +65,7 @@ def check(case, mode):
     [
         (PROGRAMS[0], "eager"),
         (PROGRAMS[1], "lazy"),
-        (EIGHT_BITS, "lazy"),
-        pytest.param(EIGHT_BITS, "eager", marks=pytest.mark.long),
+        *(pytest.param(EIGHT_BITS, mode, marks=pytest.mark.long) for mode in ("lazy", "eager")),
     ],
 )
 def test_a_mixed_step_agrees_with_float64(program, mode):

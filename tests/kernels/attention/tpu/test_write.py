@@ -20,6 +20,7 @@ from tests.kernels.attention.problems import (
     with_new_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.long import long, long_but
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=1, tokens=64),
@@ -62,8 +63,9 @@ def check_in_both_modes(case):
         check(case, write(case.program, mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, deadline=None)
+# By default in one mode: a fixed case is tried in both.
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+@settings(max_examples=4, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_new_tokens_land_in_their_slots_and_nothing_else_changes(mode, case):
     check(case, compiled(case.program, MODES[mode]))
@@ -169,7 +171,10 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Each traces and compiles the kernel anew.
+@pytest.mark.parametrize(
+    "fault", long_but(FAULTS, forget_read_wait, write_another_page, start_a_row_late)
+)
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

@@ -20,6 +20,7 @@ from tests.kernels.gated_delta.problems import (
     num_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.long import long, long_but
 
 PROGRAMS = (
     Program(key_heads=1, group=2, key_dim=128, value_dim=128, tokens=150, max_drafts=1, rows=12),
@@ -58,8 +59,9 @@ def check_in_both_modes(case):
         check(case, conv(case.program, mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=4, deadline=None)
+# By default in one mode: a fixed case is tried in both.
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+@settings(max_examples=2, deadline=None)
 @given(case=cases(PROGRAMS, max_prefills=4))
 def test_any_step_agrees_with_the_reference(mode, case):
     check(case, compiled(case.program, MODES[mode]))
@@ -137,7 +139,8 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Each traces and compiles the kernel anew.
+@pytest.mark.parametrize("fault", long_but(FAULTS, FAULTS[0], see_the_token_before))
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

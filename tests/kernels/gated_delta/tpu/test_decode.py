@@ -20,6 +20,7 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.long import long_but
 
 SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 24, "rows": 7, "max_snapshots": 1}
 PROGRAMS = (
@@ -69,7 +70,7 @@ def check_in_both_modes(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_decode_rows_agree_with_the_reference(mode, case):
     check(case, compiled(case.program, MODES[mode]))
@@ -146,7 +147,8 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Each traces and compiles the kernel anew.
+@pytest.mark.parametrize("fault", long_but(FAULTS, FAULTS[0], write_the_next_slot))
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

@@ -20,6 +20,7 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.long import long
 
 SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 200, "rows": 5, "max_snapshots": 3}
 PROGRAMS = (
@@ -73,7 +74,8 @@ def check_in_both_modes(case):
         check(case, prefill(case.program, mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
+# By default in one mode: a fixed case is tried in both.
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 @settings(max_examples=2, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_prefill_rows_agree_with_the_reference(mode, case):
@@ -94,14 +96,17 @@ MIXED = Case(PROGRAMS[0], [(4, 1)], [(30, 130), (0, 40), (7, 1)], [(1, 0.3), (2,
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "case",
-    [MIXED, MIXED._replace(same_keys=True), MIXED._replace(prefills=[])],
-    ids=["some", "the same keys", "none"],
+    [
+        pytest.param(MIXED, id="some"),
+        pytest.param(MIXED._replace(same_keys=True), id="the same keys", marks=pytest.mark.long),
+        pytest.param(MIXED._replace(prefills=[]), id="none"),
+    ],
 )
 def test_prompts_beside_decode_rows(case, mode):
     check(case, compiled(case.program, MODES[mode]))
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[2], BFLOAT16_STATES])
+@pytest.mark.parametrize("program", [PROGRAMS[2], *long(BFLOAT16_STATES)])
 def test_bfloat16(program):
     check(MIXED._replace(program=program, same_keys=True), compiled(program, EAGER))
 
@@ -114,7 +119,7 @@ def test_a_step_of_less_than_a_chunk():
 PROMPT = Case(PROGRAMS[0], [], [(0, 190)], [], seed=3)
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[2]])
+@pytest.mark.parametrize("program", [PROGRAMS[0], *long(PROGRAMS[2])])
 @pytest.mark.parametrize("beta", [0.0, 1e-6, 1.0])
 def test_a_beta_at_its_ends(beta, program):
     problem = build(PROMPT._replace(program=program))
@@ -122,7 +127,7 @@ def test_a_beta_at_its_ends(beta, program):
     check_problem(problem, program, compiled(program, EAGER))
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[2]])
+@pytest.mark.parametrize("program", [PROGRAMS[0], *long(PROGRAMS[2])])
 def test_much_is_forgotten_and_then_little(program):
     problem = build(PROMPT._replace(program=program, same_keys=True))
     problem.log_decay[:, 0] = -1e-5
@@ -203,13 +208,13 @@ FAULTS = (
 
 
 # Each traces and compiles the kernel anew.
-QUICKEST = {"forget_to_wait_in_for_inputs", "write_another_slot", "solve_one_size_less"}
+BY_DEFAULT = {"forget_to_wait_in_for_inputs"}
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=() if fault.__name__ in QUICKEST else pytest.mark.long)
+        pytest.param(fault, marks=() if fault.__name__ in BY_DEFAULT else pytest.mark.long)
         for fault in FAULTS
     ],
 )
