@@ -3,6 +3,7 @@
     python -m benchmarks.hosts.channel --hosts 8 --ranks 8 --rows 256
 
 Each other host is a process on this machine's loopback, which receives and decodes every command.
+Host 0 has one core for itself, and the others share the rest.
 With `--stopped`, one of them is stopped before the steps: sending must not wait for it.
 """
 
@@ -46,16 +47,18 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=15000)
     parser.add_argument("--stopped", action="store_true", help="stop one host before the steps")
     args = parser.parse_args()
+    first, *rest = sorted(os.sched_getaffinity(0))
     plans = [_plan(args.ranks, args.rows, step) for step in range(args.steps)]
     size = len(make_encoder().encode(Launch(plans[0])))
     leader = LeaderLink(_group(args, 0), _KEY, _TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=_follow, args=(_group(args, rank),), daemon=True)
+        context.Process(target=_follow, args=(_group(args, rank), rest), daemon=True)
         for rank in range(1, args.hosts)
     ]
     for process in others:
         process.start()
+    os.sched_setaffinity(0, {first})
     leader.meet({}, _TIMEOUT_S)
     if args.stopped:
         os.kill(_pid(others[0]), signal.SIGSTOP)
@@ -95,8 +98,10 @@ def _group(args: argparse.Namespace, rank: int) -> HostGroup:
     return HostGroup(args.hosts, rank, "127.0.0.1", args.port)
 
 
-def _follow(group: HostGroup) -> None:
+def _follow(group: HostGroup, cores: list[int]) -> None:
     """A host that does nothing with its commands."""
+    if cores:
+        os.sched_setaffinity(0, cores)
     threading.current_thread().name = f"host {group.rank}"
     link = FollowerLink(group, _KEY, _TIMEOUT_S, Progress())
     link.meet({}, _TIMEOUT_S)
