@@ -53,19 +53,15 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
     ("family", "setup"),
     [
         *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
-        ("llama", TWO_CHIPS),
         ("llama", SPLIT_WEIGHTS),
-        ("qwen3_moe_mixed", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
-        *[(family, TWO_CHIPS) for family in ("gemma3", "gpt_oss", "qwen3_5")],
+        *[(family, TWO_CHIPS) for family in ("gpt_oss", "qwen3_5")],
         ("qwen3", UNROLLED),
-        ("llama", COLUMNS),
         ("qwen3", COLUMNS_UNROLLED),
         ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
         ("qwen3_moe", EXPERTS_OVER_A_RANK),
         ("gpt_oss", EXPERTS_OVER_RANKS),
-        ("qwen3_moe_mixed", COPIED_EXPERTS),
         ("qwen3_moe_mixed", WHOLE_EXPERTS_BESIDE_COLUMNS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
         *[
@@ -76,7 +72,9 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in WITH_WINDOWS
                     for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
                 ],
-                ("qwen3_moe_mixed", UNROLLED),
+                *(("llama", setup) for setup in (TWO_CHIPS, COLUMNS)),
+                *(("qwen3_moe_mixed", own) for own in (SPLIT_WEIGHTS, UNROLLED, COPIED_EXPERTS)),
+                ("gemma3", TWO_CHIPS),
                 ("qwen2_windows", COLUMNS),
                 ("gemma3", COLUMNS),
                 ("qwen2", COLUMNS_OVER_FOUR),

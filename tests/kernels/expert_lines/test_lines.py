@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -28,9 +29,7 @@ def choices(draw):
     return np.array(tokens, np.int32).T
 
 
-@settings(max_examples=60, deadline=None)
-@given(choices())
-def test_places_are_those_of_a_stable_sort(experts):
+def check_places(experts):
     lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     flat = experts.reshape(-1)
     counts = [int((flat == expert).sum()) for expert in range(NUM_EXPERTS)]
@@ -43,9 +42,21 @@ def test_places_are_those_of_a_stable_sort(experts):
     assert_array_equal(np.asarray(lines.tokens)[lines.places], token)
 
 
-@settings(max_examples=40, deadline=None)
-@given(choices(), st.integers(1, 5))
-def test_parts_of_any_size_add_up_to_the_whole(experts, size):
+# Each shape is a program of its own.
+@settings(max_examples=15, deadline=None)
+@given(choices())
+def test_places_are_those_of_a_stable_sort(experts):
+    check_places(experts)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(choices())
+def test_places_are_those_of_a_stable_sort_however_often_it_is_tried(experts):
+    check_places(experts)
+
+
+def check_parts(experts, size):
     lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = experts.shape[1]
@@ -71,6 +82,19 @@ def test_parts_of_any_size_add_up_to_the_whole(experts, size):
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
     jax.effects_barrier()
     assert sum(seen) == lines.num_used
+
+
+@settings(max_examples=15, deadline=None)
+@given(choices(), st.integers(1, 5))
+def test_parts_of_any_size_add_up_to_the_whole(experts, size):
+    check_parts(experts, size)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(choices(), st.integers(1, 5))
+def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size):
+    check_parts(experts, size)
 
 
 def test_a_chip_takes_its_share_and_half_of_it_more_at_a_time():

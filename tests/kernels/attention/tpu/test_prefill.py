@@ -203,13 +203,13 @@ def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
         (Pages, "wait", no_wait_for_keys, "lazy"),
         (Pages, "wait", no_wait_for_keys, "eager"),
         (prefill, "seen_keys", a_mask_off_by_one, "lazy"),
-        (Pages, "page_copy", the_page_before, "lazy"),
         (prefill, "out_copies", results_not_waited_for, "eager"),
-        (query_blocks, "block_runs", more_queries_than_the_row_has, "lazy"),
         *(
             pytest.param(*own, "lazy", marks=pytest.mark.long)
             for own in (
                 (prefill, "attend_heads", keys_of_the_other_buffer),
+                (Pages, "page_copy", the_page_before),
+                (query_blocks, "block_runs", more_queries_than_the_row_has),
                 (prefill, "clear_unseen_values", values_of_unused_slots),
                 (prefill, "q_copies", queries_not_waited_for),
                 (Pages, "table_copy", page_ids_not_waited_for),
