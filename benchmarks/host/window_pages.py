@@ -20,7 +20,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.planner.plot_file import figure_class
+from sgl_jax.planner.plot_file import figure_class, save_figure
 from sgl_jax.scheduler.scheduler import Scheduler
 
 _VOCAB_SIZE = 32_000
@@ -75,7 +75,7 @@ def plot(counts: Int32Array, sizes: EngineSizes, path: Path) -> None:
     axes.set(xlabel="tokens of the request", ylabel=f"pages of {sizes.page_size} tokens")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

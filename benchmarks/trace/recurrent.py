@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.row_states import take_snapshot_slot
-from sgl_jax.planner.plot_file import figure_class
+from sgl_jax.planner.plot_file import figure_class, save_figure
 
 _CHUNK_TOKENS = 2048
 _FULL = CacheGroup(None)
@@ -185,4 +185,4 @@ def plot_shares(rates: Mapping[int, RecurrentRates], title: str, path: Path) -> 
     axes.title.set_fontsize(10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)

@@ -1,6 +1,9 @@
-"""Plots that commands write: a check of the file's name, and the import of matplotlib."""
+"""Plots that commands write: a check of the file's name, the import of matplotlib, the last
+strokes."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -11,6 +14,18 @@ def check_plot_file(path: Path) -> None:
         raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {path.name!r}")
     if not path.parent.is_dir():
         raise ValueError(f"--plot: there is no folder {str(path.parent)!r}")
+
+
+def add_grids_and_legends(panels: Iterable[Any]) -> None:
+    """Give each panel (matplotlib's Axes) a light grid, and a legend beside it."""
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure; the same figure makes the same file, so an SVG has no date."""
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def figure_class() -> type:

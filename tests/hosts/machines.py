@@ -31,7 +31,7 @@ def _ip(*words: str) -> None:
 
 @functools.cache
 def can_cut() -> bool:
-    """Whether this process may make namespaces and bridges."""
+    """True if this process may make namespaces and bridges."""
     if os.geteuid() or not shutil.which("ip"):
         return False
     name = f"try{os.getpid()}"

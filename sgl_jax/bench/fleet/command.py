@@ -21,13 +21,14 @@ from sgl_jax.bench.trace.reading import read_trace
 from sgl_jax.bench.trace.simulated_engine import (
     DEFAULT_PAGE_SIZE,
     PLANNER_SETTINGS,
+    add_record,
     add_settings,
     add_step_time,
     check_engine,
+    print_result,
     simulated_engine,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
 _SETTINGS = (
@@ -42,16 +43,7 @@ _MAX_QUEUED = 20_000
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     words = _parser().parse_args(argv)
-    try:
-        text = _run(words)
-    except MemoryDefectError as error:
-        print(f"the memory is wrong: {error}", file=sys.stderr)
-        return 1
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    return print_result(lambda: _run(words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,12 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve recorded traffic by many engines, without a device: the real scheduler "
         "and memory of each, behind a router.",
     )
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="requests, one JSON object a line: docs/measurements/recorded_traffic.md",
-    )
-    parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
+    add_record(parser)
     parser.add_argument(
         "--num-engines", type=int, default=8, metavar="N", help="of one rank each (%(default)s)"
     )
@@ -98,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that the engines share (one for each core)",
     )
-    parser.add_argument("--json", action="store_true", help="print values as JSON")
     parser.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
     add_settings(parser, _SETTINGS)
     add_step_time(parser.add_argument_group("the clock"))

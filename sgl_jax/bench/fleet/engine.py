@@ -37,7 +37,6 @@ class ServedRequest(NamedTuple):
     engine: int
     first_token_s: float
     end_s: float
-    prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     is_refused: bool
@@ -93,8 +92,7 @@ class FleetEngine:
         self._step_seconds = step_seconds
         self._flight: _Flight | None = None
         self._first_token_s: dict[str, float] = {}  # of running requests
-        self._prompt_lens: dict[str, int] = {}  # of unfinished requests
-        self._num_outputs: dict[str, int] = {}
+        self._num_outputs: dict[str, int] = {}  # tokens of unfinished requests
         self._began: list[int] = []
         self._served: list[ServedRequest] = []
         self._all_rows = np.arange(sizes.num_rows)
@@ -114,7 +112,7 @@ class FleetEngine:
         now_s = request.arrival_s
         self.run_until(now_s)
         traced, rid = request.traced, str(request.number)
-        self._prompt_lens[rid], self._num_outputs[rid] = traced.input_len, 0
+        self._num_outputs[rid] = 0
         # An array in place of a list, which would take longer to make and read than all the rest.
         tokens: Any = prompt_tokens(traced)
         message = GenerateRequest(
@@ -239,7 +237,6 @@ class FleetEngine:
                         engine=self._index,
                         first_token_s=self._first_token_s.pop(rid, now_s),
                         end_s=now_s,
-                        prompt_tokens=self._prompt_lens.pop(rid),
                         cached_tokens=output.cached_tokens,
                         output_tokens=self._num_outputs.pop(rid),
                         is_refused=output.finish.type == "abort",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.bench.fleet.run import FleetRun
-from sgl_jax.planner.plot_file import figure_class
+from sgl_jax.planner.plot_file import add_grids_and_legends, figure_class, save_figure
 
 _PERCENTILES = (50, 90, 99)
 
@@ -90,11 +90,9 @@ def plot_fleet(runs: Mapping[str, FleetRun], target: Target, title: str, path: P
     first.set(xscale="log", xlabel="seconds to the first token", ylabel="share of the requests")
     hits.set(ylabel="hit rate", ylim=(0, None))
     good.set(ylabel="share of good answers", ylim=(0, 1), xlabel="minute of the arrival")
-    for axes in (first, hits, good):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    add_grids_and_legends((first, hits, good))
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
 
 
 def _minutes(run: FleetRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

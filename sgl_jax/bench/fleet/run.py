@@ -101,7 +101,7 @@ def _figures(traffic: Traffic, served: list[ServedRequest], totals: list[EngineT
     # Each field an array over the requests.
     columns: Any = ServedRequest._make(map(np.array, zip(*sorted(served), strict=True)))
     is_refused = columns.is_refused
-    wanted = np.array([traffic.output_len(number) for number in range(len(traffic))])
+    wanted = traffic.output_lens
     if (wrong := ~is_refused & (columns.output_tokens != wanted)).any():
         first = int(wrong.argmax())
         raise RuntimeError(
@@ -112,7 +112,7 @@ def _figures(traffic: Traffic, served: list[ServedRequest], totals: list[EngineT
         first_token_s=np.where(is_refused, np.nan, columns.first_token_s - traffic.arrivals_s),
         end_s=columns.end_s - traffic.arrivals_s,
         engines=columns.engine,
-        prompt_tokens=columns.prompt_tokens,
+        prompt_tokens=traffic.input_lens,
         cached_tokens=columns.cached_tokens,
         output_tokens=columns.output_tokens,
         is_refused=is_refused,

@@ -34,6 +34,8 @@ class Traffic:
         trace: at least one request, in order of arrival.
         copies: number of copies.
         speedup: factor by which arrivals are faster than recorded.
+
+    `arrivals_s`, `input_lens` and `output_lens` (tokens) have an entry for each request.
     """
 
     def __init__(self, trace: Sequence[TracedRequest], copies: int, speedup: float = 1.0) -> None:
@@ -49,17 +51,14 @@ class Traffic:
         order = np.argsort(arrivals_s, kind="stable")
         self.arrivals_s = arrivals_s[order]
         self._copies, self._indices = np.divmod(order, len(trace))
+        self.input_lens = np.array([request.input_len for request in trace])[self._indices]
+        self.output_lens = np.array([request.output_len for request in trace])[self._indices]
 
     def __len__(self) -> int:
         return len(self.arrivals_s)
 
     def __iter__(self) -> Iterator[FleetRequest]:
         return map(self.request, range(len(self)))
-
-    def output_len(self, number: int) -> int:
-        """Tokens of the answer to request `number`."""
-        output_len: int = self._trace[self._indices[number]].output_len
-        return output_len
 
     def request(self, number: int) -> FleetRequest:
         """Request `number`, with the block ids of its copy."""

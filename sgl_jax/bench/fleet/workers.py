@@ -193,7 +193,7 @@ def _send(pipe: Connection, message: Interval | None) -> None:
     try:
         pipe.send(message)
     except OSError:
-        while True:  # the reason comes after the reports that nobody read
+        while True:  # its error follows the reports that were not received yet
             _received(pipe)
 
 

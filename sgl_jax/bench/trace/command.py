@@ -6,7 +6,6 @@ Exit code 0: the run ended and its memory passed the audit. 1: the memory and it
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +18,14 @@ from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.simulated_engine import (
     DEFAULT_PAGE_SIZE,
     PLANNER_SETTINGS,
+    add_record,
     add_settings,
     add_step_time,
     check_engine,
+    print_result,
     simulated_engine,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
@@ -41,19 +41,14 @@ _CAPACITIES = "1000,3000,10000,30000"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     words = _parser().parse_args(argv)
-    try:
-        _check(words)
-        trace = read_trace(words.file, words.num_requests)
-        run = _cache_only if words.cache_only else _served
-        text = run(trace, words)
-    except MemoryDefectError as error:
-        print(f"the memory is wrong: {error}", file=sys.stderr)
-        return 1
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    return print_result(lambda: _run(words))
+
+
+def _run(words: argparse.Namespace) -> str:
+    _check(words)
+    trace = read_trace(words.file, words.num_requests)
+    run = _cache_only if words.cache_only else _served
+    return run(trace, words)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,13 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="sgl-jax bench trace",
         description="Serve recorded traffic by the real scheduler and memory, without a device.",
     )
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="requests, one JSON object a line: docs/measurements/recorded_traffic.md",
-    )
-    parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
-    parser.add_argument("--json", action="store_true", help="print values as JSON")
+    add_record(parser)
     parser.add_argument(
         "--check-memory",
         choices=("idle", "busy"),

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
-from sgl_jax.planner.plot_file import figure_class
+from sgl_jax.planner.plot_file import add_grids_and_legends, figure_class, save_figure
 
 _NUM_INTERVALS = 60  # of the run, for rates and percentiles
 _MAX_POINTS = 240  # of a line
@@ -28,12 +28,10 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
     edges = np.linspace(0, minutes[-1], _NUM_INTERVALS + 1)
     _plot_hit_rate(hits, edges, series)
     _plot_first_tokens(latency, edges, run.requests)
-    for axes in (requests, pages, hits, latency):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    add_grids_and_legends((requests, pages, hits, latency))
     latency.set(xlabel="minutes", xlim=(0, minutes[-1]))
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path)
 
 
 def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:

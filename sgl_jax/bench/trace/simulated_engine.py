@@ -1,6 +1,10 @@
-"""Command-line arguments of an engine without a device: its settings, and the time of its steps."""
+"""The parts that commands on recorded traffic share: the record, the settings of an engine without
+a device, the time of its steps, and the exit code."""
 
 import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from sgl_jax.bench.trace.reading import VOCAB_SIZE
@@ -10,6 +14,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import step_limits
 from sgl_jax.executor.device_defaults import resolve_for_device
+from sgl_jax.mem_cache.errors import MemoryDefectError
 
 # Settings of the server that change steps by the planner alone.
 PLANNER_SETTINGS = ("quantization", "kv_cache_dtype")
@@ -32,6 +37,34 @@ class SimulatedEngine(NamedTuple):
     sizes: EngineSizes
     step_seconds: StepSeconds
     about: str
+
+
+def print_result(run: Callable[[], str]) -> int:
+    """Print the text of a run, or its error; returns the command's exit code.
+
+    0: the run ended. 1: the memory and its ledger differ. 2: bad input.
+    """
+    try:
+        text = run()
+    except MemoryDefectError as error:
+        print(f"the memory is wrong: {error}", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def add_record(parser: argparse.ArgumentParser) -> None:
+    """Add the file, `--num-requests` and `--json`."""
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="requests, one JSON object a line: docs/measurements/recorded_traffic.md",
+    )
+    parser.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
+    parser.add_argument("--json", action="store_true", help="print values as JSON")
 
 
 def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
