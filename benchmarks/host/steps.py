@@ -1,7 +1,7 @@
 """Host time of steps in which all rows decode."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import numpy as np
@@ -39,7 +39,7 @@ class StepLoop:
     def __init__(self, scheduler: Scheduler, executor: Executor | None = None) -> None:
         self.scheduler = scheduler
         self.outputs: OutputBatch | None = None  # of the last turn
-        self._executor = executor or FakeExecutor(scheduler.sizes)
+        self.executor = executor or FakeExecutor(scheduler.sizes)
         self._before: tuple[StepPlan, StepHandle] | None = None
 
     def turn(self) -> float:
@@ -47,7 +47,7 @@ class StepLoop:
 
         Returns the scheduler's seconds; the executor's are left out.
         """
-        scheduler, executor = self.scheduler, self._executor
+        scheduler, executor = self.scheduler, self.executor
         start = time.thread_time()
         plan = scheduler.handle(PlanStep())
         seconds = time.thread_time() - start
@@ -64,14 +64,19 @@ class StepLoop:
         return seconds + time.thread_time() - start
 
 
-def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
+def decoding_loop(
+    page_size: int,
+    dp_size: int = DP_SIZE,
+    make_executor: Callable[[EngineSizes], Executor] = FakeExecutor,
+    max_context_len: int = 2 * CONTEXT_LEN,
+) -> StepLoop:
     """A loop with every row of every rank decoding at about `CONTEXT_LEN` tokens."""
     tokens_per_row = 2 * CONTEXT_LEN
     sizes = SIZES._replace(
         dp_size=dp_size,
         page_size=page_size,
         pool_pages=(1 + ROWS_PER_RANK * tokens_per_row // page_size,),
-        max_context_len=tokens_per_row,
+        max_context_len=max_context_len,
         max_step_tokens=16_384 + ROWS_PER_RANK,
     )
     scheduler = Scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
@@ -80,7 +85,7 @@ def decoding_loop(page_size: int, dp_size: int = DP_SIZE) -> StepLoop:
         prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
         sampling = SamplingParams(max_new_tokens=CONTEXT_LEN)
         scheduler.handle(GenerateRequest(rid=str(i), input_ids=prompt, sampling=sampling))
-    loop = StepLoop(scheduler)
+    loop = StepLoop(scheduler, make_executor(sizes))
     for _ in range(100):
         loop.turn()
     assert scheduler.num_running == dp_size * ROWS_PER_RANK, "the load does not fit the sizes"

@@ -1,7 +1,8 @@
 """Bytes and time that a decode step costs host 0 of an engine on several hosts.
 
-    python -m benchmarks.hosts.channel --hosts 8 --ranks 8 --rows 256
+    python -m benchmarks.hosts.channel --hosts 8 --ranks 8
 
+The scheduler plans decode steps of 256 rows a rank, as a busy engine does, and each is sent.
 Each other host is a process on this machine's loopback, which receives and decodes every command.
 Host 0 has one core for itself, and the others share the rest.
 With `--stopped`, one of them is stopped before the steps: sending must not wait for it.
@@ -16,12 +17,12 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
+from benchmarks.host.steps import ROWS_PER_RANK, decoding_loop
+from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.core.array_codec import make_encoder
-from sgl_jax.core.page_tables import PageChanges
+from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.progress import Progress
-from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.hosts.commands import End, Launch
 from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import HostGroup
@@ -34,6 +35,26 @@ _STEP_S = 0.01  # between two steps, as on chips
 _TIMEOUT_S = 60.0
 
 
+class _SendingExecutor(FakeExecutor):
+    """Sends each plan, once it has a `leader`."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        super().__init__(sizes)
+        self.leader: LeaderLink | None = None
+        self.last_plan: StepPlan | None = None
+        self.seconds: list[float] = []
+        self.own_seconds: list[float] = []
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self.last_plan = plan
+        if self.leader is not None:
+            begin_s, own_begin_s = time.perf_counter(), time.thread_time()
+            self.leader.send(Launch(plan))
+            self.own_seconds.append(time.thread_time() - own_begin_s)
+            self.seconds.append(time.perf_counter() - begin_s)
+        return super().launch(plan)
+
+
 def main() -> None:
     """Print bytes a host and step, and the microseconds that `send` takes.
 
@@ -42,14 +63,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=256, help="of each rank")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--port", type=int, default=15000)
     parser.add_argument("--stopped", action="store_true", help="stop one host before the steps")
     args = parser.parse_args()
     first, *rest = sorted(os.sched_getaffinity(0))
-    plans = [_plan(args.ranks, args.rows, step) for step in range(args.steps)]
-    size = len(make_encoder().encode(Launch(plans[0])))
+    loop = decoding_loop(_PAGE_SIZE, args.ranks, _SendingExecutor, max_context_len=_CONTEXT)
+    executor = loop.executor
+    assert isinstance(executor, _SendingExecutor)
     leader = LeaderLink(_group(args, 0), _KEY, _TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     others = [
@@ -62,21 +83,21 @@ def main() -> None:
     leader.meet({}, _TIMEOUT_S)
     if args.stopped:
         os.kill(_pid(others[0]), signal.SIGSTOP)
-    seconds, own_seconds, all_s = [], [], -time.process_time()
-    for plan in plans:
-        begin_s, own_begin_s = time.perf_counter(), time.thread_time()
-        leader.send(Launch(plan))
-        own_seconds.append(time.thread_time() - own_begin_s)
-        seconds.append(time.perf_counter() - begin_s)
+    executor.leader, all_s = leader, -time.process_time()
+    for _ in range(args.steps):
+        loop.turn()
         time.sleep(_STEP_S)
     all_s += time.process_time()
     if args.stopped:
         os.kill(_pid(others[0]), signal.SIGCONT)
     leader.close()
-    print(f"{args.hosts} hosts, {args.ranks} x {args.rows} rows: {size} bytes a host and step")
-    print("send, microseconds:", _summary(seconds))
-    print("its processor time:", _summary(own_seconds))
-    print(f"all threads of host 0: {1e6 * all_s / args.steps:.0f} a step, encryption among them")
+    load = f"{args.hosts} hosts, {args.ranks} x {ROWS_PER_RANK} rows"
+    assert executor.last_plan is not None
+    size = len(make_encoder().encode(Launch(executor.last_plan)))
+    print(f"{load}: {size} bytes a host and step")
+    print("send, microseconds:", _summary(executor.seconds))
+    print("its processor time:", _summary(executor.own_seconds))
+    print(f"all threads of host 0: {1e6 * all_s / args.steps:.0f} a step, planning among them")
     for process in others:
         process.join(_TIMEOUT_S)
 
@@ -109,27 +130,6 @@ def _follow(group: HostGroup, cores: list[int]) -> None:
         continue
     link.end()
     link.close()
-
-
-def _plan(num_ranks: int, num_rows: int, step: int) -> StepPlan:
-    """A decode step of full ranks at the end of a long context; every sixteenth row has a new
-    page, as each row has in every sixteenth step."""
-    ones = np.ones(num_rows, np.int32)
-    ranks = tuple(
-        RankPlan(
-            rows=np.arange(1, num_rows + 1, dtype=np.int32),
-            kv_starts=(_CONTEXT - 1000 + step) * ones,
-            q_lens=ones,
-            samples=np.ones(num_rows, np.bool_),
-            num_pages=_CONTEXT // _PAGE_SIZE,
-            num_decode=num_rows,
-            relayed=np.ones(num_rows, np.bool_),
-        )
-        for _ in range(num_ranks)
-    )
-    num_changes = num_ranks * num_rows // _PAGE_SIZE
-    cells = np.arange(num_changes, dtype=np.intp) * (_CONTEXT // _PAGE_SIZE)
-    return StepPlan(step, ranks, PageChanges(cells, np.arange(num_changes, dtype=np.int32)))
 
 
 if __name__ == "__main__":

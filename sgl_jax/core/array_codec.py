@@ -1,6 +1,7 @@
 """Messages that hold numpy arrays, as msgpack: an array travels as (dtype, shape, bytes)."""
 
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -19,10 +20,16 @@ def make_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
+        return _dtype_text(value.dtype), value.shape, value.tobytes()
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"a message holds a {type(value).__name__}")
+
+
+@cache
+def _dtype_text(dtype: "np.dtype[Any]") -> str:
+    # numpy composes the text anew each time, which takes as long as all else about a short array.
+    return dtype.str
 
 
 def _decode_array(kind: type, value: Any) -> Any:

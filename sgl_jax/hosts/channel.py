@@ -1,10 +1,11 @@
 """The authenticated channel between host 0 and the other hosts. Must not import jax.
 
-    host 0   LeaderLink   ROUTER  <===== CurveZMQ over TCP =====>  DEALER x 2  FollowerLink   host k
+    host 0   LeaderLink   XPUB  <===== CurveZMQ over TCP =====>  XSUB x 2  FollowerLink   host k
 
-Host k has two connections: `k`, by which commands come, in order, to its loop; and `k beat`, by
-which both sides show every second that they live, on a thread beside the loop. A host that is
-silent for longer than allowed is lost, and so is a command that did not arrive: both end the group.
+A message of host 0 goes to all other hosts by one call, whatever their number. Each has two
+connections, one a topic: `COMMANDS` come, in order, to its loop; by `BEATS` both sides show every
+second that they live, on a thread beside the loop. A host that is silent for longer than allowed
+is lost, and so is a command that did not arrive: both end the group.
 
 Both sides derive their Curve25519 keys from the group's secret, so a peer without it completes no
 handshake: it is refused before one of its messages is read, and a recorded handshake cannot be
@@ -24,6 +25,7 @@ from zmq.utils import z85
 from sgl_jax.core.exit_codes import HOST_LOST
 from sgl_jax.hosts.group import HostGroup
 
+COMMANDS, BEATS = b"commands", b"beats"  # topics, the first frame of each message of host 0
 BEAT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.1
 LAST_MESSAGES_S = 2.0  # for messages that were sent before a link closes

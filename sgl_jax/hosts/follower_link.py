@@ -13,6 +13,8 @@ from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.hosts.channel import (
     BEAT_INTERVAL_S,
+    BEATS,
+    COMMANDS,
     LAST_MESSAGES_S,
     WATCH_INTERVAL_S,
     Keys,
@@ -36,6 +38,7 @@ from sgl_jax.hosts.commands import (
     NoGroup,
     ToFollower,
     ToLeader,
+    Welcome,
 )
 from sgl_jax.hosts.group import HostGroup
 
@@ -70,14 +73,15 @@ class FollowerLink:
         self._beat_thread = threading.Thread(target=self._beat_on, name="hosts", daemon=True)
         self._context = zmq.Context()
         self._commands, self._beats = (
-            self._connected(secret, name) for name in (f"{group.rank}", f"{group.rank} beat")
+            self._connected(secret, topic) for topic in (COMMANDS, BEATS)
         )
 
-    def _connected(self, secret: str, name: str) -> "zmq.Socket[bytes]":
+    def _connected(self, secret: str, topic: bytes) -> "zmq.Socket[bytes]":
         own, leader = Keys.derived(secret, "follower"), Keys.derived(secret, "leader")
-        options = {zmq.CURVE_SERVERKEY: leader.public, zmq.ROUTING_ID: name.encode()}
-        connection = curve_socket(self._context, zmq.DEALER, own, options)
+        options = {zmq.CURVE_SERVERKEY: leader.public}
+        connection = curve_socket(self._context, zmq.XSUB, own, options)
         connection.connect(url_of(self._group))
+        connection.send(b"\1" + topic)  # subscribes
         return connection
 
     def meet(self, facts: dict[str, str], timeout_s: float) -> None:
@@ -93,9 +97,11 @@ class FollowerLink:
                 f"host 0 at {self._group.address}:{self._group.port} did not reply within "
                 f"{timeout_s:g} s: it is not there, waits for other hosts, or has another key"
             )
-        message = self._decoder.decode(self._commands.recv())
+        message = self._received(self._commands)
         if isinstance(message, NoGroup):
             raise GroupError(message.reason)
+        if not isinstance(message, Welcome):
+            raise GroupError("the group serves already, without this process")
         self._beat_thread.start()
 
     def receive(self, timeout_s: float) -> Command | None:
@@ -111,7 +117,7 @@ class FollowerLink:
             raise GroupError("commands of host 0 were lost on the way")
         if not has_command:
             return None
-        message = self._decoder.decode(self._commands.recv())
+        message = self._received(self._commands)
         if not isinstance(message, _COMMANDS):
             raise GroupError(f"host 0 sent a {type(message).__name__} in place of a command")
         self._num_commands += 1
@@ -138,6 +144,11 @@ class FollowerLink:
             each.close(linger=int(LAST_MESSAGES_S * 1000))
         self._context.term()
 
+    def _received(self, connection: "zmq.Socket[bytes]") -> ToFollower:
+        _topic, payload = connection.recv_multipart()
+        message: ToFollower = self._decoder.decode(payload)
+        return message
+
     def _beat(self) -> Beat:
         report = self._progress.report
         text = (
@@ -160,7 +171,7 @@ class FollowerLink:
                 next_beat_s = now + BEAT_INTERVAL_S
                 self._beats.send(self._encoder.encode(self._beat()), zmq.NOBLOCK)
             while self._beats.poll(0):
-                heard_s, message = now, self._decoder.decode(self._beats.recv())
+                heard_s, message = now, self._received(self._beats)
                 if isinstance(message, Lost):
                     self.on_lost(message.reason)
                     return

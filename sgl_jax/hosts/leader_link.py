@@ -14,6 +14,8 @@ from sgl_jax.core.engine_messages import HostFigures, HostReport
 from sgl_jax.core.errors import GroupError
 from sgl_jax.hosts.channel import (
     BEAT_INTERVAL_S,
+    BEATS,
+    COMMANDS,
     LAST_MESSAGES_S,
     WATCH_INTERVAL_S,
     Keys,
@@ -42,6 +44,8 @@ from sgl_jax.hosts.group import HostGroup
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 10.0  # for the other hosts to leave, after `End`
+# XPUB hands on the first subscription to a topic, and the end of the last.
+_SUBSCRIPTIONS = [change + topic for change in (b"\0", b"\1") for topic in (COMMANDS, BEATS)]
 _MAX_MESSAGE_BYTES = 1 << 20  # of a host to host 0
 
 
@@ -100,9 +104,8 @@ class LeaderLink:
         options = {
             zmq.CURVE_SERVER: 1,
             zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
-            zmq.ROUTER_MANDATORY: 1,
         }
-        self._socket = curve_socket(self._context, zmq.ROUTER, own, options)
+        self._socket = curve_socket(self._context, zmq.XPUB, own, options)
         try:
             self._socket.bind(url_of(group))
         except zmq.ZMQError as error:
@@ -133,6 +136,8 @@ class LeaderLink:
                 for message in self._received():
                     if isinstance(message, Hello) and message.rank not in self._followers:
                         refusals.append(f"--node-rank {message.rank} is not below --nnodes")
+                    elif isinstance(message, Hello) and message.rank in told:
+                        refusals.append(f"two hosts have --node-rank {message.rank}")
                     elif isinstance(message, Hello):
                         logger.info("host %d has come", message.rank)
                         told[message.rank] = message.facts
@@ -188,25 +193,23 @@ class LeaderLink:
         with self._lock:
             self._send_payload(self._encoder.encode(message))
 
-    def _send_payload(self, payload: bytes, suffix: str = "") -> None:
-        frame = zmq.Frame(payload)
-        for rank in self._followers:
-            try:
-                self._socket.send(f"{rank}{suffix}".encode(), zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(frame, zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:  # not connected: the watch finds it silent
-                logger.debug("host %d gets no message: %s", rank, error)
+    def _send_payload(self, payload: bytes, topic: bytes = COMMANDS) -> None:
+        # A host that is not connected gets none: the watch finds it silent.
+        self._socket.send(topic, zmq.SNDMORE)
+        self._socket.send(payload)
 
     def _received(self) -> list[ToLeader]:
         messages: list[ToLeader] = []
         with self._lock:
             while True:
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    payload = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return messages
+                if payload in _SUBSCRIPTIONS:
+                    continue
                 try:
-                    messages.append(self._decoder.decode(frames[-1]))
+                    messages.append(self._decoder.decode(payload))
                 except msgspec.MsgspecError as error:
                     logger.error("a host's message cannot be read: %s", error)
 
@@ -219,9 +222,7 @@ class LeaderLink:
             if now >= next_beat_s:
                 next_beat_s = now + BEAT_INTERVAL_S
                 with self._lock:
-                    self._send_payload(
-                        self._encoder.encode(LeaderBeat(self._num_commands)), " beat"
-                    )
+                    self._send_payload(self._encoder.encode(LeaderBeat(self._num_commands)), BEATS)
             for rank, follower in self._followers.items():
                 if now - follower.last_beat_s > self._host_timeout_s:
                     self._lose(f"host {rank} was silent for {self._host_timeout_s:g} s")
@@ -254,6 +255,6 @@ class LeaderLink:
             return
         reason = f"the group of hosts ends: {reason}"
         with self._lock:
-            self._send_payload(self._encoder.encode(Lost(reason)), " beat")
+            self._send_payload(self._encoder.encode(Lost(reason)), BEATS)
         time.sleep(WATCH_INTERVAL_S)  # for that message to leave
         self.on_lost(reason)

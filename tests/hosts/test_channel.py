@@ -14,10 +14,12 @@ import psutil
 import pytest
 import zmq
 
+from sgl_jax.core.array_codec import make_encoder
 from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import StepPlan
-from sgl_jax.hosts.commands import CallExecutor, End, Launch
+from sgl_jax.hosts.channel import COMMANDS
+from sgl_jax.hosts.commands import CallExecutor, End, Hello, Launch
 from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import HostGroup
 from sgl_jax.hosts.leader_link import LeaderLink
@@ -215,16 +217,46 @@ def test_a_host_with_another_key_gets_no_answer(links_of: Callable[[int], Links]
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
 def test_a_peer_without_curve_is_refused(mechanism: str, links_of: Callable[[int], Links]) -> None:
     links = links_of(2)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+    with zmq.Context() as context, context.socket(zmq.XSUB) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.ROUTING_ID, b"1")
         if mechanism == "plain":
             stranger.setsockopt(zmq.PLAIN_USERNAME, b"host")
             stranger.setsockopt(zmq.PLAIN_PASSWORD, b"1")
         stranger.connect(f"tcp://127.0.0.1:{links.port}")
-        stranger.send(b"hello")
+        stranger.send(b"\1" + COMMANDS)
+        stranger.send(make_encoder().encode(Hello(1, FACTS)))
         assert not stranger.poll(500)
-        assert links.leader._received() == []
+        links.meet()
+        assert not stranger.poll(100), "it hears the welcome of others"
+
+
+def test_two_hosts_of_one_rank_are_refused(links_of: Callable[[int], Links]) -> None:
+    links = links_of(3)
+    meetings = [
+        threading.Thread(target=refused, args=(links.follower(1), "two hosts have --node-rank 1"))
+        for _ in range(2)
+    ]
+    for meeting in meetings:
+        meeting.start()
+    with pytest.raises(GroupError, match="two hosts have --node-rank 1"):
+        links.leader.meet(FACTS, 10.0)
+    for meeting in meetings:
+        meeting.join()
+
+
+def refused(link: FollowerLink, reason: str) -> None:
+    with pytest.raises(GroupError, match=reason):
+        link.meet(FACTS, 10.0)
+
+
+def test_a_host_that_comes_late_ends_the_group(links_of: Callable[[int], Links]) -> None:
+    """A host that was started again has none of the steps before."""
+    links = links_of(2)
+    links.meet()
+    late = links.follower(1)
+    with pytest.raises(GroupError, match="did not reply"):
+        late.meet(FACTS, 1.0)
+    assert "host 1 was started again" in links.lost.get(timeout=5.0)
 
 
 def test_garbage_without_end_takes_no_memory(links_of: Callable[[int], Links]) -> None:
