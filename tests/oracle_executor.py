@@ -21,6 +21,7 @@ from sgl_jax.core.step_plan import (
     StepHandle,
     StepPlan,
 )
+from tests.host_oracle import HostOracle
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1
@@ -49,10 +50,19 @@ class OracleExecutor(FakeExecutor):
         self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
+        self.host = HostOracle(sizes, [self._pools(rank) for rank in range(sizes.dp_size)])
+
+    def _pools(self, rank: int) -> list[NDArray[np.uint64]]:
+        """The contents of the rank's pools, [pages, values]: views."""
+        pools = [kv.reshape(-1, self.sizes.page_size) for kv in self._kv[rank]]
+        if self.sizes.state_group is not None:
+            pools[-1] = self._states[rank].snapshots.reshape(-1, 1)
+        return pools
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
         self._page_tables.apply(plan.page_changes)
+        self.host.copy(plan.saved)
         return tuple(self._run_rank(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
 
     def expected_output(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -259,6 +269,11 @@ class StateOracle:
         self._current = np.zeros(sizes.num_rows, np.int32)
         self._read: set[int] = set()
         self._written: set[int] = set()
+
+    @property
+    def snapshots(self) -> NDArray[np.uint64]:
+        """The contents of the pool of kept states; a view."""
+        return self._slots[: self._sizes.num_snapshots]
 
     def held(self, slots: list[int]) -> NDArray[np.uint64]:
         """What is in these slots."""

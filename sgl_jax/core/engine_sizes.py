@@ -36,6 +36,8 @@ class EngineSizes(NamedTuple):
     snapshot_interval: int = 0
     tail_interval: int = 0
     max_step_snapshots: int = 0  # states that one rank keeps in one step, at most
+    # Blocks of each pool in the host's memory, per rank, null block included; empty: none.
+    host_blocks: tuple[int, ...] = ()
 
     @property
     def state_group(self) -> int | None:

@@ -18,6 +18,19 @@ class SchedulerArgs:
         "least recently used (lru)",
         ("adaptive", "lru"),
     )
+    hicache_write_policy: str = setting(
+        "write_through",
+        "with --enable-hierarchical-cache, which prefixes are copied to the host: each "
+        "(write_through), each that is used again (write_through_selective), or each before its "
+        "eviction (write_back)",
+        ("write_through", "write_through_selective", "write_back"),
+    )
+    hicache_fetch_policy: str = setting(
+        "sooner",
+        "with --enable-hierarchical-cache, when a prefix is fetched from the host: if it arrives "
+        "sooner than it could be computed, by measured rates (sooner), or always",
+        ("sooner", "always"),
+    )
 
     # Scheduling
     max_queued_requests: int = setting(

@@ -145,6 +145,20 @@ class ServerArgs(SchedulerArgs):
     max_total_tokens: int | None = setting(
         None, "tokens in the KV pool of a rank, instead of --mem-fraction-static"
     )
+    enable_hierarchical_cache: bool = setting(
+        False, "keep prefixes in the host's memory, too, and fetch them from there"
+    )
+    hicache_ratio: float = setting(
+        2.0,
+        "with --enable-hierarchical-cache, the host's memory for prefixes, relative to the pools "
+        "on the devices",
+        bounds=(0.01, 1000.0),
+    )
+    hicache_size: float = setting(
+        0.0,
+        "the same in gigabytes for each rank, instead of --hicache-ratio; 0: by the ratio",
+        bounds=(0.0, 1e6),
+    )
     swa_full_tokens_ratio: float | None = setting(
         None,
         "size of the KV pool of sliding-window layers, relative to the other layers' pool, where "
@@ -318,6 +332,10 @@ class ServerArgs(SchedulerArgs):
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "fp8_e4m3":
             raise ValueError(
                 f"--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got {self.kv_cache_dtype}"
+            )
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ValueError(
+                "--enable-hierarchical-cache needs the prefix cache: no --disable-radix-cache"
             )
         if self.num_devices % self.num_hosts:
             raise ValueError(

@@ -137,6 +137,18 @@ class RankPlan(NamedTuple):
         return drafts
 
 
+class PageTransfer(NamedTuple):
+    """Contents that move between pages of a rank's device pools and blocks in the host's memory.
+
+    `pages[p][i]` belongs to `blocks[p][i]`, for each pool p of the rank.
+    """
+
+    dp_rank: int
+    number: int  # of the transfer, by rank
+    pages: tuple[Int32Array, ...]
+    blocks: tuple[Int32Array, ...]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do.
@@ -146,12 +158,16 @@ class StepPlan:
 
     `is_masked` is set if a grammar constrains a row that samples. The step then samples only when
     `Executor.draw` is called, since the allowed tokens depend on the previous token.
+
+    `saved` are pages that were evicted while the step was planned, and that it may overwrite: they
+    are copied to the host before it runs.
     """
 
     step_id: int
     ranks: tuple[RankPlan, ...]
     page_changes: PageChanges = NO_PAGE_CHANGES
     is_masked: bool = False
+    saved: tuple[PageTransfer, ...] = ()
 
 
 class PromptLogprobs(NamedTuple):

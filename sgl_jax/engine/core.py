@@ -38,6 +38,7 @@ from sgl_jax.engine.controls import Controls, answer, refusal
 from sgl_jax.engine.grammar_masks import step_masks
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
+from sgl_jax.engine.prefill_meter import PrefillMeter
 from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
@@ -52,11 +53,14 @@ from sgl_jax.scheduler.record.events import (
     FailAll,
     Flush,
     PlanStep,
+    PrefillRate,
     ProgramsReady,
     Rebuild,
     ResultRead,
     TakeOutputs,
+    TakeTransfers,
     Tick,
+    TransferEnded,
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -114,6 +118,8 @@ class EngineCore:
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
+        # Only the host's memory needs it.
+        self._prefill_meter = PrefillMeter() if sizes.host_blocks else None
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self)
@@ -162,6 +168,8 @@ class EngineCore:
                         self._audit()
                     if self._is_compiling:
                         self._look_for_programs()
+                    if self._prefill_meter is not None:
+                        self._transfer()
                     self._step()
                 except MemoryDefectError as error:
                     self._answer_defect(error)
@@ -209,6 +217,17 @@ class EngineCore:
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
+    def _transfer(self) -> None:
+        """Report ended transfers to the scheduler, and begin the ones that it plans."""
+        for end in self.executor.ended_transfers():
+            self.scheduler.handle(TransferEnded(end))
+        if self.scheduler.has_transfers:
+            transfers = self.scheduler.handle(TakeTransfers())
+            try:
+                self.executor.transfer(transfers)
+            except Exception as error:  # of any type
+                self._recover(error)
+
     def _step(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
         is_resting = self.scheduler.is_resting
@@ -222,6 +241,8 @@ class EngineCore:
                 self._recover(error)
                 return
             self._in_flight.append((plan, handle))
+            if self._prefill_meter is not None:
+                self._prefill_meter.launched(plan)
             self._is_audited = False
             if plan.is_masked and not self._draw(plan, handle):
                 return
@@ -258,6 +279,10 @@ class EngineCore:
             return False
         if self._stamps.has_marks:
             self._stamps.note_result(plan.step_id)
+        if self._prefill_meter is not None:
+            rate = self._prefill_meter.ended(plan)
+            if rate is not None:
+                self.scheduler.handle(PrefillRate(rate))
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
@@ -271,6 +296,8 @@ class EngineCore:
             raise error
         logger.exception("a step failed; all requests in flight end with an error")
         self._in_flight.clear()
+        if self._prefill_meter is not None:
+            self._prefill_meter.reset()
         self.executor.reset()
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
@@ -283,6 +310,8 @@ class EngineCore:
             raise type(error)(f"{error}; {where}") from error
         # Steps in flight still use the old pages, so the device gets a new pool.
         self._in_flight.clear()
+        if self._prefill_meter is not None:
+            self._prefill_meter.reset()
         self.executor.reset()
         self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False

@@ -22,7 +22,7 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor, WeightsError
-from sgl_jax.hosts.commands import CallExecutor, Command, Draw, End, Launch
+from sgl_jax.hosts.commands import CallExecutor, Command, Draw, End, Launch, MovePages
 from sgl_jax.hosts.description import describe_host
 from sgl_jax.hosts.follower_link import FollowerLink
 from sgl_jax.hosts.group import group_key, group_of
@@ -113,6 +113,9 @@ class FollowerCore:
                 arrived_s = time.monotonic()
                 self._in_flight.append((self._executor.launch(plan), arrived_s))
                 self._link.figures = self._link.figures.plus(launch_s=time.monotonic() - arrived_s)
+            case MovePages(transfers=transfers):
+                self._executor.transfer(transfers)
+                self._executor.ended_transfers()  # host 0 reports its own
             case Draw(ranks=ranks):
                 self._executor.draw(self._in_flight[-1][0], with_free_rows(ranks))
             case CallExecutor(name=name, args=args):

@@ -264,7 +264,35 @@ class EngineConfig(NamedTuple):
             snapshot_interval=self.snapshot_interval,
             tail_interval=self.tail_interval,
             max_step_snapshots=self._max_step_snapshots(num_rows),
+            host_blocks=self._host_blocks(pool_pages),
         )
+
+    @property
+    def _page_bytes(self) -> list[int]:
+        """Bytes of a page of each pool, or of a slot of the pool of states."""
+        page_bytes = [layout.page_bytes for layout in self.pool_layouts]
+        if self.state_layout is not None:
+            page_bytes.append(self.state_layout.slot_bytes)
+        return page_bytes
+
+    def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
+        """Blocks of each pool of a rank in the host's memory."""
+        if not self.args.enable_hierarchical_cache or not pool_pages:
+            return ()
+        ratio = self.args.hicache_ratio
+        if self.args.hicache_size:
+            on_device = sum(
+                (num - 1) * each for num, each in zip(pool_pages, self._page_bytes, strict=False)
+            )
+            ratio = self.args.hicache_size * 1e9 / on_device
+        return tuple(1 + max(int((num - 1) * ratio), 1) for num in pool_pages)
+
+    def host_bytes(self, sizes: EngineSizes, mesh: Mesh) -> int:
+        """Bytes of all blocks in this host's memory."""
+        of_rank = sum(
+            num * each for num, each in zip(sizes.host_blocks, self._page_bytes, strict=True)
+        )
+        return of_rank * sizes.dp_size * len(mesh.local_devices) // mesh.size
 
     def warnings(self, sizes: EngineSizes) -> list[str]:
         """Warnings to users about settings that work, but not well."""

@@ -33,15 +33,17 @@ from sgl_jax.core.step_plan import (
     StepPlan,
     mask_words,
 )
+from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
+from sgl_jax.executor.host_store import HostStore
 from sgl_jax.executor.layout import DPLayout, StepOutput
 from sgl_jax.executor.plan_check import check_plan
-from sgl_jax.executor.pool_size import choose_pool_pages
+from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
@@ -133,6 +135,10 @@ class ModelExecutor(Executor):
         self._programs = Programs(
             placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
         )
+        self._host_store: HostStore | None = None
+        if self.sizes.host_blocks:
+            require_host_bytes(config.host_bytes(self.sizes, self._mesh))
+            self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
         self._warmup = args.warmup
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
@@ -174,6 +180,8 @@ class ModelExecutor(Executor):
             return
         masked = self._warmup == "all"
         self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
+        if self._host_store is not None:
+            self._host_store.compile()
         self._write(empty_piece(self.sizes.dp_size))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
@@ -218,6 +226,8 @@ class ModelExecutor(Executor):
         if any(rank.admissions for rank in plan.ranks):
             for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
                 self._write(piece)
+        if self._host_store is not None and plan.saved:
+            self._host_store.copy(self._state, plan.saved)
         bucket = self._buckets.smallest(max(rank.num_tokens for rank in plan.ranks))
         launched = self._run(bucket, plan)
         self._in_flight.append(launched)
@@ -255,9 +265,23 @@ class ModelExecutor(Executor):
         self.profiler.after_step()
         return results
 
+    def transfer(self, transfers: Transfers) -> None:
+        """Begin transfers between the devices and the host's memory; return while they run.
+
+        After an error the device's state is lost, as after a failed launch.
+        """
+        if self._host_store is not None:
+            self._state = self._host_store.transfer(self._state, transfers)
+
+    def ended_transfers(self) -> list[TransferEnd]:
+        """The transfers that have ended since the last call."""
+        return [] if self._host_store is None else self._host_store.ended()
+
     def reset(self) -> None:
         """Start over after a failed step: empty pool and tables, nothing in flight."""
         self._in_flight.clear()
+        if self._host_store is not None:
+            self._host_store.reset()
         with self._without_state():
             pass
 
@@ -372,6 +396,8 @@ class ModelExecutor(Executor):
         self._watch.disarm()
         if self._background is not None:
             self._background.close()
+        if self._host_store is not None:
+            self._host_store.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
         del self._state, self._row_params, self._weights, self._programs

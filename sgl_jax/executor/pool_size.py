@@ -200,6 +200,17 @@ def _free_device_bytes(device: jax.Device, fraction: float) -> int:
     return int(stats["bytes_limit"] * fraction) - int(stats.get("bytes_in_use", 0))
 
 
+def require_host_bytes(num_bytes: int) -> None:
+    """Raise RuntimeError if this host has not so much memory for blocks of prefixes."""
+    available = _available_host_bytes()
+    if num_bytes > available:
+        raise RuntimeError(
+            f"the prefixes in the host's memory would take {num_bytes / 1e9:.1f} GB of the "
+            f"{available / 1e9:.1f} GB that are available: lower --hicache-ratio or --hicache-size"
+        )
+    logger.info("%.2f GB of the host's memory are for prefixes", num_bytes / 1e9)
+
+
 def _available_host_bytes() -> int:
     """Memory this process could still take: the machine's, within a container's limit."""
     meminfo = Path("/proc/meminfo")

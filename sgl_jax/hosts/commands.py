@@ -9,12 +9,19 @@ import msgspec
 
 from sgl_jax.core.engine_messages import HostFigures
 from sgl_jax.core.step_plan import Int32Array, StepPlan
+from sgl_jax.core.transfers import Transfers
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
     """Launch a step. Page tables are in it as differences, so a decode step is some kilobytes."""
 
     plan: StepPlan
+
+
+class MovePages(msgspec.Struct, frozen=True, tag=True):
+    """Begin transfers between the devices and each host's memory."""
+
+    transfers: Transfers
 
 
 class RankMasks(msgspec.Struct, frozen=True):
@@ -42,7 +49,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended as it should; the hosts end, too."""
 
 
-Command: TypeAlias = Launch | Draw | CallExecutor | End
+Command: TypeAlias = Launch | MovePages | Draw | CallExecutor | End
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

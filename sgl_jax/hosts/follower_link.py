@@ -35,6 +35,7 @@ from sgl_jax.hosts.commands import (
     LeaderBeat,
     Leaving,
     Lost,
+    MovePages,
     NoGroup,
     ToFollower,
     ToLeader,
@@ -42,7 +43,7 @@ from sgl_jax.hosts.commands import (
 )
 from sgl_jax.hosts.group import HostGroup
 
-_COMMANDS = (Launch, Draw, CallExecutor, End)
+_COMMANDS = (Launch, MovePages, Draw, CallExecutor, End)
 
 
 class FollowerLink:

@@ -18,12 +18,13 @@ from sgl_jax.core.errors import GroupError
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
+from sgl_jax.core.transfers import Transfers
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.profiler import Profiler
-from sgl_jax.hosts.commands import CallExecutor, Command, Draw, Launch, RankMasks
+from sgl_jax.hosts.commands import CallExecutor, Command, Draw, Launch, MovePages, RankMasks
 from sgl_jax.hosts.description import describe_host
 from sgl_jax.hosts.group import group_key, group_of
 from sgl_jax.hosts.leader_link import LeaderLink
@@ -90,6 +91,11 @@ class GroupExecutor(ModelExecutor):
         step_s = time.monotonic() - self._launched_s.popleft()
         self._figures = self._figures.plus(num_steps=1, step_s=step_s)
         return results
+
+    def transfer(self, transfers: Transfers) -> None:
+        self._send(MovePages(transfers))
+        with step_errors():
+            super().transfer(transfers)
 
     def reset(self) -> None:
         self._launched_s.clear()

@@ -24,6 +24,21 @@ class PoolView(NamedTuple):
     reserved_pages: int
 
 
+class HostPoolView(NamedTuple):
+    """The blocks of a pool in the host's memory by state: total = free + arriving + cached +
+    reserved.
+
+    `leaving_blocks` are the cached blocks that fetches and copies in flight have locked.
+    """
+
+    total_blocks: int
+    free_blocks: int
+    arriving_blocks: int
+    cached_blocks: int
+    leaving_blocks: int
+    reserved_blocks: int
+
+
 PAGE_COUNTS = PoolView._fields[3:]
 
 

@@ -74,6 +74,8 @@ class RankMemory(RankRecords):
         row = self.rows.alloc()
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
+        if self.watcher is not None and match.length:
+            self.watcher.used(prefix[: match.length], namespace)
         lease.node = match.node
         self.lock(match.pages)
         self.rows.list_pages(row, 0, match.pages)

@@ -5,6 +5,7 @@ and `row_states.py` work on these records, too.
 """
 
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +23,14 @@ from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 # pages evicted ahead.
 _PAGES_PER_EVICTED = 512
 _MAX_EVICTED_AHEAD = 256
+
+
+class CacheWatcher(Protocol):
+    """Gets the prefixes that a rank's cache gains and that its requests find there."""
+
+    def gained(self, tokens: Int32Array, namespace: str) -> None: ...
+
+    def used(self, tokens: Int32Array, namespace: str) -> None: ...
 
 
 class RankRecords:
@@ -85,6 +94,7 @@ class RankRecords:
             eviction_policy=eviction_policy if use_radix_cache else "lru",
         )
         self.cache = self._make_cache()
+        self.watcher: CacheWatcher | None = None
         self.sessions = SessionLeases()
         self.leases: dict[int, KVLease] = {}  # by row
         self.locked = self._no_locks()

@@ -62,6 +62,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return np.zeros((rows.num_groups, 0), np.int32)
+    if memory.watcher is not None:
+        memory.watcher.gained(tokens[:length], lease.namespace)
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
@@ -206,6 +208,8 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
     first = lease.cache_protected_len // memory.page_size
     firsts = _first_pages(memory, lease)
     match = memory.cache.match_prefix(tokens, lease.namespace, lease.node, firsts)
+    if memory.watcher is not None:
+        memory.watcher.used(tokens[: match.length], lease.namespace)
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if memory.lists_all:
         memory.lock(match.pages)

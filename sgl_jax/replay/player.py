@@ -22,6 +22,7 @@ from sgl_jax.scheduler.record.events import (
     ResultRead,
     SessionReply,
     Started,
+    TransfersTaken,
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 
@@ -56,7 +57,7 @@ class Player:
         """Replay the next record. Raises `DifferenceError`."""
         self.num_events += 1
         match record:
-            case Raised() | Planned() | OutputsTaken() | SessionReply():
+            case Raised() | Planned() | TransfersTaken() | OutputsTaken() | SessionReply():
                 self._compare(record)
             case Note():
                 self.notes.append(f"event {self.num_events}: {record.text}")

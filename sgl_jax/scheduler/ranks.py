@@ -108,6 +108,8 @@ class Ranks:
         - session_pages: that idle sessions alone hold, the tree's included.
         - forecast_pages: the reserve for the output of running requests, and one more.
         - most_growth_pages: that these may come to take at most.
+        - host_pools: `HostPoolView` of each pool, if the host's memory holds prefixes.
+        - host_copies_waiting: prefixes that wait to be copied there.
         - counters: of this rank.
         """
         states = []
@@ -121,6 +123,10 @@ class Ranks:
                     "session_pages": memory.num_session_pages,
                     "forecast_pages": rank.reserve.pages(memory, running),
                     "most_growth_pages": most_growth,
+                    "host_pools": [view._asdict() for view in rank.host.views()]
+                    if rank.host
+                    else [],
+                    "host_copies_waiting": rank.host.num_waiting_copies if rank.host else 0,
                     "counters": rank.counters(),
                 }
             )

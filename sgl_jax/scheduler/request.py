@@ -48,6 +48,7 @@ class Request:
         "max_len",
         "message",
         "namespace",
+        "num_fetches",
         "num_lost",
         "num_retractions",
         "pending_prompt_logprobs",
@@ -102,6 +103,7 @@ class Request:
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
         self.num_retractions = 0
+        self.num_fetches = 0  # of its prefix from the host
         # Tokens that were computed at the last retract, and the tokens, over all retracts, that
         # were computed again and not yet matched by new ones.
         self.computed_len = 0

@@ -25,7 +25,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
-from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.core.transfers import Transfers
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
@@ -43,13 +43,16 @@ from sgl_jax.scheduler.record.events import (
     Flush,
     Pause,
     PlanStep,
+    PrefillRate,
     ProgramsReady,
     Rebuild,
     ResultRead,
     Resume,
     RetractAll,
     TakeOutputs,
+    TakeTransfers,
     Tick,
+    TransferEnded,
 )
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
@@ -112,6 +115,14 @@ class Scheduler:
                 self._apply_result(event)
             case TakeOutputs():
                 return self._outputs.take()
+            case TakeTransfers():
+                return self._take_transfers()
+            case TransferEnded():
+                rank = self.ranks[event.end.dp_rank]
+                if rank.host is not None:
+                    rank.host.ended(event.end)
+            case PrefillRate():
+                self._admission.prefill_rate = event.tokens_per_s
             case Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
@@ -192,6 +203,9 @@ class Scheduler:
             finish = FinishReason("abort", message=reason, status_code=500)
             self._live.end(request, finish, insert=False)
         self._reset_caches()
+        for rank in self.ranks:
+            if rank.host is not None:
+                rank.host.forget()
 
     def _rebuild(self, reason: str) -> None:
         self._live.drop_all(reason)
@@ -204,7 +218,7 @@ class Scheduler:
         """Empty the caches, and release the leases of idle sessions, which hold parts of them."""
         self._sessions.release_all()
         for rank in self.ranks:
-            rank.memory.cache.reset()
+            rank.reset_caches()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -343,17 +357,26 @@ class Scheduler:
         """True if `TakeOutputs` would return any."""
         return bool(self._outputs)
 
+    @property
+    def has_transfers(self) -> bool:
+        """True if `TakeTransfers` may return any."""
+        return any(rank.host is not None and rank.host.has_work for rank in self.ranks)
+
+    def _take_transfers(self) -> Transfers:
+        taken = [rank.host.take() for rank in self.ranks if rank.host is not None]
+        return Transfers(*(tuple(chain(*each)) for each in zip(*taken, strict=True)))
+
     # -- views ------------------------------------------------------------------------------
 
     def check_balance(self) -> None:
         """Prove every rank's counts. Raises `LedgerError`."""
         for rank in self.ranks:
-            check_balance(rank.memory, len(rank.running))
+            rank.check_balance()
 
     def audit(self) -> None:
-        """Prove by a full walk that every page of every rank has one owner."""
+        """Prove by a full walk that every page and block of every rank has one owner."""
         for rank in self.ranks:
-            audit(rank.memory, len(rank.running))
+            rank.audit()
 
     def memory_views(self) -> list[MemoryView]:
         """The place of every page, per rank."""

@@ -58,6 +58,9 @@ _ARGS = "sgl_jax/core/scheduler_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
 _ROOM = "sgl_jax/scheduler/admission/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
+_BLOCKS = "sgl_jax/mem_cache/host/host_blocks.py"
+_TIER = "sgl_jax/mem_cache/host/host_tier.py"
+_HOST_LEDGER = "sgl_jax/mem_cache/host/host_ledger.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
@@ -883,8 +886,8 @@ MUTATIONS = (
     Mutation(
         "retract before an idle session is evicted",
         _PLANNER,
-        "if self._give_back_tails(rows) or self._evict_for(rows):",
-        "if self._give_back_tails(rows):",
+        " or self._evict_for(rows):",
+        ":",
     ),
     Mutation(
         "publish a turn before it has succeeded",
@@ -1242,8 +1245,8 @@ MUTATIONS = (
     Mutation(
         "take what a rank prefills for no work",
         _ROOM,
-        "num_ahead = self._builder.num_prefill_tokens",
-        "num_ahead = 0",
+        "num_ahead = self._builder.num_prefill_tokens\n        if",
+        "num_ahead = 0\n        if",
     ),
     Mutation(
         "take the wait for a full rank for no work",
@@ -2527,5 +2530,193 @@ MUTATIONS = (
         _VIEW,
         'marks = [*gone.sample["marks"], *kept.sample["marks"]]',
         'marks = kept.sample["marks"]',
+    ),
+    Mutation(
+        "host: keep the lock of a prefix that needs no copy",
+        _BLOCKS,
+        "            if match.node is not None:\n"
+        "                self.cache.unlock(match.node)\n"
+        "            return None",
+        "            return None",
+    ),
+    Mutation(
+        "host: copy what is there",
+        _BLOCKS,
+        "        is_copied[:, :num_before] = False\n",
+        "        is_copied[:, :0] = False\n",
+    ),
+    Mutation(
+        "host: count free blocks as evictable",
+        _BLOCKS,
+        "            deficit = count - allocator.num_free\n",
+        "            deficit = count\n",
+    ),
+    Mutation(
+        "host: keep duplicates of the tree's blocks",
+        _BLOCKS,
+        "unused = np.where(unused != kept.pages, unused, 0)",
+        "unused = np.zeros_like(unused)",
+    ),
+    Mutation(
+        "host: free blocks that the tree took",
+        _BLOCKS,
+        "unused = np.where(unused != kept.pages, unused, 0)",
+        "unused = unused.copy()",
+    ),
+    Mutation(
+        "host: keep a copy that failed",
+        _BLOCKS,
+        "        if succeeded and copy.is_wanted:\n",
+        "        if copy.is_wanted:\n",
+    ),
+    Mutation(
+        "host: keep a copy from before a flush",
+        _BLOCKS,
+        "        if succeeded and copy.is_wanted:\n",
+        "        if succeeded:\n",
+    ),
+    Mutation(
+        "host: keep the lock after a copy",
+        _BLOCKS,
+        "        if node is not None:\n            self.cache.unlock(node)\n",
+        "        del node\n",
+    ),
+    Mutation(
+        "host: keep the lock after a fetch",
+        _BLOCKS,
+        "        self.cache.unlock(self.leaving.pop(number))\n",
+        "        self.leaving.pop(number)\n",
+    ),
+    Mutation(
+        "host: offer under no namespace",
+        _BLOCKS,
+        "copy.blocks, copy.node, copy.namespace)",
+        "copy.blocks, copy.node)",
+    ),
+    Mutation(
+        "host: copy evicted pages after the step",
+        _TIER,
+        "        saved, self._copies_now = self._copies_now, []\n        return saved",
+        "        return []",
+    ),
+    Mutation(
+        "host: copy whole windows from the device",
+        _TIER,
+        "                is_offered[number, :first] = False\n",
+        "                is_offered[number, : first + 1] = False\n",
+    ),
+    Mutation(
+        "host: copy the pages of another length",
+        _TIER,
+        "pages_to(node)[:, : length // memory.page_size]",
+        "pages_to(node)[:, :: 1][:, -(length // memory.page_size) :]",
+    ),
+    Mutation(
+        "host: fetch into pages that the tree holds",
+        _TIER,
+        "        blocks[:, :num_held] = 0\n",
+        "        blocks[:, :0] = 0\n",
+    ),
+    Mutation(
+        "host: keep the host's lock when room lacks",
+        _TIER,
+        "            self.blocks.end_fetch(number)\n"
+        "            release_kv_cache(memory, lease, tokens, insert=False)\n"
+        "            return None",
+        "            release_kv_cache(memory, lease, tokens, insert=False)\n"
+        "            return None",
+    ),
+    Mutation(
+        "host: keep the lease when room lacks",
+        _TIER,
+        "            release_kv_cache(memory, lease, tokens, insert=False)\n"
+        "            return None",
+        "            return None",
+    ),
+    Mutation(
+        "host: publish a fetch that failed",
+        _TIER,
+        "                self._end_lease(number, insert=end.succeeded)\n",
+        "                self._end_lease(number, insert=True)\n",
+    ),
+    Mutation(
+        "host: never place what has arrived",
+        _TIER,
+        "                now.append(fetch.move)\n",
+        "                now.append(fetch.move) if not end.succeeded else None\n",
+    ),
+    Mutation(
+        "host: place a fetch whose pages were given back",
+        _TIER,
+        "                self._dropped_now.append(self._dropped.pop(number))\n",
+        "                self._placed_now.append(self._dropped.pop(number))\n",
+    ),
+    Mutation(
+        "host: begin a fetch that was dropped",
+        _TIER,
+        "                self._fetches_now = [e for e in self._fetches_now if e.number "
+        "!= number]\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "host: free nothing when pages lack",
+        _TIER,
+        "        for number, fetch in list(self.fetches.items()):\n",
+        "        for number, fetch in list(self.fetches.items())[1:]:\n",
+    ),
+    Mutation(
+        "host: keep windows' locks before a fetched window",
+        _TIER,
+        "        let_go_windows(memory.rows, [memory], np.array([row]), np.array([length]))\n"
+        "        return pages",
+        "        return pages",
+    ),
+    Mutation(
+        "host: keep the host's prefixes over a flush",
+        _TIER,
+        "        self._offers.clear()\n        self.blocks.reset()\n",
+        "        self._offers.clear()\n",
+    ),
+    Mutation(
+        "host: keep offers over a flush",
+        _TIER,
+        "        self.drop_fetches()\n        self._offers.clear()\n",
+        "        self.drop_fetches()\n",
+    ),
+    Mutation(
+        "host: know transfers from before a reset",
+        _TIER,
+        "        self.fetches.clear()\n        self._start()\n",
+        "        self.fetches.clear()\n",
+    ),
+    Mutation(
+        "host: begin a copy whose beginning is under way",
+        _TIER,
+        "            if self._is_leaving(*offer):\n                self._offers.append(offer)\n",
+        "            if False:\n                self._offers.append(offer)\n",
+    ),
+    Mutation(
+        "host: wait for a fetch of another namespace",
+        _TIER,
+        "            if fetch.lease.namespace == namespace:\n                shared",
+        "            if True:\n                shared",
+    ),
+    Mutation(
+        "host: fetch for a request again and again",
+        _RANK,
+        "        request.num_fetches += 1\n        return fetch.lease.row",
+        "        return fetch.lease.row",
+    ),
+    Mutation(
+        "host: take no notice of arriving blocks",
+        _HOST_LEDGER,
+        "        if arriving[pool] != allocator.num_leased:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "host: leave pages with fetches while rows lack them",
+        _PLANNER,
+        "self.rank.drop_fetches() or self._evict_for",
+        "self._evict_for",
     ),
 )

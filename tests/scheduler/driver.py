@@ -31,7 +31,9 @@ from sgl_jax.scheduler.record.events import (
     PlanStep,
     ResultRead,
     TakeOutputs,
+    TakeTransfers,
     Tick,
+    TransferEnded,
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED
@@ -55,11 +57,13 @@ def make_sizes(
     max_draft_tokens: int = 0,
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
     states: tuple[int, int, int] | None = None,
+    host_ratio: float = 0.0,
 ) -> EngineSizes:
     """Small sizes, as tests like them; `num_pages` of the first pool.
 
     With recurrent layers `states` are the slots for snapshots, and the intervals of prompts and
-    outputs at which they are kept, in pages, the first in multiples of the second.
+    outputs at which they are kept, in pages, the first in multiples of the second. The host's
+    memory is `host_ratio` times the device's; 0: there is none.
     """
     sizes = EngineSizes(
         dp_size=dp_size,
@@ -78,15 +82,18 @@ def make_sizes(
     chunk_pages = sizes.pages_for(max_chunk_tokens)
     held = [1 + (num_rows - 1) * sizes.resting_pages(group) + chunk_pages for group in others]
     sizes = sizes._replace(pool_pages=(num_pages, *held))
-    if states is None:
-        return sizes
-    num_snapshots, multiple, tail_pages = states
-    return sizes._replace(
-        pool_pages=(*sizes.pool_pages, 1 + num_snapshots),
-        snapshot_interval=multiple * tail_pages * page_size,
-        tail_interval=tail_pages * page_size,
-        max_step_snapshots=num_rows * (4 + 3 * max_draft_tokens),
-    )
+    if states is not None:
+        num_snapshots, multiple, tail_pages = states
+        sizes = sizes._replace(
+            pool_pages=(*sizes.pool_pages, 1 + num_snapshots),
+            snapshot_interval=multiple * tail_pages * page_size,
+            tail_interval=tail_pages * page_size,
+            max_step_snapshots=num_rows * (4 + 3 * max_draft_tokens),
+        )
+    if host_ratio:
+        blocks = [1 + max(int(host_ratio * num_pages), 1) for num_pages in sizes.pool_pages]
+        sizes = sizes._replace(host_blocks=tuple(blocks))
+    return sizes
 
 
 def forced_retract(interval: int) -> dict[str, Any]:
@@ -186,6 +193,7 @@ class Driver:
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
+        self.transfer()
         decoding = [_decoding_rows(rank) for rank in self.scheduler.ranks]
         is_resting = self.scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
@@ -204,6 +212,13 @@ class Driver:
         self.collect()
         return plan is not None or bool(self.in_flight)
 
+    def transfer(self) -> None:
+        """Report the transfers that have ended, and begin others."""
+        for end in self.oracle.host.ended():
+            self.scheduler.handle(TransferEnded(end))
+        if self.scheduler.has_transfers:
+            self.oracle.host.transfer(self.scheduler.handle(TakeTransfers()))
+
     def launch_and_read(self, plan: StepPlan | None) -> None:
         """Launch `plan`; commit the oldest step once enough are unread."""
         if plan is not None:
@@ -218,6 +233,7 @@ class Driver:
     def fail_all(self, reason: str) -> None:
         """The device lost its state."""
         self.in_flight.clear()
+        self.oracle.host.forget()
         self.scheduler.handle(FailAll(reason))
         self.collect()
 
@@ -249,7 +265,8 @@ class Driver:
         """Step until idle, then prove the ledger."""
         for _ in range(max_steps):
             self.step()
-            if self.scheduler.is_idle and not self.in_flight:
+            is_moving = self.scheduler.has_transfers or self.oracle.host.num_in_flight
+            if self.scheduler.is_idle and not self.in_flight and not is_moving:
                 self.check_idle()
                 return
         raise AssertionError(f"not idle after {max_steps} steps")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.scheduler.admission.victims import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -89,6 +90,8 @@ class Liveness:
             reason = scheduler.why_waiting(request.rid)
             if reason.kind == "prefix":
                 self._check_leader(request, reason.behind)
+            elif reason.kind == "fetch":
+                self._check_fetch(request, reason.dp_rank)
             elif reason.kind == "rank":
                 # No longer than it takes to compute it and all that runs on another rank.
                 since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)
@@ -131,6 +134,18 @@ class Liveness:
         theirs = rank.running.known_tokens(row)[: start + page_size].tolist()
         assert len(theirs) == start + page_size
         assert request.tokens[: start + page_size].tolist() == theirs
+
+    def _check_fetch(self, request: Request, dp_rank: int | None) -> None:
+        """A fetch in flight brings a part of the request's prefix that its rank lacked."""
+        assert dp_rank is not None
+        rank = self.scheduler.ranks[dp_rank]
+        assert rank.host is not None
+        tokens = request.matchable()
+        assert any(
+            fetch.lease.namespace == request.namespace
+            and common_prefix_len(fetch.tokens, tokens) > fetch.lease.cache_protected_len
+            for fetch in rank.host.fetches.values()
+        )
 
     def check(self) -> None:
         """After a planned step: reasons are stated, and true; none is due for ever."""

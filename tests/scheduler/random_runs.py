@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from tests.scheduler.setups import PRIORITIES, SHAPES, WINDOWS, Setup
+from tests.scheduler.setups import HOSTS, PRIORITIES, SHAPES, WINDOWS, Setup
 from tests.scheduler.test_state_machine import NAMESPACES, SchedulerMachine
 from tests.sessions.test_session_machine import MAX_SESSIONS, SessionMachine
 
@@ -48,6 +48,7 @@ def draw_setup(rng: random.Random) -> Setup:
         aging_s=rng.choice([0.0, 0.0, 0.5, 30.0]),
         num_tenants=rng.randint(0, 4),
         is_fair=rng.random() < 0.5,
+        host=rng.choice([None, *HOSTS]),
     )
 
 

@@ -15,6 +15,11 @@ MAX_QUEUED = 40
 PRIORITIES = [(False, False), (True, False), (True, True)]
 # What steps are padded to, beside the most that a step may hold; None for no padding.
 WINDOWS = ["shared pool", "own pool", "alone"]
+HOSTS = [
+    (ratio, policy)
+    for ratio in (0.3, 1.0, 4.0)
+    for policy in ("write_through", "write_through_selective", "write_back")
+]
 SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
 
 
@@ -53,6 +58,8 @@ class Setup:
     # Of tenants: how many there are beside none, and whether they have shares.
     num_tenants: int = 0
     is_fair: bool = False
+    # With a prefix cache: the host's memory, in multiples of the device's, and its write policy.
+    host: tuple[float, str] | None = None
 
     def groups(self) -> tuple[CacheGroup, ...]:
         """Of layers."""
@@ -77,6 +84,7 @@ class Setup:
             max_draft_tokens=self.num_draft_tokens,
             groups=self.groups(),
             states=self.states,
+            host_ratio=self.host[0] if self.host and self.radix else 0.0,
         )
         if self.shapes is None:
             return sizes
@@ -104,6 +112,8 @@ class Setup:
             radix_eviction_policy=self.eviction,
             session_memory_fraction=self.session_memory_fraction,
             max_sessions=self.max_sessions,
+            hicache_fetch_policy="sooner" if self.is_fair else "always",
+            hicache_write_policy=self.host[1] if self.host else "write_through",
         )
 
 
@@ -157,6 +167,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_passed_over": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
     "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(2, 40)),
+    "host": st.none() | st.sampled_from(HOSTS),
     "states": st.none() | st.tuples(st.integers(1, 24), st.integers(1, 4), st.integers(1, 2)),
 }
 

@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
+        self.driver.oracle.host.failure_rate = 0.1
         self.is_replayed = setup.is_replayed
         self.num_tenants = setup.num_tenants
         self.now_s = 100.0
@@ -219,6 +220,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver.scheduler.handle(Flush()) == was_free
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
+            for rank in self.driver.scheduler.ranks:
+                if rank.host is not None:
+                    assert all(view.cached_blocks == 0 for view in rank.host.views())
+                    copies = rank.host.blocks.copies.values()
+                    assert not any(copy.is_wanted for copy in copies), "a copy outlives the flush"
             self.after_flush()
 
     def after_flush(self) -> None:
@@ -238,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.audit()
         assert scheduler.num_running == (running if mode == "in_place" else 0)
         if mode != "in_place":
-            assert all(view.leased_pages == 0 for view in scheduler.memory_views())
+            self.check_nothing_leased()
         ended = [rid for rid in live if rid in driver.finish]
         assert ended == (live if mode == "abort" else [])
         self.submit(seed, 2)
@@ -248,6 +254,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not driver.in_flight
         assert len(driver.plans) == num_plans
         driver.scheduler.handle(Resume())
+
+    def check_nothing_leased(self) -> None:
+        """No page is leased, but by fetches from the host."""
+        scheduler = self.driver.scheduler
+        for rank, view in zip(scheduler.ranks, scheduler.memory_views(), strict=True):
+            fetches = rank.host.fetches.values() if rank.host else ()
+            paged = [pool.kind == "pages" for pool in view.pools]
+            moving = [
+                len(pages)
+                for fetch in fetches
+                for is_paged, pages in zip(paged, fetch.move.pages, strict=True)
+                if is_paged
+            ]
+            assert view.leased_pages == sum(moving)
 
     @rule(rank=st.integers(0, 3), count=st.integers(1, 3))
     def steps_while_a_rank_gets_no_pages(self, rank: int, count: int) -> None:

@@ -434,7 +434,7 @@ class SessionMachine(SchedulerMachine):
         self.check_kept()
         for rank in self.driver.scheduler.ranks:
             view, memory = rank.memory.view(), rank.memory
-            assert view.free_rows + view.session_rows + len(rank.running) == view.total_rows
+            assert view.free_rows + view.session_rows + rank.num_leases == view.total_rows
             assert view.leased_pages >= 0
             idle = [lease for _, lease in memory.sessions.idle()]
             listed = [memory.by_pool(lease.pages(view.page_size)) for lease in idle]

@@ -245,8 +245,11 @@ class RadixCache:
         """Evict everything and reset the policy. Raises `LedgerError` if a lock is held."""
         if self.tree.num_locks:
             raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
+        # The pages are not wanted any more, so nothing saves them.
+        before_eviction, self.tree.before_eviction = self.tree.before_eviction, None
         for pool, num_pages in enumerate(self.num_evictable):
             self.evict(num_pages, pool)
+        self.tree.before_eviction = before_eviction
         self._policy.clear()
         if self.tree.block_log is not None:
             self.tree.block_log.cleared()

@@ -5,6 +5,8 @@ components own the values of edges, their locks and the freed pages. With window
 determines the resumable positions; without them, every position is resumable.
 """
 
+from collections.abc import Callable
+
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree.block_log import BlockLog
@@ -18,12 +20,14 @@ class RadixTree(TreeShape):
 
     `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
     each locked node, summed over the locks: both must equal the sums over the live leases. The
-    `block_log`, if set, gets each page of tokens that enters or leaves the tree.
+    `block_log`, if set, gets each page of tokens that enters or leaves the tree; `before_eviction`,
+    if set, each leaf that is about to lose pages to `evict`.
     """
 
     num_locks = 0
     num_locked_tokens = 0
     block_log: BlockLog | None = None
+    before_eviction: Callable[[TreeNode], object] | None = None
 
     # -- matching -------------------------------------------------------------------------
 
@@ -183,6 +187,8 @@ class RadixTree(TreeShape):
                 return True
         if leaf is None:
             return False
+        if self.before_eviction is not None:
+            self.before_eviction(leaf)
         keep = self.full.pages_to_keep(leaf, num_pages)
         if self.resumable is not None:
             keep = self.resumable.pages_to_keep(leaf, num_pages, pool, self.full)

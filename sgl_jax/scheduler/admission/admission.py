@@ -65,6 +65,7 @@ class Admission:
         self._home_of = home_of
         self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
         self._next_rank = 0  # of round_robin
+        self.prefill_rate = 0.0  # prompt tokens a second of a rank, if measured
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start waiting requests in step number `step`; `builders` are the ranks' shares of it."""
@@ -119,7 +120,9 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    if self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
+                    if self._fetches_for(room, request):
+                        num_put_off += 1
+                    elif self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
                         return True
                 else:
                     self._put_off(room, request, chosen)
@@ -145,6 +148,16 @@ class Admission:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
         room.num_staying += 1
+
+    def _fetches_for(self, room: RankRoom, request: Request) -> bool:
+        """Make `request` wait for its prefix from the host, if that has more of it than the device
+        and a fetch is sooner than to compute it."""
+        if room.rank.host is None:
+            return False
+        found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank], self.prefill_rate)
+        if found is not None:
+            self._waiting.follow(request, room.dp_rank, *found)
+        return found is not None
 
     # -- requests that do not fit -------------------------------------------------------------
 
@@ -208,7 +221,10 @@ class Admission:
         leader = self._waiting.leader_of(request)
         if leader is not None:
             dp_rank, row = leader
-            return WaitReason("prefix", behind=ranks[dp_rank].running.request(row).rid)
+            leader_request = ranks[dp_rank].running.requests[row]
+            if leader_request is None:
+                return WaitReason("fetch", dp_rank=dp_rank)
+            return WaitReason("prefix", behind=leader_request.rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
         cursors, allowed = self._waiting.cursors(request), _allowed(ranks, request)
@@ -239,7 +255,8 @@ class Admission:
         """The number of waiting requests by reason; arguments as for `why_waiting`."""
         num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
-        return self._waiting.count_kinds(num_pages, has_row, step)
+        fetching = [row for rank in ranks for row in rank.fetching_rows()]
+        return self._waiting.count_kinds(num_pages, has_row, step, fetching)
 
     # -- choice of a rank ---------------------------------------------------------------------
 
@@ -249,7 +266,8 @@ class Admission:
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         num_pages, bound = rooms[0].rank.num_pages_at_most(request), _num_unskewed(rooms)
         options = [
-            room.option(request, num_pages, cursors[room.dp_rank], bound) for room in allowed
+            room.option(request, num_pages, cursors[room.dp_rank], bound, self.prefill_rate)
+            for room in allowed
         ]
         fitting = [option for option in options if option.fits]
         if not fitting:

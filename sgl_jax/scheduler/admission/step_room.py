@@ -140,7 +140,12 @@ class RankRoom:
         return max(self._held_above, self._builder.priority_floor)
 
     def option(
-        self, request: Request, num_pages: int, cursor: PrefixCursor, num_unskewed: int
+        self,
+        request: Request,
+        num_pages: int,
+        cursor: PrefixCursor,
+        num_unskewed: int,
+        prefill_rate: float,
     ) -> Option:
         """The cost of running `request` of `num_pages` pages here, with or without room for it;
         more requests than `num_unskewed` are too many."""
@@ -154,7 +159,8 @@ class RankRoom:
         has_room = self._has_row and self.num_short(num_pages, cursor) <= 0
         if not (has_room and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
-        cost = len(request.tokens) - num_read + num_ahead
+        num_spared = self.rank.num_spared(request, num_read, prefill_rate) if not leader else 0
+        cost = len(request.tokens) - num_read - num_spared + num_ahead
         fits = has_room and self.takes(request)
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
 
@@ -168,6 +174,17 @@ class RankRoom:
             left = self._builder.num_tokens_left
             self._in_flight = InFlight(self.rank, rows, self.chunk_size, left)
         return self._in_flight.leader(request, cursor, num_read)
+
+    def fetch(
+        self, request: Request, cursor: PrefixCursor, prefill_rate: float
+    ) -> tuple[int, int] | None:
+        """Fetch the request's prefix from the host: `RankScheduler.fetch_for`."""
+        num_read = self.rank.reusable_len(request, cursor)
+        num_ahead = self._builder.num_prefill_tokens
+        found = self.rank.fetch_for(request, num_read, num_ahead, prefill_rate)
+        self._num_pages = None  # it may have taken some, and a row
+        self._look()
+        return found
 
     def hold(self, priority: int) -> None:
         """Start no more requests of this priority or a lower one here in this step."""

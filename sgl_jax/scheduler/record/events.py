@@ -23,6 +23,7 @@ from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import (
     Int32Array,
+    PageTransfer,
     PromptLogprobs,
     RankPlan,
     RankResult,
@@ -30,6 +31,7 @@ from sgl_jax.core.step_plan import (
     StatePlan,
     StepPlan,
 )
+from sgl_jax.core.transfers import TransferEnd, Transfers
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +105,26 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
+class TakeTransfers(msgspec.Struct, frozen=True, tag=True):
+    """Its decision are the `Transfers` to begin before the next step is planned.
+
+    Every step that was planned before must have been launched.
+    """
+
+
+class TransferEnded(msgspec.Struct, frozen=True, tag=True):
+    """A transfer has ended; one that began before `FailAll` or `Rebuild` is ignored."""
+
+    end: TransferEnd
+
+
+class PrefillRate(msgspec.Struct, frozen=True, tag=True):
+    """The prompt tokens that a rank computes in a second, as measured: the price of not fetching
+    a prefix from the host."""
+
+    tokens_per_s: float
+
+
 class PlanStep(msgspec.Struct, frozen=True, tag=True):
     """Plan the next step. Its decision is a `StepPlan`, its memory taken and its lengths committed,
     or None if nothing can run. The caller must launch the step, or send `FailAll`."""
@@ -136,6 +158,9 @@ Event: TypeAlias = (
     | FailAll
     | Rebuild
     | Tick
+    | TakeTransfers
+    | TransferEnded
+    | PrefillRate
     | PlanStep
     | ResultRead
     | TakeOutputs
@@ -162,6 +187,12 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan | None
 
 
+class TransfersTaken(msgspec.Struct, frozen=True, tag=True):
+    """The transfers returned to the `TakeTransfers` before this."""
+
+    transfers: Transfers
+
+
 class OutputsTaken(msgspec.Struct, frozen=True, tag=True):
     """The outputs returned to the `TakeOutputs` before this."""
 
@@ -180,14 +211,14 @@ class Note(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Decision: TypeAlias = SessionReply | Planned | OutputsTaken | Raised
+Decision: TypeAlias = SessionReply | Planned | TransfersTaken | OutputsTaken | Raised
 Record: TypeAlias = Event | Decision | Started | Note
 
 
 # These are recorded by position: a file is only read by code with the same fields.
 _TUPLES = (
     *(EngineSizes, CacheGroup, RowAdmission, RankPlan, StatePlan, PageChanges),
-    *(PromptLogprobs, RankResult),
+    *(PromptLogprobs, RankResult, PageTransfer, Transfers, TransferEnd),
 )
 _STRUCTS = (RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(

@@ -17,6 +17,8 @@ from sgl_jax.scheduler.record.events import (
     SessionReply,
     Started,
     TakeOutputs,
+    TakeTransfers,
+    TransfersTaken,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
@@ -55,5 +57,7 @@ def _decision(event: Event, value: Any) -> Decision | None:
             return Planned(value)
         case TakeOutputs():
             return OutputsTaken(value)
+        case TakeTransfers():
+            return TransfersTaken(value)
         case _:
             return SessionReply(value) if isinstance(value, Reply) else None

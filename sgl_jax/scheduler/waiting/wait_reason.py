@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 WaitKind = Literal[
-    "step", "rows", "pages", "prefix", "rank", "order", "tenant", "program", "paused"
+    "step", "rows", "pages", "prefix", "fetch", "rank", "order", "tenant", "program", "paused"
 ]
 
 
@@ -17,6 +17,7 @@ class WaitReason(NamedTuple):
     - "rows", "pages": no rank that it may run on has a row, or none has enough pages; `pages_short`
       gives the missing pages by rank;
     - "prefix": request `behind` computes a prefix that it will read;
+    - "fetch": a prefix that it will read is on its way from the host to rank `dp_rank`;
     - "rank": it waits for room on rank `dp_rank`, which has more of its prefix than ranks with
       room;
     - "order": the rank is held for request `behind`, which was passed over too often;
@@ -46,6 +47,7 @@ _WORDS = {
     "step": "it fits; the next step tries it again",
     "rows": "no row is free",
     "prefix": "request {behind} computes a prefix that it will read",
+    "fetch": "a prefix that it will read is on its way from the host to rank {dp_rank}",
     "rank": "rank {dp_rank} has more of its prefix than the ranks with room",
     "order": "the rank is held for request {behind}",
     "tenant": "its tenant runs as many requests as allowed",

@@ -246,9 +246,11 @@ class WaitingQueue:
         """The highest priority of the waiting requests; None if none waits."""
         return self._priorities.highest
 
-    def count_kinds(self, room: Int32Array, has_row: BoolArray, step: int) -> dict[WaitKind, int]:
+    def count_kinds(
+        self, room: Int32Array, has_row: BoolArray, step: int, fetching: Sequence[int]
+    ) -> dict[WaitKind, int]:
         """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
-        request.
+        request, and fetches from the host have the joint rows `fetching`.
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
@@ -258,6 +260,7 @@ class WaitingQueue:
         self._drop_leaders(slice(columns.end))
         is_limited = self._tenants.is_full[columns.tenant[lines]]
         is_following = columns.has_leader[lines] & ~is_limited
+        is_fetching = is_following & np.isin(columns.leader[lines, 0], fetching)
         is_staying = (columns.stay_until[lines] > step) & ~is_following & ~is_limited
         least = columns.num_pages[lines] - columns.cached_pages[:, lines]
         may_run = columns.may_run[:, lines] & has_row[:, None]
@@ -266,7 +269,8 @@ class WaitingQueue:
         rest = ~is_following & ~is_staying & ~is_limited
         return {
             "tenant": int(is_limited.sum()),
-            "prefix": int(is_following.sum()),
+            "prefix": int((is_following & ~is_fetching).sum()),
+            "fetch": int(is_fetching.sum()),
             "rank": int(is_staying.sum()),
             "step": int((rest & may_fit).sum()),
             "pages": int((rest & ~may_fit & has_any_row).sum()),

@@ -1,0 +1,40 @@
+"""Measures how many prompt tokens a rank computes in a second."""
+
+import time
+
+from sgl_jax.core.step_plan import StepPlan
+
+_LEAST_TOKENS = 64  # of a step that is measured: shorter ones mostly take the time of their launch
+_NEW_SHARE = 0.25  # of the last step in the moving average
+_LEAST_CHANGE = 0.1
+
+
+class PrefillMeter:
+    """Sees steps as they are launched and as their results are read, in order."""
+
+    def __init__(self) -> None:
+        self._launched_s: dict[int, float] = {}
+        self._last_end_s = 0.0
+        self._rate = self._reported = 0.0
+
+    def launched(self, plan: StepPlan) -> None:
+        self._launched_s[plan.step_id] = time.monotonic()
+
+    def ended(self, plan: StepPlan) -> float | None:
+        """The tokens a second, if they differ clearly from the last report; else None."""
+        now_s = time.monotonic()
+        begin_s = max(self._launched_s.pop(plan.step_id), self._last_end_s)
+        self._last_end_s = now_s
+        num_tokens = max(int(rank.q_lens[rank.num_decode :].sum()) for rank in plan.ranks)
+        if num_tokens < _LEAST_TOKENS:
+            return None
+        rate = num_tokens / max(now_s - begin_s, 1e-6)
+        self._rate += (_NEW_SHARE if self._rate else 1.0) * (rate - self._rate)
+        if abs(self._rate - self._reported) <= _LEAST_CHANGE * self._reported:
+            return None
+        self._reported = self._rate
+        return self._rate
+
+    def reset(self) -> None:
+        """Steps in flight will not end."""
+        self._launched_s.clear()

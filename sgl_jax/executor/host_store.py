@@ -1,0 +1,328 @@
+"""The contents of the host's blocks, and the programs and the thread that move them.
+
+A copy is gathered from the pools on the devices, in the order of the steps, and a thread then
+writes it to its blocks. The same thread reads the blocks of a fetch and puts them on the devices,
+beside the pools; once they are there, and the scheduler places them, a program writes them to their
+pages. So no step waits for the link. The thread takes one transfer after another: the hosts of one
+engine therefore read and write blocks in the same order.
+
+Each host has the blocks of its own devices' parts of the pages.
+"""
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import Int32Array, PageTransfer
+from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.executor.step import StepState
+from sgl_jax.mem_cache.device_pool import LayerStates
+
+logger = logging.getLogger(__name__)
+
+# One run of a program moves so many bytes of a rank at most, and so many pages.
+_PIECE_BYTES = 64 << 20
+_MAX_PIECE_PAGES = 64
+
+# The arrays of a pool: [layers, dp * pages, ...] each.
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Bytes: TypeAlias = NDArray[Any]  # as unsigned integers of the elements' size
+
+
+class _Piece(NamedTuple):
+    """Values of one pool that a run of a program moves: pages int32[n], and their values."""
+
+    pool: int
+    pages: Int32Array
+    values: Arrays  # [layers, dp * piece pages, ...]
+
+
+class HostStore:
+    """The blocks on this host of a mesh's pools.
+
+    Args:
+        state: shapes of the tables and pools, see `EngineConfig.state_shapes`.
+        sizes: of the engine, with `host_blocks`.
+        mesh: ('data', 'tensor').
+    """
+
+    def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
+        self._dp_size = sizes.dp_size
+        self._mesh = mesh
+        self._pools = [
+            _Pool(shapes, num_blocks, mesh)
+            for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
+        ]
+        self._thread = ThreadPoolExecutor(1, "host store")
+        self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
+        self._jobs: list[Future[Any]] = []
+        self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks on this host."""
+        return sum(pool.num_bytes for pool in self._pools)
+
+    def compile(self) -> None:
+        """Compile all programs."""
+        for pool in self._pools:
+            pool.compile()
+
+    def transfer(self, state: StepState, transfers: Transfers) -> StepState:
+        """Begin transfers; returns the state in place of `state`, which is donated."""
+        for move in transfers.placed:
+            state = self._place(state, move)
+        for move in transfers.dropped:
+            del self._fetches[move.dp_rank, move.number]
+        self.copy(state, transfers.copies)
+        for move in transfers.fetches:
+            self._fetches[move.dp_rank, move.number] = self._start(move, self._fetch)
+        return state
+
+    def copy(self, state: StepState, moves: Sequence[PageTransfer]) -> None:
+        """Begin copies of the pages' values after all steps that were launched."""
+        arrays = _pools_of(state)
+        for move in moves:
+            pieces = [
+                (
+                    _Piece(number, pages, pool.gather(arrays[number], move.dp_rank, pages)),
+                    move.blocks[number][first : first + len(pages)],
+                )
+                for number, pool in enumerate(self._pools)
+                for first, pages in pool.cut(move.pages[number])
+            ]
+            self._start(move, partial(self._save, pieces))
+
+    def ended(self) -> list[TransferEnd]:
+        """The transfers that have ended since the last call."""
+        self._jobs = [job for job in self._jobs if not job.done()]
+        found = []
+        while not self._ended.empty():
+            found.append(self._ended.get())
+        return found
+
+    def reset(self) -> None:
+        """Wait for all transfers, and forget them."""
+        for job in self._jobs:
+            job.exception()
+        self._fetches.clear()
+        self.ended()
+
+    def close(self) -> None:
+        """Wait for all transfers. Cannot be used again."""
+        self._thread.shutdown()
+
+    def _start(self, move: PageTransfer, job: Callable[[PageTransfer], Any]) -> Future[Any]:
+        def run() -> Any:
+            begin_s, succeeded = time.monotonic(), False
+            try:
+                result = job(move)
+                succeeded = True
+                return result
+            except Exception:  # of any type: the host's or the devices' memory is short
+                logger.exception("transfer %d of rank %d failed", move.number, move.dp_rank)
+                raise
+            finally:
+                seconds = time.monotonic() - begin_s
+                self._ended.put(TransferEnd(move.dp_rank, move.number, succeeded, seconds))
+
+        future = self._thread.submit(run)
+        self._jobs.append(future)
+        return future
+
+    def _save(self, pieces: list[tuple[_Piece, Int32Array]], move: PageTransfer) -> None:
+        for piece, blocks in pieces:
+            self._pools[piece.pool].write(move.dp_rank, blocks, piece.values)
+
+    def _fetch(self, move: PageTransfer) -> list[_Piece]:
+        pieces = [
+            _Piece(
+                number,
+                pages,
+                pool.read(move.dp_rank, move.blocks[number][first : first + len(pages)]),
+            )
+            for number, pool in enumerate(self._pools)
+            for first, pages in pool.cut(move.pages[number])
+        ]
+        jax.block_until_ready([piece.values for piece in pieces])
+        return pieces
+
+    def _place(self, state: StepState, move: PageTransfer) -> StepState:
+        pools = list(_pools_of(state))
+        for piece in self._fetches.pop((move.dp_rank, move.number)).result():
+            pool = self._pools[piece.pool]
+            pools[piece.pool] = pool.scatter(
+                pools[piece.pool], move.dp_rank, piece.pages, piece.values
+            )
+        return _with_pools(state, pools)
+
+
+class _Pool:
+    """The blocks of one pool: for each device here and each array, [blocks, layers, ...]."""
+
+    def __init__(self, shapes: Sequence[Any], num_blocks: int, mesh: Mesh) -> None:
+        self._shapes = tuple(shapes)
+        self._mesh = mesh
+        self._dp_size = mesh.shape["data"]
+        self._num_pages = shapes[0].shape[1] // self._dp_size  # of a rank
+        page_bytes = sum(
+            math.prod(each.shape) * each.dtype.itemsize // each.shape[1] for each in shapes
+        )
+        self.piece_pages = max(1, min(_PIECE_BYTES // page_bytes, _MAX_PIECE_PAGES))
+        self._values = tuple(self._of_piece(each) for each in shapes)
+        self._stored: dict[tuple[int, jax.Device], Bytes] = {}
+        self._ranks: dict[jax.Device, int] = {}
+        self._padding: dict[tuple[int, jax.Device], jax.Array] = {}
+        for index, (pool, piece) in enumerate(zip(self._shapes, self._values, strict=True)):
+            for device, part in piece.sharding.addressable_devices_indices_map(piece.shape).items():
+                self._ranks[device] = (part[1].start or 0) // self.piece_pages
+                layers, _, *page = piece.sharding.shard_shape(piece.shape)
+                size = np.dtype(f"u{pool.dtype.itemsize}")
+                self._stored[index, device] = np.empty((num_blocks, layers, *page), size)
+        self._gather: Any = None
+        self._scatter: Any = None
+
+    def _of_piece(self, pool: Any) -> jax.ShapeDtypeStruct:
+        layers, _, *page = pool.shape
+        shape = (layers, self._dp_size * self.piece_pages, *page)
+        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.sharding)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stored.nbytes for stored in self._stored.values())
+
+    def cut(self, pages: Int32Array) -> Iterator[tuple[int, Int32Array]]:
+        """The pieces of `pages`, each with the index of its first."""
+        for first in range(0, len(pages), self.piece_pages):
+            yield first, pages[first : first + self.piece_pages]
+
+    # -- programs ---------------------------------------------------------------------------
+
+    def compile(self) -> None:
+        """Compile the programs that read and write the devices' pools."""
+
+        def gather(pools: Arrays, ids: jax.Array) -> Arrays:
+            return tuple(jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools)
+
+        def scatter(pools: Arrays, ids: jax.Array, values: Arrays) -> Arrays:
+            return tuple(
+                pool.at[:, ids[0]].set(own, mode="drop")
+                for pool, own in zip(pools, values, strict=True)
+            )
+
+        ids = jax.ShapeDtypeStruct(
+            (self._dp_size, self.piece_pages), jnp.int32, sharding=self._sharding(P("data"))
+        )
+        specs = tuple(shape.sharding.spec for shape in self._shapes)
+        self._gather = self._compiled(gather, (specs, P("data")), specs, (self._shapes, ids))
+        self._scatter = self._compiled(
+            scatter,
+            (specs, P("data"), specs),
+            specs,
+            (self._shapes, ids, self._values),
+            donate_argnums=0,
+        )
+
+    def _compiled(
+        self, program: Callable[..., Any], in_specs: Any, out_specs: Any, args: Any, **options: Any
+    ) -> Any:
+        mapped = jax.shard_map(
+            program, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return jax.jit(mapped, **options).lower(*args).compile()
+
+    def _sharding(self, spec: P) -> NamedSharding:
+        return NamedSharding(self._mesh, spec)
+
+    def _ids(self, dp_rank: int, pages: Int32Array) -> Int32Array:
+        """The pages of one rank, padded with ids past the pool's end, like all other ranks' ids."""
+        ids = np.full((self._dp_size, self.piece_pages), self._num_pages, np.int32)
+        ids[dp_rank, : len(pages)] = pages
+        return ids
+
+    def gather(self, pools: Arrays, dp_rank: int, pages: Int32Array) -> Arrays:
+        """The values of a rank's pages, on their way to this host."""
+        if self._gather is None:
+            self.compile()
+        values: Arrays = self._gather(pools, self._ids(dp_rank, pages))
+        for array in values:
+            for shard in array.addressable_shards:
+                if self._ranks[shard.device] == dp_rank:
+                    shard.data.copy_to_host_async()
+        return values
+
+    def scatter(self, pools: Arrays, dp_rank: int, pages: Int32Array, values: Arrays) -> Arrays:
+        """The pools, donated, with `values` in a rank's pages."""
+        if self._scatter is None:
+            self.compile()
+        written: Arrays = self._scatter(pools, self._ids(dp_rank, pages), values)
+        return written
+
+    # -- blocks, on the thread --------------------------------------------------------------
+
+    def write(self, dp_rank: int, blocks: Int32Array, values: Arrays) -> None:
+        """Write the first values of a piece to a rank's blocks."""
+        for index, array in enumerate(values):
+            for shard in array.addressable_shards:
+                if self._ranks[shard.device] == dp_rank:
+                    stored = self._stored[index, shard.device]
+                    own = np.asarray(shard.data).view(stored.dtype)
+                    stored[blocks] = np.moveaxis(own[:, : len(blocks)], 1, 0)
+
+    def read(self, dp_rank: int, blocks: Int32Array) -> Arrays:
+        """A piece that begins with a rank's blocks, on the devices."""
+        return tuple(
+            self._read(index, piece, dp_rank, blocks) for index, piece in enumerate(self._values)
+        )
+
+    def _read(
+        self, index: int, piece: jax.ShapeDtypeStruct, dp_rank: int, blocks: Int32Array
+    ) -> jax.Array:
+        sharding: Any = piece.sharding
+        parts = []
+        for device in sharding.addressable_devices_indices_map(piece.shape):
+            stored = self._stored[index, device]
+            if self._ranks[device] == dp_rank:
+                own = np.zeros(sharding.shard_shape(piece.shape), stored.dtype)
+                own[:, : len(blocks)] = np.moveaxis(stored[blocks], 0, 1)
+                parts.append(jax.device_put(own.view(piece.dtype), device))
+            else:
+                parts.append(self._padded(index, piece, device))
+        return jax.make_array_from_single_device_arrays(piece.shape, sharding, parts)
+
+    def _padded(self, index: int, piece: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
+        """The part of a device of another rank, which is not read: made once."""
+        if (index, device) not in self._padding:
+            sharding: Any = piece.sharding
+            zeros = np.zeros(sharding.shard_shape(piece.shape), piece.dtype)
+            self._padding[index, device] = jax.device_put(zeros, device)
+        return self._padding[index, device]
+
+
+def _pools_of(state: Any) -> list[Any]:
+    """The arrays of each pool, or their shapes: of pages, then of recurrent layers' states."""
+    pools: list[Any] = [(pool,) for pool in state.kv_pools]
+    if state.states is not None:
+        pools.append(tuple(state.states.layers))
+    return pools
+
+
+def _with_pools(state: StepState, pools: Sequence[Arrays]) -> StepState:
+    num_paged = len(state.kv_pools)
+    state = state._replace(kv_pools=tuple(pool[0] for pool in pools[:num_paged]))
+    if state.states is None:
+        return state
+    return state._replace(states=state.states._replace(layers=LayerStates(*pools[num_paged])))

@@ -1,0 +1,148 @@
+"""The blocks of one rank in the host's memory: their owners, and the prefixes that they hold.
+
+A block holds the contents of a page, or of a state's slot. A `RadixCache` over the blocks keeps the
+prefixes: so lookbacks, namespaces, locks, eviction and healing follow the rules of the device's.
+
+    free -> arriving (owned by a copy from the device) -> cached (owned by the tree) -> free
+
+A fetch to the device locks the cached blocks that it reads: they are leaving. Nothing else locks
+them, except that a copy locks the prefix which it continues.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+
+
+class HostCopy(NamedTuple):
+    """A prefix whose end is on its way from the device. Its number owns the blocks."""
+
+    tokens: Int32Array  # whole pages
+    namespace: str
+    node: TreeNode | None  # locked: the prefix's part that was there before
+    num_before: int  # pages of that part
+    blocks: Int32Array  # [groups, pages of the prefix]; 0 for values that are not copied
+    is_wanted: bool = True  # False if the cache was reset meanwhile
+
+
+class HostBlocks:
+    """The blocks of rank `dp_rank`, of the pools in `sizes.host_blocks`.
+
+    Attributes:
+        cache: the prefixes that are there.
+        copies: on their way from the device, by number.
+        leaving: the ends of the prefixes that fetches read, by number: locked.
+    """
+
+    def __init__(self, dp_rank: int, sizes: EngineSizes, eviction_policy: str) -> None:
+        self.dp_rank = dp_rank
+        self.page_size = sizes.page_size
+        num_pools = len(sizes.host_blocks)
+        self.groups_of = [
+            [number for number, group in enumerate(sizes.groups) if group.pool == pool]
+            for pool in range(num_pools)
+        ]
+        self.allocators = tuple(
+            PageAllocator(num_blocks, f"rank {dp_rank}, host pool {pool}")
+            for pool, num_blocks in enumerate(sizes.host_blocks)
+        )
+        self.cache = RadixCache(
+            sizes.groups, self.allocators, sizes.page_size, eviction_policy=eviction_policy
+        )
+        self.copies: dict[int, HostCopy] = {}
+        self.leaving: dict[int, TreeNode] = {}
+
+    def by_pool(self, values: Int32Array) -> tuple[Int32Array, ...]:
+        """The values above 0 of `values` int32[groups, n], for each pool."""
+        in_pools = [values[numbers].reshape(-1) for numbers in self.groups_of]
+        return tuple(listed[listed > 0] for listed in in_pools)
+
+    def begin_copy(
+        self, number: int, tokens: Int32Array, namespace: str, is_offered: BoolArray
+    ) -> Int32Array | None:
+        """Take blocks for the offered values of a prefix behind the part that is here.
+
+        Args:
+            number: of the copy, at least 1 and never used before.
+            tokens: of the prefix, whole pages.
+            namespace: of the prefix.
+            is_offered: bool[groups, pages], the values to copy.
+
+        Returns the blocks int32[groups, pages], 0 for values that are not copied; None, changing
+        nothing but ages, if the whole prefix is here or room lacks.
+        """
+        match = self.cache.match_prefix(tokens, namespace)
+        num_before = match.length // self.page_size
+        is_copied = is_offered.copy()
+        is_copied[:, :num_before] = False
+        if match.length == len(tokens) or not self._make_room(is_copied):
+            if match.node is not None:
+                self.cache.unlock(match.node)
+            return None
+        blocks = np.zeros(is_copied.shape, np.int32)
+        for allocator, numbers in zip(self.allocators, self.groups_of, strict=True):
+            for group in numbers:
+                count = int(np.count_nonzero(is_copied[group]))
+                blocks[group, is_copied[group]] = allocator.alloc(count, number)
+        self.copies[number] = HostCopy(tokens, namespace, match.node, num_before, blocks)
+        return blocks
+
+    def _make_room(self, is_copied: BoolArray) -> bool:
+        for pool, allocator in enumerate(self.allocators):
+            count = int(np.count_nonzero(is_copied[self.groups_of[pool]]))
+            deficit = count - allocator.num_free
+            if deficit > self.cache.num_evictable[pool]:
+                return False
+            if deficit > 0:
+                self.cache.evict(deficit, pool)
+            if count > allocator.num_free:
+                return False
+        return True
+
+    def end_copy(self, number: int, *, succeeded: bool) -> None:
+        """The blocks of a copy hold their values now, or never will."""
+        copy = self.copies.pop(number)
+        node, unused = copy.node, copy.blocks
+        if succeeded and copy.is_wanted:
+            start = copy.num_before * self.page_size
+            offer = LeaseOffer(number, start, copy.blocks, copy.node, copy.namespace)
+            kept = self.cache.accept(copy.tokens, offer)
+            assert kept is not None, "the cache of a host keeps all that it is offered"
+            node, unused = kept.node, copy.blocks[:, copy.num_before :]
+            unused = np.where(unused != kept.pages, unused, 0)
+        for allocator, blocks in zip(self.allocators, self.by_pool(unused), strict=True):
+            allocator.free(blocks, number)
+        if node is not None:
+            self.cache.unlock(node)
+
+    def reset(self) -> None:
+        """Keep no prefix, and none of the copies in flight; their blocks are free once they end.
+
+        No fetch may hold a lock.
+        """
+        for number, copy in self.copies.items():
+            if copy.node is not None:
+                self.cache.unlock(copy.node)
+            self.copies[number] = copy._replace(node=None, is_wanted=False)
+        self.cache.reset()
+
+    def begin_fetch(self, number: int, tokens: Int32Array, namespace: str) -> Int32Array:
+        """Lock the prefix `tokens`, as long as `cache.peek` finds it, until `end_fetch`.
+
+        Returns the blocks int32[groups, pages], 0 for values that its next token does not read.
+        """
+        match = self.cache.match_prefix(tokens, namespace)
+        assert match.node is not None
+        self.leaving[number] = match.node
+        return match.pages
+
+    def end_fetch(self, number: int) -> None:
+        """Undo the lock of `begin_fetch`."""
+        self.cache.unlock(self.leaving.pop(number))

@@ -1,0 +1,380 @@
+"""Moves prefixes between a rank's pages on the device and its blocks in the host's memory.
+
+Out: a prefix that the cache gains (or uses again, or is about to evict: the write policy) is copied
+beside the steps. In: a *fetch* takes pages under a lease of its own, and gives them to the prefix
+cache when they have arrived, so a request that waits for it then finds them like any cached prefix.
+So pages on the way belong to a lease, and no request ever holds a page without contents.
+
+Owns the leases of fetches. They end, as all leases do, in `release_kv_cache`.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array, PageTransfer
+from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.lease import KVLease, first_page_of
+from sgl_jax.mem_cache.memory_view import HostPoolView
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.release import let_go_windows, release_kv_cache
+from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+
+# Prefixes that wait to be copied; of more, the oldest are not copied.
+_MAX_OFFERS = 256
+# A copy begins only while fewer pages are on their way out.
+_MAX_LEAVING_PAGES = 256
+MAX_FETCHES = 4
+_NEW_SHARE = 0.25  # of the last fetch in the moving average of their speed
+
+
+class Fetch(NamedTuple):
+    """A prefix on its way to the device. `lease` holds its pages, and the part that was there."""
+
+    tokens: Int32Array  # whole pages
+    lease: KVLease
+    num_tokens: int  # that are fetched
+    move: PageTransfer
+
+
+class _Offer(NamedTuple):
+    tokens: Int32Array  # whole pages
+    namespace: str
+
+
+class HostTier:
+    """The host's memory behind the prefix cache of `memory`.
+
+    Attributes:
+        seconds_per_token: that fetches have taken of late; 0 before the first.
+        blocks: the blocks and the prefixes in them.
+        fetches: on their way to the device, by number.
+        num_copied_pages, num_fetched_tokens, num_failed: since the start; of the first pool, with
+            their contents there, and transfers that failed.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        write_policy: str,
+        eviction_policy: str,
+        *,
+        fetches_all: bool = False,
+    ) -> None:
+        """`write_policy` and `eviction_policy` as in `SchedulerArgs`; with `fetches_all`, a fetch
+        is always sooner."""
+        self._fetches_all = fetches_all
+        self._memory = memory
+        self._eviction_policy = eviction_policy
+        self.write_policy = write_policy
+        self.fetches: dict[int, Fetch] = {}
+        self.num_copied_pages = 0
+        self.num_fetched_tokens = 0
+        self.num_failed = 0
+        self.seconds_per_token = 0.0
+        self._num_transfers = 0
+        self._start()
+
+    def _start(self) -> None:
+        memory = self._memory
+        self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
+        self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
+        self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
+        self._begun: set[int] = set()  # fetches that the executor has
+        self._dropped: dict[int, PageTransfer] = {}  # of these, the ones whose lease has ended
+        self._placed_now: list[PageTransfer] = []
+        self._dropped_now: list[PageTransfer] = []
+        self._copies_now: list[PageTransfer] = []
+        self._fetches_now: list[PageTransfer] = []
+        memory.watcher = self
+        memory.cache.tree.before_eviction = self.before_eviction
+
+    # -- out --------------------------------------------------------------------------------
+
+    def gained(self, tokens: Int32Array, namespace: str) -> None:
+        """The device's cache has the prefix `tokens`, whole pages, whose last pages are new."""
+        if self.write_policy == "write_through":
+            self._offer(tokens, namespace)
+
+    def used(self, tokens: Int32Array, namespace: str) -> None:
+        """A request has found the prefix `tokens`, whole pages, in the device's cache."""
+        if self.write_policy == "write_through_selective":
+            self._offer(tokens, namespace)
+
+    def before_eviction(self, leaf: TreeNode) -> None:
+        """Pages at the end of `leaf` are about to be freed: write-back copies its path now.
+
+        The step that is being planned may overwrite them, so it is copied before that runs.
+        """
+        if self.write_policy != "write_back":
+            return
+        path = self._memory.cache.tree.path_to(leaf)
+        tokens = np.concatenate([node.key for node in path])
+        if not self._is_leaving(tokens, leaf.namespace):
+            self._begin_copy(tokens, leaf.namespace)
+
+    def _offer(self, tokens: Int32Array, namespace: str) -> None:
+        last = self._offers[-1] if self._offers else None
+        if (
+            last is not None
+            and last.namespace == namespace
+            and np.array_equal(last.tokens, tokens[: len(last.tokens)])
+        ):
+            self._offers.pop()
+        self._offers.append(_Offer(tokens.copy(), namespace))
+
+    def _begin_copies(self) -> None:
+        """Copy offered prefixes; a prefix whose beginning is being copied waits for that."""
+        for _ in range(len(self._offers)):
+            if sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES:
+                return
+            offer = self._offers.popleft()
+            if self._is_leaving(*offer):
+                self._offers.append(offer)
+            else:
+                self._begin_copy(*offer)
+
+    def _is_leaving(self, tokens: Int32Array, namespace: str) -> bool:
+        """Return whether a copy in flight has pages of this prefix."""
+        page_size = self._memory.page_size
+        return any(
+            copy.namespace == namespace
+            and common_prefix_len(copy.tokens, tokens) >= (copy.num_before + 1) * page_size
+            for copy in self.blocks.copies.values()
+        )
+
+    def _begin_copy(self, tokens: Int32Array, namespace: str) -> None:
+        """Copy the prefix to the host, as far as the device still has it."""
+        memory = self._memory
+        node, length = memory.cache.tree.peek(tokens, namespace)
+        if length == 0:
+            return
+        tokens = tokens[:length]
+        pages = memory.cache.pages_to(node)[:, : length // memory.page_size]
+        is_offered = pages > 0
+        for number, group in enumerate(memory.groups):
+            if group.sliding_window is not None and not group.is_recurrent:
+                first = first_page_of(group.sliding_window, memory.page_size, length)
+                is_offered[number, :first] = False
+        number = self._next_number()
+        blocks = self.blocks.begin_copy(number, tokens, namespace, is_offered)
+        if blocks is not None:
+            read = np.where(blocks > 0, pages, 0)
+            move = self._move(number, read, blocks)
+            self._moves[number] = move
+            self._copies_now.append(move)
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def fetch_of(self, tokens: Int32Array, namespace: str, least: int) -> tuple[int, int] | None:
+        """The row of a fetch in flight that brings more than `least` tokens of the prefix, and the
+        number of tokens that it has of it; None without one."""
+        page_size = self._memory.page_size
+        for fetch in self.fetches.values():
+            if fetch.lease.namespace == namespace:
+                shared = common_prefix_len(fetch.tokens, tokens) // page_size * page_size
+                if shared > least:
+                    return fetch.lease.row, shared
+        return None
+
+    def num_here(self, tokens: Int32Array, namespace: str) -> int:
+        """The tokens of the longest prefix that the host has."""
+        return self.blocks.cache.peek(tokens, namespace)
+
+    def is_sooner(self, num_tokens: int, num_ahead: int, prefill_rate: float) -> bool:
+        """Return whether `num_tokens` are fetched, behind the fetches in flight, sooner than they
+        are computed, behind `num_ahead` tokens.
+
+        `prefill_rate` is in tokens a second. Unmeasured rates count as a fast link.
+        """
+        if self._fetches_all:
+            return True
+        fetch_s = (num_tokens + self.num_moving_tokens) * self.seconds_per_token
+        return fetch_s * prefill_rate < num_tokens + num_ahead
+
+    def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
+        """Fetch the longest prefix of `tokens` that the host has and the device lacks.
+
+        None, changing nothing but ages, if it has no more than the device, or rows or pages lack.
+        """
+        memory = self._memory
+        length = self.blocks.cache.peek(tokens, namespace)
+        lacks_room = len(self.fetches) >= MAX_FETCHES or memory.rows.num_free == 0
+        if lacks_room or length <= memory.cache.peek(tokens, namespace):
+            return None
+        tokens = tokens[:length].copy()
+        lease = memory.open_lease(tokens, namespace)
+        number = self._next_number()
+        blocks = self.blocks.begin_fetch(number, tokens, namespace)
+        num_held = lease.cache_protected_len // memory.page_size
+        blocks[:, :num_held] = 0
+        if not self._make_room(blocks):
+            self.blocks.end_fetch(number)
+            release_kv_cache(memory, lease, tokens, insert=False)
+            return None
+        pages = self._take_pages(lease, blocks, length)
+        move = self._move(number, pages, blocks)
+        num_tokens = length - lease.kv_committed_len
+        fetch = self.fetches[number] = Fetch(tokens, lease, num_tokens, move)
+        self._fetches_now.append(move)
+        return fetch
+
+    def _make_room(self, blocks: Int32Array) -> bool:
+        """Free a page of the device for each of `blocks`."""
+        memory = self._memory
+        counts = [len(listed) for listed in self.blocks.by_pool(blocks)]
+        for pool, count in enumerate(counts):
+            deficit = count - memory.allocators[pool].num_free
+            if deficit > memory.cache.num_evictable[pool]:
+                return False
+            if deficit > 0:
+                memory.cache.evict(deficit, pool)
+        return all(
+            count <= allocator.num_free
+            for count, allocator in zip(counts, memory.allocators, strict=True)
+        )
+
+    def _take_pages(self, lease: KVLease, blocks: Int32Array, length: int) -> Int32Array:
+        """Give `lease` a page for each of `blocks` int32[groups, n]; return them likewise."""
+        memory, row = self._memory, lease.row
+        pages = np.zeros_like(blocks)
+        for number, group in enumerate(memory.groups):
+            columns = blocks[number].nonzero()[0]
+            if len(columns):
+                taken = memory.allocators[group.pool].alloc(len(columns), row)
+                pages[number, columns] = taken
+                memory.rows.list_page_each(
+                    number, np.full(len(columns), row), columns.astype(np.int32), taken
+                )
+        protected = lease.cache_protected_len
+        lease.set_lengths(protected=protected, committed=protected, allocated=length)
+        let_go_windows(memory.rows, [memory], np.array([row]), np.array([length]))
+        return pages
+
+    def drop_fetches(self) -> bool:
+        """Free the pages of all fetches; return whether there was any."""
+        had_any = bool(self.fetches)
+        for number, fetch in list(self.fetches.items()):
+            self._end_lease(number, insert=False)
+            if number in self._begun:
+                self._dropped[number] = fetch.move
+            else:
+                self._fetches_now = [e for e in self._fetches_now if e.number != number]
+        return had_any
+
+    def _end_lease(self, number: int, *, insert: bool) -> None:
+        fetch = self.fetches.pop(number)
+        self.blocks.end_fetch(number)
+        if insert:
+            length, protected = len(fetch.tokens), fetch.lease.cache_protected_len
+            fetch.lease.set_lengths(protected=protected, committed=length, allocated=length)
+        release_kv_cache(self._memory, fetch.lease, fetch.tokens, insert=insert)
+
+    # -- transfers --------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        self._num_transfers += 1
+        return self._num_transfers
+
+    def _move(self, number: int, pages: Int32Array, blocks: Int32Array) -> PageTransfer:
+        by_pool = self.blocks.by_pool
+        return PageTransfer(self._memory.dp_rank, number, by_pool(pages), by_pool(blocks))
+
+    @property
+    def num_moving_tokens(self) -> int:
+        """Tokens of the fetches in flight."""
+        return sum(fetch.num_tokens for fetch in self.fetches.values())
+
+    @property
+    def num_waiting_copies(self) -> int:
+        """Prefixes that wait to be copied to the host."""
+        return len(self._offers)
+
+    @property
+    def has_work(self) -> bool:
+        """True if `take` may return transfers."""
+        return bool(
+            self._offers
+            or self._placed_now
+            or self._dropped_now
+            or self._copies_now
+            or self._fetches_now
+        )
+
+    def take(self) -> Transfers:
+        """The transfers to begin before the next step is planned."""
+        self._begin_copies()
+        taken = Transfers(
+            tuple(self._placed_now),
+            tuple(self._dropped_now),
+            tuple(self._copies_now),
+            tuple(self._fetches_now),
+        )
+        self._begun.update(move.number for move in self._fetches_now)
+        for each in (self._placed_now, self._dropped_now, self._copies_now, self._fetches_now):
+            each.clear()
+        return taken
+
+    def take_saved(self) -> list[PageTransfer]:
+        """The copies of evicted pages, which must precede the step being planned."""
+        saved, self._copies_now = self._copies_now, []
+        return saved
+
+    def ended(self, end: TransferEnd) -> None:
+        """A transfer has ended. One that began before a reset of the device is ignored."""
+        number = end.number
+        self.num_failed += not end.succeeded
+        if number in self._moves:
+            move = self._moves.pop(number)
+            self.num_copied_pages += len(move.pages[0]) * end.succeeded
+            self.blocks.end_copy(number, succeeded=end.succeeded)
+        elif number in self._begun:
+            self._begun.remove(number)
+            if number in self.fetches:
+                fetch = self.fetches[number]
+                self._end_lease(number, insert=end.succeeded)
+                self.num_fetched_tokens += fetch.num_tokens * end.succeeded
+                if end.succeeded:
+                    self._measure(end.seconds / fetch.num_tokens)
+                now = self._placed_now if end.succeeded else self._dropped_now
+                now.append(fetch.move)
+            else:
+                self._dropped_now.append(self._dropped.pop(number))
+
+    def _measure(self, seconds_per_token: float) -> None:
+        before = self.seconds_per_token or seconds_per_token
+        self.seconds_per_token = before + _NEW_SHARE * (seconds_per_token - before)
+
+    def views(self) -> list[HostPoolView]:
+        """The blocks of each pool by state."""
+        cache = self.blocks.cache
+        return [
+            HostPoolView(
+                total_blocks=allocator.num_pages,
+                free_blocks=allocator.num_free,
+                arriving_blocks=allocator.num_leased,
+                cached_blocks=allocator.num_tree,
+                leaving_blocks=cache.num_protected[pool],
+                reserved_blocks=allocator.num_reserved,
+            )
+            for pool, allocator in enumerate(self.blocks.allocators)
+        ]
+
+    # -- resets -----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Keep no prefix; transfers in flight end as if they had failed."""
+        self.drop_fetches()
+        self._offers.clear()
+        self.blocks.reset()
+
+    def forget(self) -> None:
+        """The executor was reset: nothing is in flight, and the contents of blocks are lost.
+
+        The leases of fetches must have ended (`drop_fetches`), or been dropped with all memory.
+        """
+        self.fetches.clear()
+        self._start()
