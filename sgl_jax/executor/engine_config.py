@@ -268,7 +268,7 @@ class EngineConfig(NamedTuple):
         )
 
     @property
-    def _page_bytes(self) -> list[int]:
+    def page_bytes(self) -> list[int]:
         """Bytes of a page of each pool, or of a slot of the pool of states."""
         page_bytes = [layout.page_bytes for layout in self.pool_layouts]
         if self.state_layout is not None:
@@ -282,7 +282,7 @@ class EngineConfig(NamedTuple):
         ratio = self.args.hicache_ratio
         if self.args.hicache_size:
             on_device = sum(
-                (num - 1) * each for num, each in zip(pool_pages, self._page_bytes, strict=False)
+                (num - 1) * each for num, each in zip(pool_pages, self.page_bytes, strict=False)
             )
             ratio = self.args.hicache_size * 1e9 / on_device
         return tuple(1 + max(int((num - 1) * ratio), 1) for num in pool_pages)
@@ -290,7 +290,7 @@ class EngineConfig(NamedTuple):
     def host_bytes(self, sizes: EngineSizes, mesh: Mesh) -> int:
         """Bytes of all blocks in this host's memory."""
         of_rank = sum(
-            num * each for num, each in zip(sizes.host_blocks, self._page_bytes, strict=True)
+            num * each for num, each in zip(sizes.host_blocks, self.page_bytes, strict=True)
         )
         return of_rank * sizes.dp_size * len(mesh.local_devices) // mesh.size
 

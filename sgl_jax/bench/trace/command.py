@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_jax.bench.trace.cache_only import tree_hit_rate
+from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
 from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
@@ -31,6 +32,8 @@ from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_cla
 
 ENGINE_SETTINGS = (
     "radix_eviction_policy",
+    *("enable_hierarchical_cache", "hicache_ratio", "hicache_write_policy"),
+    "hicache_fetch_policy",
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
     *PLANNER_SETTINGS,
@@ -73,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     add_capacities(cache)
     served = parser.add_argument_group("the served run")
     add_step_time(served)
+    served.add_argument(
+        "--host-link-gb-s",
+        type=float,
+        default=16.0,
+        help="gigabytes a second to the host and back, of each rank (%(default)s)",
+    )
     served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
     return parser
 
@@ -99,6 +108,8 @@ def _check(words: argparse.Namespace) -> None:
     if words.num_requests is not None and words.num_requests < 1:
         raise ValueError(f"--num-requests must be at least 1, got {words.num_requests}")
     check_engine(words)
+    if not 0 < words.host_link_gb_s < float("inf"):
+        raise ValueError(f"--host-link-gb-s must be positive, got {words.host_link_gb_s}")
     if words.plot is None:
         return
     if words.cache_only:
@@ -160,11 +171,15 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
         check_memory=words.check_memory,
     )
     longest = max(request.input_len + request.output_len for request in trace)
-    sizes, step_seconds, about = simulated_engine(args, words, longest)
-    run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup)
+    sizes, step_seconds, about, page_bytes = simulated_engine(args, words, longest)
+    link = HostLink(page_bytes, words.host_link_gb_s * 1e9) if sizes.host_blocks else None
+    run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup, link=link)
     pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
     oracles = oracle_hit_rates(trace, capacity)
+    if sizes.host_blocks:
+        in_host = sizes.dp_size * (sizes.host_blocks[0] - 1) * sizes.page_size // BLOCK_TOKENS
+        oracles |= {"LRU of the host's size": oracle_hit_rates(trace, in_host)["LRU"]}
     oracles |= {"no limit": oracle_hit_rates(trace, num_distinct_blocks(trace))["LRU"]}
     values = served_values(run, oracles)
     title = (

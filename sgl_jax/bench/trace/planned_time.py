@@ -34,6 +34,7 @@ class PlannedStepTime(NamedTuple):
     config: ModelConfig
     memory: DeviceBytes
     chip: Chip
+    page_bytes: tuple[int, ...]  # of each pool of a rank
 
     def seconds(self, plan: StepPlan) -> float:
         """A `StepSeconds`: ranks are padded to one shape and wait for the longest attention."""
@@ -82,5 +83,8 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
         step = estimate_step(cost, bucket.tokens, work, request.config, device, topology.chip)
         seconds.append(step.total_s)
     interpolated = tuple(np.interp(shapes, compiled, seconds).tolist())
-    planned = PlannedStepTime(shapes, interpolated, request.config, device, topology.chip)
+    page_bytes = tuple(engine.config.page_bytes)
+    planned = PlannedStepTime(
+        shapes, interpolated, request.config, device, topology.chip, page_bytes
+    )
     return engine.config.sizes(pool_pages), planned

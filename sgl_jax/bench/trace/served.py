@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
+from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_messages import OutputBatch
@@ -22,12 +23,20 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.record.events import (
+    PlanStep,
+    PrefillRate,
+    ResultRead,
+    TakeOutputs,
+    TakeTransfers,
+    TransferEnded,
+)
 from sgl_jax.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
 
 _SAMPLE_INTERVAL_S = 1.0  # of the clock
+LEAST_MEASURED_TOKENS, LEAST_MEASURED_CHANGE = 64, 0.1  # as `engine.prefill_meter`
 
 
 class Sample(NamedTuple):
@@ -100,8 +109,11 @@ class _Replay:
         args: SchedulerArgs,
         step_seconds: StepSeconds,
         speedup: float,
+        link: HostLink | None,
     ) -> None:
         self._trace = trace
+        self._link = link
+        self._prefill_rate = 0.0
         self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
         self._step_seconds = step_seconds
@@ -149,6 +161,8 @@ class _Replay:
 
     def _turn(self) -> None:
         """Plan and launch one step; read the oldest if two are in flight or no step was planned."""
+        if self._link is not None:
+            self._transfer(self._link)
         plan = self._timed(self._scheduler.handle, PlanStep())
         if plan is not None:
             self._launch(plan)
@@ -163,6 +177,12 @@ class _Replay:
             self._run.host_s.append(self._step_host_s)
             self._step_host_s = 0.0
 
+    def _transfer(self, link: HostLink) -> None:
+        for end in link.ended(self._now_s):
+            self._timed(self._scheduler.handle, TransferEnded(end))
+        if self._scheduler.has_transfers:
+            link.begin(self._timed(self._scheduler.handle, TakeTransfers()), self._now_s)
+
     def _timed(self, call: Callable[..., T], *values: Any) -> T:
         """Call, and add the processor time to the step's."""
         start = time.thread_time()
@@ -175,6 +195,9 @@ class _Replay:
         seconds = self._step_seconds(plan)
         self._device_free_s = begin_s + seconds
         self._run.busy_s += seconds
+        if self._link is not None:
+            self._link.save(plan.saved, begin_s)
+            self._measure(plan, seconds)
         self._in_flight.append((plan, self._executor.launch(plan), self._device_free_s))
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
@@ -182,15 +205,28 @@ class _Replay:
                 if np.isnan(log.start_s):  # else it restarts after a retraction
                     log.start_s = begin_s
 
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        """Report the speed of prompts to the scheduler when it has changed, as the engine does."""
+        num_tokens = max(int(rank.q_lens[rank.num_decode :].sum()) for rank in plan.ranks)
+        if num_tokens >= LEAST_MEASURED_TOKENS:
+            rate = num_tokens / seconds
+            if abs(rate - self._prefill_rate) > LEAST_MEASURED_CHANGE * self._prefill_rate:
+                self._prefill_rate = rate
+                self._scheduler.handle(PrefillRate(rate))
+
     def _read_oldest(self) -> None:
         plan, handle, end_s = self._in_flight.popleft()
         self._now_s = max(self._now_s, end_s)
         self._timed(self._scheduler.handle, ResultRead(plan.step_id, self._executor.result(handle)))
 
     def _wait_for_arrival(self) -> None:
-        """Advance the clock to the next arrival."""
+        """Advance the clock to the next arrival, or the next end of a transfer."""
+        next_s = [] if self._link is None else [self._link.next_end_s]
         if self._num_arrived < len(self._trace):
-            self._now_s = max(self._now_s, self._run.requests[self._num_arrived].arrival_s)
+            next_s.append(self._run.requests[self._num_arrived].arrival_s)
+        times = [each for each in next_s if each is not None]
+        if times:
+            self._now_s = max(self._now_s, min(times))
         elif not self._scheduler.is_idle:
             raise RuntimeError(
                 f"{self._scheduler.num_waiting} requests wait, and no step can be planned"
@@ -248,6 +284,7 @@ def serve_trace(
     step_seconds: StepSeconds,
     *,
     speedup: float = 1.0,
+    link: HostLink | None = None,
 ) -> ServedRun:
     """Serve `trace` with an engine of the given sizes.
 
@@ -257,8 +294,9 @@ def serve_trace(
         args: of the scheduler; `check_memory` "busy" checks the ledger after each step.
         step_seconds: the duration of each step.
         speedup: factor by which arrivals are faster than recorded.
+        link: to the host's memory, if `sizes` have any there.
 
     Raises `MemoryDefectError` if the memory and its ledger differ; a full audit follows the last
     request.
     """
-    return _Replay(trace, sizes, args, step_seconds, speedup).run()
+    return _Replay(trace, sizes, args, step_seconds, speedup, link).run()

@@ -22,6 +22,7 @@ PLANNER_SETTINGS = ("quantization", "kv_cache_dtype")
 DEFAULT_PAGE_SIZE = 128
 # About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
 _DEFAULT_TOTAL_TOKENS = 1_536_000
+_KV_BYTES_PER_TOKEN = 131_072  # of Llama 3.1 8B in bfloat16
 # Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
 _LINEAR_COSTS = (
     ("step_base_ms", 3.6, "milliseconds of each step"),
@@ -37,6 +38,7 @@ class SimulatedEngine(NamedTuple):
     sizes: EngineSizes
     step_seconds: StepSeconds
     about: str
+    page_bytes: tuple[int, ...]  # of each pool
 
 
 def print_result(run: Callable[[], str]) -> int:
@@ -84,6 +86,12 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
     for name, default, text in _LINEAR_COSTS:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=float, default=default, help=f"{text} (%(default)s)")
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=int,
+        default=_KV_BYTES_PER_TOKEN,
+        help="without --planner-model, for the host's memory (%(default)s)",
+    )
     parser.add_argument("--planner-model", help="steps as long as the planner estimates for it")
     parser.add_argument("--topology", help="slice for --planner-model: v6e-8, v5p-8, ...")
 
@@ -99,6 +107,8 @@ def check_engine(words: argparse.Namespace) -> None:
         value = getattr(words, name)
         if not 0 <= value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+    if words.kv_bytes_per_token < 1:
+        raise ValueError(f"--kv-bytes-per-token must be positive, got {words.kv_bytes_per_token}")
     if words.step_base_ms == 0:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
     if (words.planner_model is None) != (words.topology is None):
@@ -127,7 +137,7 @@ def simulated_engine(
             f"steps as the planner estimates for {words.planner_model} on {words.topology}, "
             f"dp {args.dp_size} x tp {args.tp_size}"
         )
-        return SimulatedEngine(sizes, planned.seconds, about)
+        return SimulatedEngine(sizes, planned.seconds, about, planned.page_bytes)
     limits = step_limits(resolve_for_device(args, "tpu"))
     num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
     sizes = EngineSizes(
@@ -146,4 +156,8 @@ def simulated_engine(
         f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
         "token read"
     )
-    return SimulatedEngine(sizes, linear.seconds, about)
+    if args.enable_hierarchical_cache:
+        num_blocks = 1 + int(args.hicache_ratio * (sizes.pool_pages[0] - 1))
+        sizes = sizes._replace(host_blocks=(num_blocks,))
+    page_bytes = (args.page_size * words.kv_bytes_per_token,)
+    return SimulatedEngine(sizes, linear.seconds, about, page_bytes)
