@@ -233,3 +233,60 @@ def test_the_ledger_finds_a_lock_and_a_block_without_owner() -> None:
     blocks.allocators[0].alloc(1, 99)
     with pytest.raises(LedgerError, match="copies have 0 blocks, 1 are owned"):
         audit_host(rank.tier)
+
+
+def test_blocks_that_another_copy_has_brought_are_free_again() -> None:
+    blocks = Rank().tier.blocks
+    tokens = np.arange(4 * PAGE_SIZE, dtype=np.int32)
+    is_offered = np.ones((1, 4), np.bool_)
+    for number in (1, 2):
+        assert blocks.begin_copy(number, tokens, "", is_offered) is not None
+    for number in (1, 2):
+        blocks.end_copy(number, succeeded=True)
+    (allocator,) = blocks.allocators
+    assert (allocator.num_tree, allocator.num_leased) == (4, 0)
+
+
+def test_a_copy_of_a_flushed_prefix_is_not_kept() -> None:
+    rank = Rank()
+    tokens = rank.tokens(1)
+    rank.publish(tokens)
+    out = rank.take()
+    rank.publish(rank.tokens(2))  # offered, not begun
+    rank.tier.reset()
+    rank.memory.cache.reset()
+    rank.end_all(out)
+    assert rank.num_here(tokens) == 0
+    assert not any(rank.take()), "nor is the one that waited"
+
+
+def test_transfers_from_before_a_reset_of_the_device_are_ignored() -> None:
+    rank = Rank()
+    rank.publish(rank.tokens(1))
+    out = rank.take()
+    rank.tier.reset()
+    rank.tier.forget()
+    rank.end_all(out)
+    assert rank.tier.views()[0].free_blocks == rank.tier.views()[0].total_blocks - 1
+
+
+def test_a_copy_waits_for_the_one_that_brings_its_beginning() -> None:
+    rank = Rank()
+    rank.publish(rank.tokens(1, 2))
+    first = rank.take()
+    rank.publish(rank.tokens(1, 4))
+    assert not rank.take().copies
+    rank.end_all(first)
+    assert [len(move.pages[0]) for move in rank.take().copies] == [2]
+
+
+def test_a_fetch_without_room_leaves_no_lock() -> None:
+    rank = Rank()
+    rank.publish(rank.tokens(1, 8))
+    rank.end_all(rank.take())
+    rank.evict_all()
+    busy = rank.memory.open_lease(rank.tokens(2, 10))
+    assert rank.memory.grow_row(busy.row, 10 * PAGE_SIZE)
+    assert rank.tier.begin_fetch(rank.tokens(1, 8), "") is None
+    audit_host(rank.tier)
+    audit(rank.memory, 1)

@@ -1,0 +1,84 @@
+"""Time to the first token of a turn whose history is in the host's memory.
+
+    python -m benchmarks.serving.host_turns --model-path FOLDER --history 4096
+
+An engine whose pool holds one conversation and a half serves several in turns: so each turn finds
+its history on the host. It is compared with a turn whose history is computed, and with one that
+is repeated at once, whose history is on the device. All alternate, so that other load on the
+machine affects them alike. With `--hicache-fetch-policy always`, since the comparison itself
+decides between the two.
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.offline import Engine
+
+_FIRST = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+_NEW_TOKENS = 32
+
+
+def main() -> None:
+    """Print the medians and their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-path", required=True, help="folder with a config.json")
+    parser.add_argument("--history", type=int, default=4096, help="tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    words = parser.parse_args()
+    rng = random.Random(0)
+    pool = words.history * 3 // 2
+    with Engine(
+        words.model_path,
+        load_format="dummy",
+        device="cpu",
+        context_length=words.history + 1024,
+        max_running_requests=4,
+        max_total_tokens=pool,
+        enable_hierarchical_cache=True,
+        hicache_ratio=8.0,
+        hicache_fetch_policy="always",
+    ) as engine:
+
+        def first_token_ms(prompt: list[int]) -> tuple[float, int]:
+            begin_s = time.perf_counter()
+            (answer,) = engine.generate(input_ids=[prompt], sampling_params=_FIRST, progress=False)
+            return 1000 * (time.perf_counter() - begin_s), answer.cached_tokens
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(300, engine.info["vocab_size"]) for _ in range(count)]
+
+        histories = [tokens(words.history) for _ in range(2)]
+        for history in histories:
+            first_token_ms(history)
+        times: dict[str, list[float]] = {"computed": [], "from the host": [], "on the device": []}
+        for _ in range(words.rounds):
+            for history in histories:
+                prompt = history + tokens(_NEW_TOKENS)
+                _settle(engine)
+                ms, cached = first_token_ms(prompt)
+                assert cached >= words.history - engine.info["page_size"], "it is not on the host"
+                times["from the host"].append(ms)
+                ms, _ = first_token_ms([*prompt, *tokens(_NEW_TOKENS)])
+                times["on the device"].append(ms)
+                ms, _ = first_token_ms(tokens(words.history + _NEW_TOKENS))
+                times["computed"].append(ms)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    print(f"{words.history:,} tokens of history, {_NEW_TOKENS} new; {words.rounds} rounds of 2")
+    for name, ms in medians.items():
+        print(f"{name:<14} {ms:>9.1f} ms, {medians['computed'] / ms:>6.2f} times sooner")
+
+
+def _settle(engine: Engine) -> None:
+    """Wait until no copy is under way, as after a user's pause."""
+    while any(
+        rank["host_copies_waiting"] or any(pool["arriving_blocks"] for pool in rank["host_pools"])
+        for rank in engine.server_info()["ranks"]
+    ):
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
