@@ -19,20 +19,19 @@ class HostLink:
         self._free_s: dict[tuple[int, bool], float] = {}  # by rank and direction
         self._ends: list[tuple[float, int, TransferEnd]] = []  # a heap
         self._num_begun = 0
-        self.out_s = self.in_s = 0.0  # seconds that pages moved, of all ranks together
 
     def begin(self, transfers: Transfers, now_s: float) -> None:
         """Begin the copies and fetches of `transfers`."""
         for move in transfers.copies:
-            self.out_s += self._begin(move, now_s, is_in=False)
+            self._begin(move, now_s, is_in=False)
         for move in transfers.fetches:
-            self.in_s += self._begin(move, now_s, is_in=True)
+            self._begin(move, now_s, is_in=True)
 
     def save(self, copies: Sequence[PageTransfer], now_s: float) -> None:
         """Begin the copies of evicted pages."""
         self.begin(Transfers(copies=tuple(copies)), now_s)
 
-    def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> float:
+    def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> None:
         pages = zip(move.pages, self._page_bytes, strict=True)
         seconds = sum(len(listed) * size for listed, size in pages) / self._bytes_per_s
         direction = move.dp_rank, is_in
@@ -41,7 +40,6 @@ class HostLink:
         self._num_begun += 1
         end = TransferEnd(move.dp_rank, move.number, True, seconds)
         heapq.heappush(self._ends, (end_s, self._num_begun, end))
-        return seconds
 
     @property
     def next_end_s(self) -> float | None:
