@@ -132,6 +132,18 @@ def page_states(pool: State) -> dict[str, int]:
     }
 
 
+def host_block_states(pool: State) -> dict[str, int]:
+    """The blocks of a pool in the host's memory by state: all before the last add up to it."""
+    return {
+        "free": pool["free_blocks"],
+        "arriving": pool["arriving_blocks"],
+        "cached_evictable": pool["cached_blocks"] - pool["leaving_blocks"],
+        "leaving": pool["leaving_blocks"],
+        "reserved": pool["reserved_blocks"],
+        "total": pool["total_blocks"],
+    }
+
+
 def row_states(rank: State) -> dict[str, int]:
     """The rows of a rank by state: all before the last add up to it."""
     total, free, session = rank["total_rows"], rank["free_rows"], rank["session_rows"]
@@ -231,6 +243,17 @@ FIGURES = (
         ("dp_rank", "pool", "state"),
     ),
     Figure(
+        "host_blocks",
+        "blocks of prefixes in the host's memory, of a pool by state; the others add up to total",
+        lambda state: [
+            (rank["dp_rank"], name, block_state, count)
+            for rank in state["ranks"]
+            for name, pool in zip(pool_names(rank), rank["host_pools"], strict=False)
+            for block_state, count in host_block_states(pool).items()
+        ],
+        ("dp_rank", "pool", "state"),
+    ),
+    Figure(
         "rows",
         "rows by state; the others add up to total",
         lambda state: [
@@ -284,6 +307,17 @@ FIGURES = (
     ),
     _count("num_preempted_requests", "requests_preempted", "retracts for more important requests"),
     _count("evicted_pages", "evicted_pages", "pages evicted from the prefix cache"),
+    _count(
+        "host_fetched_tokens",
+        "host_fetched_tokens",
+        "tokens of prefixes fetched from the host's memory",
+    ),
+    _count("host_copied_pages", "host_copied_pages", "pages of the first pool copied to the host"),
+    _count(
+        "host_failed_transfers",
+        "host_failed_transfers",
+        "transfers between devices and host that failed",
+    ),
     _count("evicted_sessions", "sessions_evicted", "idle sessions evicted"),
     Figure(
         "realtime_tokens",

@@ -12,6 +12,7 @@ from tests.hosts.workload import run_workload
 
 RETRACTS = ("--test-retract", "--test-retract-interval", "3")
 DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "2")
+HOST_MEMORY = ("--enable-hierarchical-cache", "--hicache-fetch-policy", "always")
 
 
 class Case(NamedTuple):
@@ -38,6 +39,7 @@ LONG = {
     "windows, tp": Case("gpt_oss", 2, 1, 2),
     "windows, dp, drafts": Case("gpt_oss", 2, 2, 1, (*RETRACTS, *DRAFTS)),
     "states, dp": Case("qwen3_next", 2, 2, 1, (*RETRACTS, *DRAFTS)),
+    "host's memory, dp x tp": Case("llama", 2, 2, 2, (*RETRACTS, *HOST_MEMORY)),
     "states, tp": Case("qwen3_next", 2, 1, 2),
     "experts of all chips": Case(
         *("qwen3_moe", 2, 2, 1),

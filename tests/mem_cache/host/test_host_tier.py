@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd, Transfers
@@ -14,6 +15,7 @@ from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
+from sgl_jax.mem_cache.tree.window_component import lookback_pages
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.setups import PLAIN
 from tests.scheduler.test_state_machine import SchedulerMachine
@@ -86,6 +88,27 @@ def test_a_prefix_goes_out_and_comes_back() -> None:
     assert rank.memory.cache.peek(tokens) == len(tokens)
     assert rank.take().placed == (fetch.move,)
     assert rank.tier.num_fetched_tokens == len(tokens)
+
+
+@pytest.mark.parametrize(("window", "pool"), [(9, 0), (9, 1), (6, 1)])
+def test_of_a_window_the_pages_before_the_end_go_out_and_come_back(window: int, pool: int) -> None:
+    groups = (*FULL_ATTENTION, CacheGroup(window, pool))
+    rank = Rank(make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0))
+    tokens = rank.tokens(1)
+    rank.publish(tokens)
+    out = rank.take()
+    (copy,) = out.copies
+    of_window = lookback_pages(window, PAGE_SIZE)
+    assert [len(pages) for pages in copy.pages] == (
+        [4 + of_window] if pool == 0 else [4, of_window]
+    )
+    rank.end_all(out)
+    assert rank.num_here(tokens) == len(tokens)
+    rank.memory.cache.reset()
+    fetch = rank.tier.begin_fetch(tokens, "")
+    assert fetch is not None
+    rank.end_all(rank.take())
+    assert rank.memory.cache.peek(tokens) == len(tokens)
 
 
 def test_only_missing_pages_are_copied_and_fetched() -> None:
