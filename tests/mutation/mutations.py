@@ -2674,13 +2674,7 @@ MUTATIONS = (
     Mutation(
         "host: keep the host's prefixes over a flush",
         _TIER,
-        "        self._offers.clear()\n        self.blocks.reset()\n",
-        "        self._offers.clear()\n",
-    ),
-    Mutation(
-        "host: keep offers over a flush",
-        _TIER,
-        "        self.drop_fetches()\n        self._offers.clear()\n",
+        "        self.drop_fetches()\n        self.blocks.reset()\n",
         "        self.drop_fetches()\n",
     ),
     Mutation(

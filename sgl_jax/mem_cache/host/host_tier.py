@@ -368,7 +368,6 @@ class HostTier:
     def reset(self) -> None:
         """Keep no prefix; transfers in flight end as if they had failed."""
         self.drop_fetches()
-        self._offers.clear()
         self.blocks.reset()
 
     def forget(self) -> None:

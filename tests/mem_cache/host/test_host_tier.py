@@ -289,8 +289,9 @@ def test_transfers_from_before_a_reset_of_the_device_are_ignored() -> None:
     out = rank.take()
     rank.tier.reset()
     rank.tier.forget()
-    rank.end_all(out)
-    assert rank.tier.views()[0].free_blocks == rank.tier.views()[0].total_blocks - 1
+    for _ in range(2):
+        assert rank.tier.views()[0].free_blocks == rank.tier.views()[0].total_blocks - 1
+        rank.end_all(out)
 
 
 def test_a_copy_waits_for_the_one_that_brings_its_beginning() -> None:
