@@ -6,7 +6,7 @@ log-probabilities are equal bit by bit.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
     "write_back": {"hicache_write_policy": "write_back"},
 }
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
+
+
+def long_but(names: Iterable[str], by_default: str) -> list[Any]:
+    """The names as parameters; all but one are for the long run."""
+    marks = {name: () if name == by_default else pytest.mark.long for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def conversations(vocab_size: int) -> list[list[list[int]]]:
@@ -128,13 +134,13 @@ def is_moving(engine: Engine) -> bool:
     return is_copying or any(pool["arriving_blocks"] or pool["leaving_blocks"] for pool in pools)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_but(CASES, "two ranks"))
 def test_a_prefix_from_the_host_is_worth_the_computed_one(
     compare: Callable[..., None], case: str
 ) -> None:
     compare(GOLDEN / "qwen3", **CASES[case])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_but(FAMILIES, "qwen3_5"))
 def test_windows_and_states_come_back_too(compare: Callable[..., None], family: str) -> None:
     compare(GOLDEN / family)
