@@ -295,11 +295,15 @@ class EngineCore:
         if isinstance(error, GroupError):
             raise error
         logger.exception("a step failed; all requests in flight end with an error")
+        self._reset_device()
+        self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
+
+    def _reset_device(self) -> None:
+        """Start over with an empty pool; the results of steps in flight are not read."""
         self._in_flight.clear()
         if self._prefill_meter is not None:
             self._prefill_meter.reset()
         self.executor.reset()
-        self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
     def _answer_defect(self, error: MemoryDefectError) -> None:
         """Record a memory defect; then crash, or end all requests and continue, by the setting."""
@@ -309,10 +313,7 @@ class EngineCore:
         if self.args.memory_error_action == "crash":
             raise type(error)(f"{error}; {where}") from error
         # Steps in flight still use the old pages, so the device gets a new pool.
-        self._in_flight.clear()
-        if self._prefill_meter is not None:
-            self._prefill_meter.reset()
-        self.executor.reset()
+        self._reset_device()
         self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False
 

@@ -60,8 +60,6 @@ class HostStore:
     """
 
     def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
-        self._dp_size = sizes.dp_size
-        self._mesh = mesh
         self._pools = [
             _Pool(shapes, num_blocks, mesh)
             for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
@@ -70,11 +68,6 @@ class HostStore:
         self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
         self._jobs: list[Future[Any]] = []
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks on this host."""
-        return sum(pool.num_bytes for pool in self._pools)
 
     def compile(self) -> None:
         """Compile all programs."""
@@ -98,11 +91,14 @@ class HostStore:
         for move in moves:
             pieces = [
                 (
-                    _Piece(number, pages, pool.gather(arrays[number], move.dp_rank, pages)),
-                    move.blocks[number][first : first + len(pages)],
+                    _Piece(
+                        number,
+                        pages,
+                        self._pools[number].gather(arrays[number], move.dp_rank, pages),
+                    ),
+                    blocks,
                 )
-                for number, pool in enumerate(self._pools)
-                for first, pages in pool.cut(move.pages[number])
+                for number, pages, blocks in self._cut(move)
             ]
             self._start(move, partial(self._save, pieces))
 
@@ -143,19 +139,22 @@ class HostStore:
         self._jobs.append(future)
         return future
 
+    def _cut(self, move: PageTransfer) -> Iterator[tuple[int, Int32Array, Int32Array]]:
+        """The pieces of a transfer: the pool, its pages, and their blocks."""
+        for number, pool in enumerate(self._pools):
+            pages, blocks = move.pages[number], move.blocks[number]
+            for first in range(0, len(pages), pool.piece_pages):
+                part = slice(first, first + pool.piece_pages)
+                yield number, pages[part], blocks[part]
+
     def _save(self, pieces: list[tuple[_Piece, Int32Array]], move: PageTransfer) -> None:
         for piece, blocks in pieces:
             self._pools[piece.pool].write(move.dp_rank, blocks, piece.values)
 
     def _fetch(self, move: PageTransfer) -> list[_Piece]:
         pieces = [
-            _Piece(
-                number,
-                pages,
-                pool.read(move.dp_rank, move.blocks[number][first : first + len(pages)]),
-            )
-            for number, pool in enumerate(self._pools)
-            for first, pages in pool.cut(move.pages[number])
+            _Piece(number, pages, self._pools[number].read(move.dp_rank, blocks))
+            for number, pages, blocks in self._cut(move)
         ]
         jax.block_until_ready([piece.values for piece in pieces])
         return pieces
@@ -199,15 +198,6 @@ class _Pool:
         layers, _, *page = pool.shape
         shape = (layers, self._dp_size * self.piece_pages, *page)
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.sharding)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stored.nbytes for stored in self._stored.values())
-
-    def cut(self, pages: Int32Array) -> Iterator[tuple[int, Int32Array]]:
-        """The pieces of `pages`, each with the index of its first."""
-        for first in range(0, len(pages), self.piece_pages):
-            yield first, pages[first : first + self.piece_pages]
 
     # -- programs ---------------------------------------------------------------------------
 

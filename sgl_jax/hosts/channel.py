@@ -2,8 +2,8 @@
 
     host 0   LeaderLink   XPUB  <===== CurveZMQ over TCP =====>  XSUB x 2  FollowerLink   host k
 
-A message of host 0 goes to all other hosts by one call, whatever their number. Each has two
-connections, one a topic: `COMMANDS` come, in order, to its loop; by `BEATS` both sides show every
+Host 0 sends each message to all other hosts by one call. Each of them has two connections, one a
+topic: `COMMANDS` come, in order, to its loop; by `BEATS` both sides show every
 second that they live, on a thread beside the loop. A host that is silent for longer than allowed
 is lost, and so is a command that did not arrive: both end the group.
 

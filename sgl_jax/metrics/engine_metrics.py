@@ -174,6 +174,24 @@ def _of_ranks(name: str, help_text: str, value: Callable[[State], float]) -> Fig
     )
 
 
+def _of_pools(
+    name: str, help_text: str, key: str, states_of: Callable[[State], dict[str, int]]
+) -> Figure:
+    """The states of each pool in a rank's list `key`, which has all pools or none."""
+    return Figure(
+        name,
+        help_text,
+        lambda state: [
+            (rank["dp_rank"], pool_name, pool_state, count)
+            for rank in state["ranks"]
+            if rank[key]
+            for pool_name, pool in zip(pool_names(rank), rank[key], strict=True)
+            for pool_state, count in states_of(pool).items()
+        ],
+        ("dp_rank", "pool", "state"),
+    )
+
+
 def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
     """A rank's counter `key`, with further labels of one value each."""
     return Figure(
@@ -231,27 +249,14 @@ FIGURES = (
     _of_ranks("full_token_usage", "share in use, of full attention's pages", _of_kind(_FULL)),
     _of_ranks("swa_token_usage", "share in use, of sliding windows' pages", _of_kind(_WINDOW)),
     _of_ranks("mamba_usage", "share in use, of recurrent states' slots", _of_kind(_STATES)),
-    Figure(
-        "kv_pages",
-        "pages of a pool by state; the others add up to total",
-        lambda state: [
-            (rank["dp_rank"], name, page_state, count)
-            for rank in state["ranks"]
-            for name, pool in zip(pool_names(rank), rank["pools"], strict=True)
-            for page_state, count in page_states(pool).items()
-        ],
-        ("dp_rank", "pool", "state"),
+    _of_pools(
+        "kv_pages", "pages of a pool by state; the others add up to total", "pools", page_states
     ),
-    Figure(
+    _of_pools(
         "host_blocks",
         "blocks of prefixes in the host's memory, of a pool by state; the others add up to total",
-        lambda state: [
-            (rank["dp_rank"], name, block_state, count)
-            for rank in state["ranks"]
-            for name, pool in zip(pool_names(rank), rank["host_pools"], strict=False)
-            for block_state, count in host_block_states(pool).items()
-        ],
-        ("dp_rank", "pool", "state"),
+        "host_pools",
+        host_block_states,
     ),
     Figure(
         "rows",

@@ -59,6 +59,12 @@ class Rank:
         self.memory.cache.evict(self.memory.cache.num_evictable[0])
         self.check()
 
+    def move_out(self, tokens: Int32Array) -> None:
+        """Bring `tokens` to the host, and evict all from the device."""
+        self.publish(tokens)
+        self.end_all(self.take())
+        self.evict_all()
+
     def check(self) -> None:
         audit(self.memory, len(self.tier.fetches))
         audit_host(self.tier)
@@ -139,9 +145,7 @@ def test_a_copy_that_fails_leaves_nothing() -> None:
 def test_a_fetch_that_fails_leaves_nothing_on_the_device() -> None:
     rank = Rank()
     tokens = rank.tokens(1)
-    rank.publish(tokens)
-    rank.end_all(rank.take())
-    rank.evict_all()
+    rank.move_out(tokens)
     assert rank.tier.begin_fetch(tokens, "") is not None
     rank.end_all(rank.take(), succeeded=False)
     assert rank.memory.cache.peek(tokens) == 0
@@ -152,9 +156,7 @@ def test_a_fetch_that_fails_leaves_nothing_on_the_device() -> None:
 def test_pages_of_a_fetch_are_given_back_before_it_ends() -> None:
     rank = Rank()
     tokens = rank.tokens(1)
-    rank.publish(tokens)
-    rank.end_all(rank.take())
-    rank.evict_all()
+    rank.move_out(tokens)
     rank.tier.begin_fetch(tokens, "")
     begun = rank.take()
     assert rank.tier.drop_fetches()
@@ -172,9 +174,7 @@ def test_pages_of_a_fetch_are_given_back_before_it_ends() -> None:
 def test_an_equal_prefix_that_was_computed_meanwhile_is_kept_once() -> None:
     rank = Rank()
     tokens = rank.tokens(1)
-    rank.publish(tokens)
-    rank.end_all(rank.take())
-    rank.evict_all()
+    rank.move_out(tokens)
     rank.tier.begin_fetch(tokens, "")
     begun = rank.take()
     rank.publish(tokens)
@@ -306,9 +306,7 @@ def test_a_copy_waits_for_the_one_that_brings_its_beginning() -> None:
 
 def test_a_fetch_without_room_leaves_no_lock() -> None:
     rank = Rank()
-    rank.publish(rank.tokens(1, 8))
-    rank.end_all(rank.take())
-    rank.evict_all()
+    rank.move_out(rank.tokens(1, 8))
     busy = rank.memory.open_lease(rank.tokens(2, 10))
     assert rank.memory.grow_row(busy.row, 10 * PAGE_SIZE)
     assert rank.tier.begin_fetch(rank.tokens(1, 8), "") is None
