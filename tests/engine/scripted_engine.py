@@ -82,6 +82,8 @@ RANK_COUNTERS = {
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "evicted_pages", "sessions_evicted"), 0),
     **dict.fromkeys(("requests_retracted", "requests_preempted"), 0),
     **dict.fromkeys(("retracted_input_tokens", "retracted_output_tokens"), 0),
+    **dict.fromkeys(("requests_force_retracted", "host_failed_transfers"), 0),
+    **dict.fromkeys(("host_copied_pages", "host_fetched_tokens"), 0),
 }
 CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)
 
@@ -358,6 +360,7 @@ class ScriptedEngine:
         rank = pool | {"page_size": 16, "pools": pools, "session_pages": 0}
         rank |= {"free_rows": 7, "total_rows": 8, "session_rows": 1, "num_waiting": 0}
         rank |= {"forecast_pages": 1, "most_growth_pages": 4, "counters": dict(RANK_COUNTERS)}
+        rank |= {"host_pools": [], "host_copies_waiting": 0}
         ranks = [{"dp_rank": r, "num_running": len(self.running), **rank} for r in range(DP_SIZE)]
         counters = {"steps": 1, "retracted": 0}
         return {

@@ -24,8 +24,9 @@ NUM_PROMPTS = 40
 RECORDING = "stress.events"
 FLAGS = (
     *("--dp-size", "2", "--max-running-requests", "16", "--context-length", "512"),
-    # A pool that holds about a third of what wants to run: evictions and retracts all the time.
-    *("--max-total-tokens", "768", "--schedule-conservativeness", "0.2"),
+    # A pool that holds about a quarter of what wants to run: evictions and retracts all the time,
+    # some thirty of them on a quiet machine, so that a slow one has some, too.
+    *("--max-total-tokens", "512", "--schedule-conservativeness", "0.05"),
     *("--check-memory", "busy", "--decode-log-interval", "0"),
 )
 
