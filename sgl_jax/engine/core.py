@@ -36,9 +36,9 @@ from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
 from sgl_jax.engine.grammar_masks import step_masks
+from sgl_jax.engine.host_transfers import HostTransfers
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
-from sgl_jax.engine.prefill_meter import PrefillMeter
 from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
@@ -53,14 +53,11 @@ from sgl_jax.scheduler.record.events import (
     FailAll,
     Flush,
     PlanStep,
-    PrefillRate,
     ProgramsReady,
     Rebuild,
     ResultRead,
     TakeOutputs,
-    TakeTransfers,
     Tick,
-    TransferEnded,
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -118,8 +115,9 @@ class EngineCore:
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
-        # Only the host's memory needs it.
-        self._prefill_meter = PrefillMeter() if sizes.host_blocks else None
+        self._transfers: HostTransfers | None = None
+        if sizes.host_blocks:
+            self._transfers = HostTransfers(self.scheduler, self.executor)
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self)
@@ -168,8 +166,8 @@ class EngineCore:
                         self._audit()
                     if self._is_compiling:
                         self._look_for_programs()
-                    if self._prefill_meter is not None:
-                        self._transfer()
+                    if self._transfers is not None:
+                        self._transfer(self._transfers)
                     self._step()
                 except MemoryDefectError as error:
                     self._answer_defect(error)
@@ -217,16 +215,13 @@ class EngineCore:
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
-    def _transfer(self) -> None:
-        """Report ended transfers to the scheduler, and begin the ones that it plans."""
-        for end in self.executor.ended_transfers():
-            self.scheduler.handle(TransferEnded(end))
-        if self.scheduler.has_transfers:
-            transfers = self.scheduler.handle(TakeTransfers())
-            try:
-                self.executor.transfer(transfers)
-            except Exception as error:  # of any type
-                self._recover(error)
+    def _transfer(self, transfers: HostTransfers) -> None:
+        try:
+            transfers.move()
+        except MemoryDefectError:
+            raise
+        except Exception as error:  # of any type
+            self._recover(error)
 
     def _step(self) -> None:
         """Plan and launch one step; read the oldest once enough are in flight."""
@@ -241,8 +236,8 @@ class EngineCore:
                 self._recover(error)
                 return
             self._in_flight.append((plan, handle))
-            if self._prefill_meter is not None:
-                self._prefill_meter.launched(plan)
+            if self._transfers is not None:
+                self._transfers.launched(plan)
             self._is_audited = False
             if plan.is_masked and not self._draw(plan, handle):
                 return
@@ -279,10 +274,8 @@ class EngineCore:
             return False
         if self._stamps.has_marks:
             self._stamps.note_result(plan.step_id)
-        if self._prefill_meter is not None:
-            rate = self._prefill_meter.ended(plan)
-            if rate is not None:
-                self.scheduler.handle(PrefillRate(rate))
+        if self._transfers is not None:
+            self._transfers.ended(plan)
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
@@ -301,8 +294,8 @@ class EngineCore:
     def _reset_device(self) -> None:
         """Start over with an empty pool; the results of steps in flight are not read."""
         self._in_flight.clear()
-        if self._prefill_meter is not None:
-            self._prefill_meter.reset()
+        if self._transfers is not None:
+            self._transfers.reset()
         self.executor.reset()
 
     def _answer_defect(self, error: MemoryDefectError) -> None:

@@ -1,7 +1,5 @@
 """Measures how many prompt tokens a rank computes in a second."""
 
-import time
-
 from sgl_jax.core.step_plan import StepPlan
 
 _LEAST_TOKENS = 64  # of a step that is measured: shorter ones mostly take the time of their launch
@@ -10,19 +8,19 @@ _LEAST_CHANGE = 0.1
 
 
 class PrefillMeter:
-    """Sees steps as they are launched and as their results are read, in order."""
+    """Sees steps as they are launched and as their results are read, in order; times in seconds of
+    any one clock."""
 
     def __init__(self) -> None:
         self._launched_s: dict[int, float] = {}
         self._last_end_s = 0.0
         self._rate = self._reported = 0.0
 
-    def launched(self, plan: StepPlan) -> None:
-        self._launched_s[plan.step_id] = time.monotonic()
+    def launched(self, plan: StepPlan, now_s: float) -> None:
+        self._launched_s[plan.step_id] = now_s
 
-    def ended(self, plan: StepPlan) -> float | None:
+    def ended(self, plan: StepPlan, now_s: float) -> float | None:
         """The tokens a second, if they differ clearly from the last report; else None."""
-        now_s = time.monotonic()
         begin_s = max(self._launched_s.pop(plan.step_id), self._last_end_s)
         self._last_end_s = now_s
         num_tokens = max(int(rank.q_lens[rank.num_decode :].sum()) for rank in plan.ranks)

@@ -46,6 +46,15 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     """
     lease.require_live()
     memory.lock(_hand_to_tree(memory, lease, tokens))
+    if not memory.lists_all:  # else it is offered to the host once, at the lease's end
+        _offer_to_host(memory, lease, tokens)
+
+
+def _offer_to_host(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
+    """Report the prefix that the cache has of a lease. Pages that windows pass are gone by the
+    lease's end, so such a lease reports each publication."""
+    if memory.watcher is not None and lease.cache_protected_len:
+        memory.watcher.gained(tokens[: lease.cache_protected_len], lease.namespace)
 
 
 def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
@@ -62,8 +71,6 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return np.zeros((rows.num_groups, 0), np.int32)
-    if memory.watcher is not None:
-        memory.watcher.gained(tokens[:length], lease.namespace)
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
@@ -128,6 +135,7 @@ def release_kv_cache(
     protected = lease.cache_protected_len
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
+        _offer_to_host(memory, lease, tokens)
         if memory.sessions.lends(lease) and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)

@@ -23,6 +23,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.prefill_meter import PrefillMeter
 from sgl_jax.scheduler.record.events import (
     PlanStep,
     PrefillRate,
@@ -36,7 +37,6 @@ from sgl_jax.scheduler.scheduler import Scheduler
 T = TypeVar("T")
 
 _SAMPLE_INTERVAL_S = 1.0  # of the clock
-LEAST_MEASURED_TOKENS, LEAST_MEASURED_CHANGE = 64, 0.1  # as `engine.prefill_meter`
 
 
 class Sample(NamedTuple):
@@ -113,7 +113,7 @@ class _Replay:
     ) -> None:
         self._trace = trace
         self._link = link
-        self._prefill_rate = 0.0
+        self._meter = PrefillMeter()
         self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
         self._step_seconds = step_seconds
@@ -197,7 +197,7 @@ class _Replay:
         self._run.busy_s += seconds
         if self._link is not None:
             self._link.save(plan.saved, begin_s)
-            self._measure(plan, seconds)
+            self._meter.launched(plan, begin_s)
         self._in_flight.append((plan, self._executor.launch(plan), self._device_free_s))
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
@@ -205,18 +205,12 @@ class _Replay:
                 if np.isnan(log.start_s):  # else it restarts after a retraction
                     log.start_s = begin_s
 
-    def _measure(self, plan: StepPlan, seconds: float) -> None:
-        """Report the speed of prompts to the scheduler when it has changed, as the engine does."""
-        num_tokens = max(int(rank.q_lens[rank.num_decode :].sum()) for rank in plan.ranks)
-        if num_tokens >= LEAST_MEASURED_TOKENS:
-            rate = num_tokens / seconds
-            if abs(rate - self._prefill_rate) > LEAST_MEASURED_CHANGE * self._prefill_rate:
-                self._prefill_rate = rate
-                self._scheduler.handle(PrefillRate(rate))
-
     def _read_oldest(self) -> None:
         plan, handle, end_s = self._in_flight.popleft()
         self._now_s = max(self._now_s, end_s)
+        rate = None if self._link is None else self._meter.ended(plan, end_s)
+        if rate is not None:
+            self._scheduler.handle(PrefillRate(rate))
         self._timed(self._scheduler.handle, ResultRead(plan.step_id, self._executor.result(handle)))
 
     def _wait_for_arrival(self) -> None:

@@ -61,6 +61,8 @@ class HostBlocks:
 
     def by_pool(self, values: Int32Array) -> tuple[Int32Array, ...]:
         """The values above 0 of `values` int32[groups, n], for each pool."""
+        if len(values) == 1:
+            return (values[values > 0],)
         in_pools = [values[numbers].reshape(-1) for numbers in self.groups_of]
         return tuple(listed[listed > 0] for listed in in_pools)
 

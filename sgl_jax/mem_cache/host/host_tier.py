@@ -82,6 +82,7 @@ class HostTier:
         memory = self._memory
         self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
+        self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
         self._begun: set[int] = set()  # fetches that the executor has
         self._dropped: dict[int, PageTransfer] = {}  # of these, the ones whose lease has ended
@@ -125,9 +126,11 @@ class HostTier:
         ):
             self._offers.pop()
         self._offers.append(_Offer(tokens.copy(), namespace))
+        self._may_begin = True
 
     def _begin_copies(self) -> None:
         """Copy offered prefixes; a prefix whose beginning is being copied waits for that."""
+        self._may_begin = False  # until a copy ends, or another prefix is offered
         for _ in range(len(self._offers)):
             if sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES:
                 return
@@ -297,7 +300,7 @@ class HostTier:
     def has_work(self) -> bool:
         """True if `take` may return transfers."""
         return bool(
-            self._offers
+            (self._offers and self._may_begin)
             or self._placed_now
             or self._dropped_now
             or self._copies_now
@@ -329,6 +332,7 @@ class HostTier:
         self.num_failed += not end.succeeded
         if number in self._moves:
             move = self._moves.pop(number)
+            self._may_begin = True
             self.num_copied_pages += len(move.pages[0]) * end.succeeded
             self.blocks.end_copy(number, succeeded=end.succeeded)
         elif number in self._begun:

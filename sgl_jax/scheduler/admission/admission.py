@@ -265,9 +265,10 @@ class Admission:
         None."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         num_pages, bound = rooms[0].rank.num_pages_at_most(request), _num_unskewed(rooms)
+        # A lone rank's cost is compared with none: the host need not be searched for it.
+        rate = self.prefill_rate if len(allowed) > 1 else None
         options = [
-            room.option(request, num_pages, cursors[room.dp_rank], bound, self.prefill_rate)
-            for room in allowed
+            room.option(request, num_pages, cursors[room.dp_rank], bound, rate) for room in allowed
         ]
         fitting = [option for option in options if option.fits]
         if not fitting:

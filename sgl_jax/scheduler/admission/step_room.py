@@ -145,10 +145,11 @@ class RankRoom:
         num_pages: int,
         cursor: PrefixCursor,
         num_unskewed: int,
-        prefill_rate: float,
+        prefill_rate: float | None,
     ) -> Option:
         """The cost of running `request` of `num_pages` pages here, with or without room for it;
-        more requests than `num_unskewed` are too many."""
+        more requests than `num_unskewed` are too many. Without a `prefill_rate`, the cost ignores
+        the host's memory."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         if leader is not None:
@@ -159,7 +160,9 @@ class RankRoom:
         has_room = self._has_row and self.num_short(num_pages, cursor) <= 0
         if not (has_room and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
-        num_spared = self.rank.num_spared(request, num_read, prefill_rate) if not leader else 0
+        num_spared = 0
+        if leader is None and prefill_rate is not None:
+            num_spared = self.rank.num_spared(request, num_read, prefill_rate)
         cost = len(request.tokens) - num_read - num_spared + num_ahead
         fits = has_room and self.takes(request)
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
