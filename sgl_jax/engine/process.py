@@ -105,17 +105,23 @@ class EngineProcess:
         return self._process.poll() is None
 
     def stop(self, timeout_s: float) -> None:
-        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), else kill it."""
+        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), else kill it. Its
+        exit has been reported afterwards."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             logger.warning("the engine did not end within %.0f s; killing it", timeout_s)
-            self.kill()
-        self._watcher.join(timeout=5.0)
+            self._process.kill()
+        self._report()
 
     def kill(self) -> None:
+        """End the process now. Its exit has been reported afterwards."""
         self._process.kill()
+        self._report()
+
+    def _report(self) -> None:
         self._process.wait()
+        self._watcher.join(timeout=5.0)
 
     def _watch(self) -> None:
         """Forward the child's output until it ends, then report the exit."""

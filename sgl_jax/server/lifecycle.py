@@ -213,9 +213,10 @@ class _Server:
 
     async def _stop_engine(self) -> None:
         self._engine_may_end = True
-        if self._process is None or not self._process.is_alive:
+        if self._process is None:
             return
-        if (self._frontend is None and self._death is None) or self._health.stuck_since:
+        is_deaf = (self._frontend is None and self._death is None) or self._health.stuck_since
+        if is_deaf or not self._process.is_alive:
             self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
         self._client.send(Shutdown())

@@ -52,6 +52,19 @@ def running(
         client.close()
 
 
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_the_report_has_been_made_once_the_process_is_stopped(ends_by_itself: bool) -> None:
+    # Else it is made while the parent ends, by a thread whose callback finds a closed loop.
+    for _ in range(5):
+        command = ("sleep", "0" if ends_by_itself else "60")
+        with running(command=command) as (process, _, reports):
+            if ends_by_itself:
+                while process.is_alive:
+                    time.sleep(0.001)
+            process.kill()
+            assert not reports.empty()
+
+
 async def first_message(client: EngineClient) -> EngineMessage:
     """The first that is no heartbeat: those come by a socket of their own, in no order with it."""
     arrived: asyncio.Queue[EngineMessage] = asyncio.Queue()

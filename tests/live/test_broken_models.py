@@ -71,7 +71,7 @@ def test_a_broken_model_is_refused_with_one_line(folder: Path, name: str) -> Non
         assert len(said) == 1, server.printed
         assert message in said[0]
         assert str(folder) in said[0]
-        assert not any("Traceback" in line for line in server.printed)
+        assert not any("Traceback" in line for line in server.printed), server.printed
         assert not server.left_behind()
 
 
