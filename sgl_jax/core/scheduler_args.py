@@ -31,6 +31,18 @@ class SchedulerArgs:
         "sooner than it could be computed, by measured rates (sooner), or always",
         ("sooner", "always"),
     )
+    hicache_storage_backend: str = setting(
+        "none",
+        "with --enable-hierarchical-cache, a store behind the host's memory for all that it gains: "
+        "a folder (file), or Mooncake's distributed store (mooncake)",
+        ("none", "file", "mooncake"),
+    )
+    hicache_storage_prefetch_policy: str = setting(
+        "timeout",
+        "whether a request waits for its prefix from the store: not (best_effort), until all of it "
+        "has arrived (wait_complete), or at most --hicache-storage-prefetch-timeout (timeout)",
+        ("best_effort", "wait_complete", "timeout"),
+    )
 
     # Scheduling
     max_queued_requests: int = setting(

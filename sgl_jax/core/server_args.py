@@ -1,6 +1,7 @@
 """All settings of a server; the scheduler's are a class of their own."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,21 @@ class ServerArgs(SchedulerArgs):
         0.0,
         "the same in gigabytes for each rank, instead of --hicache-ratio; 0: by the ratio",
         bounds=(0.0, 1e6),
+    )
+    hicache_storage_dir: str | None = setting(
+        None, "the folder of --hicache-storage-backend file, which may hold an earlier run's blocks"
+    )
+    hicache_storage_size: float = setting(
+        100.0, "gigabytes in that folder at most", bounds=(0.001, 1e6)
+    )
+    hicache_storage_prefetch_timeout: float = setting(
+        2.0,
+        "seconds after which a prefix from the store is used as far as it has arrived, with "
+        "--hicache-storage-prefetch-policy timeout",
+        bounds=(0.0, 3600.0),
+    )
+    hicache_storage_backend_extra_config: str | None = setting(
+        None, "settings of Mooncake's client as a JSON object, such as master_server_address"
     )
     swa_full_tokens_ratio: float | None = setting(
         None,
@@ -337,6 +353,7 @@ class ServerArgs(SchedulerArgs):
             raise ValueError(
                 "--enable-hierarchical-cache needs the prefix cache: no --disable-radix-cache"
             )
+        self._check_storage()
         if self.num_devices % self.num_hosts:
             raise ValueError(
                 f"--dp-size {self.dp_size} x --tp-size {self.tp_size} must be a multiple of "
@@ -346,6 +363,31 @@ class ServerArgs(SchedulerArgs):
             key = getattr(self, name)
             if key is not None and not key.strip():
                 raise ValueError(f"{flag(name)} is empty: give a key, or leave the flag out")
+
+    def _check_storage(self) -> None:
+        backend = self.hicache_storage_backend
+        if backend == "none":
+            return
+        if not self.enable_hierarchical_cache:
+            raise ValueError(
+                f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache: the store "
+                "is behind the host's memory"
+            )
+        if self.num_hosts > 1:
+            raise ValueError(
+                f"--hicache-storage-backend {backend} serves engines on one host, not "
+                f"--nnodes {self.num_hosts}"
+            )
+        if backend == "file" and self.hicache_storage_dir is None:
+            raise ValueError("--hicache-storage-backend file needs --hicache-storage-dir")
+        try:
+            is_object = isinstance(
+                json.loads(self.hicache_storage_backend_extra_config or "{}"), dict
+            )
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise ValueError("--hicache-storage-backend-extra-config must be a JSON object")
 
     def public(self) -> dict[str, Any]:
         """All settings by name, with `***` in place of secrets."""

@@ -7,16 +7,39 @@ its pools in the host's memory; a block holds as much as a page.
 
 from typing import NamedTuple
 
-from sgl_jax.core.step_plan import PageTransfer
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array, PageTransfer
+
+Keys = NDArray[np.uint8]  # [n, bytes of a key]
+
+
+class StoreTransfer(NamedTuple):
+    """Contents that move between blocks of a rank in the host's memory and the store behind it.
+
+    `keys[p][i]` names the contents of `blocks[p][i]`, for each pool p of the rank. A search moves
+    nothing, and has keys alone.
+    """
+
+    dp_rank: int
+    number: int  # of the transfer, by rank
+    keys: tuple[Keys, ...]
+    blocks: tuple[Int32Array, ...]
 
 
 class TransferEnd(NamedTuple):
-    """A transfer has ended: all its blocks hold their pages' contents, or a fetch can be placed."""
+    """A transfer has ended: all its blocks hold their pages' contents, or a fetch can be placed.
+
+    For a search and a load, `found` has a flag for each key of each pool: the store has it, and its
+    block holds the contents.
+    """
 
     dp_rank: int
     number: int
     succeeded: bool
     seconds: float = 0.0  # from its beginning
+    found: tuple[BoolArray, ...] = ()
 
 
 class Transfers(NamedTuple):
@@ -29,3 +52,6 @@ class Transfers(NamedTuple):
     dropped: tuple[PageTransfer, ...] = ()  # fetches that nothing will read
     copies: tuple[PageTransfer, ...] = ()  # pages -> blocks
     fetches: tuple[PageTransfer, ...] = ()  # blocks -> beside the pools, until they are placed
+    searches: tuple[StoreTransfer, ...] = ()  # in the store
+    loads: tuple[StoreTransfer, ...] = ()  # store -> blocks
+    puts: tuple[StoreTransfer, ...] = ()  # blocks -> store

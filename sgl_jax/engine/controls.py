@@ -39,7 +39,7 @@ from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.scheduler.record.events import Configure, Flush, Pause, Resume, RetractAll
+from sgl_jax.scheduler.record.events import Configure, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # No program or buffer depends on these settings, except on the chunk size, which may only shrink.
@@ -64,6 +64,8 @@ class Controlled(Protocol):
     watchdog: Watchdog
 
     def settle(self) -> None: ...
+
+    def empty_caches(self) -> bool: ...
 
     def change_info(self, **facts: Any) -> None: ...
 
@@ -113,6 +115,7 @@ class Controls:
             self._core.scheduler.handle(ended)
         if give_up_kv is not None:
             give_up_kv()
+        self._core.executor.renew_store_keys(keeps_kv=give_up_kv is None)
         self._core.change_info(model_path=path)
         text = f"serving the weights in {path!r}"
         return answer(message, WeightsUpdated(True, text, num_running))
@@ -120,7 +123,7 @@ class Controls:
     def _give_up_kv(self) -> None:
         """Retract all requests and empty all caches, whose KV is of the old weights."""
         self._core.scheduler.handle(RetractAll())
-        self._core.scheduler.handle(Flush())
+        self._core.empty_caches()
 
     def set_settings(self, message: SetInternalState) -> Reply:
         """Change all settings in `message`, or none if one of them is refused."""

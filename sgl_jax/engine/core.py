@@ -391,9 +391,15 @@ class EngineCore:
 
     def flush(self, message: FlushCache) -> Reply:
         """Empty the prefix caches, while nothing runs."""
-        if self.scheduler.handle(Flush()):
+        if self.empty_caches():
             return answer(message, Flushed())
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
+
+    def empty_caches(self) -> bool:
+        """Empty the prefix caches; False, changing nothing, while requests run."""
+        if self._transfers is not None and not self.scheduler.num_running:
+            self._transfers.settle()
+        return bool(self.scheduler.handle(Flush()))
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
         """Reply with a reading of the memory."""

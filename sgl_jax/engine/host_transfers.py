@@ -31,6 +31,13 @@ class HostTransfers:
         if self._scheduler.has_transfers:
             self._executor.transfer(self._scheduler.handle(TakeTransfers()))
 
+    def settle(self) -> None:
+        """Wait for the prefixes that are on their way to the store: meanwhile their blocks cannot
+        be freed."""
+        while self._scheduler.is_storing:
+            self._executor.wait_for_transfers()
+            self.move()
+
     def launched(self, plan: StepPlan) -> None:
         """A step was launched."""
         self._meter.launched(plan, time.monotonic())

@@ -46,6 +46,7 @@ from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 _UNROLLED_LAYERS = 4
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
+_KV_VERSION = "sgl_jax KV 1"  # another one for each change of the values in pages
 
 
 class EngineConfig(NamedTuple):
@@ -274,6 +275,18 @@ class EngineConfig(NamedTuple):
         if self.state_layout is not None:
             page_bytes.append(self.state_layout.slot_bytes)
         return page_bytes
+
+    @property
+    def kv_layout(self) -> str:
+        """All that decides about the contents of a page but weights and tokens, as text: blocks of
+        another text are not read."""
+        return " ".join(
+            [
+                f"{_KV_VERSION} tp {self.args.tp_size} page {self.args.page_size}",
+                self.args.dtype,
+                *map(repr, (self.model, self.pool_layouts, self.state_layout, self.groups)),
+            ]
+        )
 
     def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks of each pool of a rank in the host's memory."""

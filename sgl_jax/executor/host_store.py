@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.executor.block_stores.block_store import BlockStore
 from sgl_jax.executor.step import StepState
+from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.mem_cache.device_pool import LayerStates
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,23 @@ class HostStore:
         self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
         self._jobs: list[Future[Any]] = []
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
+        self._behind: StoreTransfers | None = None
+
+    def open_store(self, store: BlockStore, fingerprint: str, load_timeout_s: float | None) -> None:
+        """Put a store behind the host's memory; arguments as of `StoreTransfers`."""
+        self._behind = StoreTransfers(
+            store, self._pools, fingerprint, load_timeout_s, self._ended.put
+        )
+
+    @property
+    def has_store(self) -> bool:
+        """True with a store behind the host's memory."""
+        return self._behind is not None
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Other weights are served. Nothing may be on its way."""
+        assert self._behind is not None
+        self._behind.fingerprint = fingerprint
 
     def compile(self) -> None:
         """Compile all programs."""
@@ -83,6 +102,8 @@ class HostStore:
         self.copy(state, transfers.copies)
         for move in transfers.fetches:
             self._fetches[move.dp_rank, move.number] = self._start(move, self._fetch)
+        if self._behind is not None:
+            self._behind.begin(transfers.searches, transfers.loads, transfers.puts)
         return state
 
     def copy(self, state: StepState, moves: Sequence[PageTransfer]) -> None:
@@ -112,14 +133,22 @@ class HostStore:
 
     def reset(self) -> None:
         """Wait for all transfers, and forget them."""
-        for job in self._jobs:
-            job.exception()
+        self.wait()
         self._fetches.clear()
         self.ended()
+
+    def wait(self) -> None:
+        """Wait for all transfers."""
+        for job in self._jobs:
+            job.exception()
+        if self._behind is not None:
+            self._behind.wait()
 
     def close(self) -> None:
         """Wait for all transfers. Cannot be used again."""
         self._thread.shutdown()
+        if self._behind is not None:
+            self._behind.close()
 
     def _start(self, move: PageTransfer, job: Callable[[PageTransfer], Any]) -> Future[Any]:
         def run() -> Any:
@@ -261,7 +290,31 @@ class _Pool:
         written: Arrays = self._scatter(pools, self._ids(dp_rank, pages), values)
         return written
 
-    # -- blocks, on the thread --------------------------------------------------------------
+    # -- blocks, on the thread of their transfer ----------------------------------------------
+
+    def _parts(self, dp_rank: int, block: int) -> list[Bytes]:
+        """The arrays of a block, of this host's devices in order."""
+        own = [device for device, rank in self._ranks.items() if rank == dp_rank]
+        return [
+            self._stored[index, device][block]
+            for device in sorted(own, key=lambda device: device.id)
+            for index in range(len(self._shapes))
+        ]
+
+    def value(self, dp_rank: int, block: int) -> bytes:
+        """The contents of a rank's block."""
+        return b"".join(part.tobytes() for part in self._parts(dp_rank, block))
+
+    def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
+        """Write the contents of a rank's block; False if they have not its size."""
+        parts = self._parts(dp_rank, block)
+        if len(value) != sum(part.nbytes for part in parts):
+            return False
+        start = 0
+        for part in parts:
+            part[...] = np.frombuffer(value, part.dtype, part.size, start).reshape(part.shape)
+            start += part.nbytes
+        return True
 
     def write(self, dp_rank: int, blocks: Int32Array, values: Arrays) -> None:
         """Write the first values of a piece to a rank's blocks."""

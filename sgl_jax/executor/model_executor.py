@@ -4,7 +4,9 @@ Owns the mesh, the weights, the KV pool and the row tables, and is the only one 
 runs plans as they stand, without requests, owners of pages or sessions.
 """
 
+import hashlib
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,7 @@ from sgl_jax.core.step_plan import (
     mask_words,
 )
 from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.executor.block_stores.opening import open_block_store
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -47,6 +50,7 @@ from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
+from sgl_jax.executor.weights_fingerprint import weights_fingerprint
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
@@ -139,6 +143,14 @@ class ModelExecutor(Executor):
         if self.sizes.host_blocks:
             require_host_bytes(config.host_bytes(self.sizes, self._mesh))
             self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
+            self._layout = config.kv_layout
+            if args.hicache_storage_backend != "none":
+                waits = args.hicache_storage_prefetch_policy == "timeout"
+                self._host_store.open_store(
+                    open_block_store(args),
+                    self._kv_fingerprint(),
+                    args.hicache_storage_prefetch_timeout if waits else None,
+                )
         self._warmup = args.warmup
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
@@ -272,6 +284,23 @@ class ModelExecutor(Executor):
         """
         if self._host_store is not None:
             self._state = self._host_store.transfer(self._state, transfers)
+
+    def wait_for_transfers(self) -> None:
+        """Wait until none is under way; their ends can be taken then."""
+        if self._host_store is not None:
+            self._host_store.wait()
+
+    def renew_store_keys(self, *, keeps_kv: bool) -> None:
+        """The weights have changed. If KV of the old ones is kept, all that is stored from now on
+        has keys that nobody finds."""
+        if self._host_store is not None and self._host_store.has_store:
+            fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
+            self._host_store.set_fingerprint(fingerprint)
+
+    def _kv_fingerprint(self) -> str:
+        """A hash of all that decides about the contents of a block, but its tokens."""
+        weights = weights_fingerprint(self._weights)
+        return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
     def ended_transfers(self) -> list[TransferEnd]:
         """The transfers that have ended since the last call."""

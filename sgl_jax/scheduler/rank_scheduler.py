@@ -68,6 +68,7 @@ class RankScheduler:
                 args.hicache_write_policy,
                 args.radix_eviction_policy,
                 fetches_all=args.hicache_fetch_policy == "always",
+                has_store=args.hicache_storage_backend != "none",
             )
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
@@ -135,6 +136,33 @@ class RankScheduler:
         num_saved = host.num_here(request.matchable(), request.namespace) - num_read
         price = min(host.seconds_per_token * prefill_rate, 1.0)
         return int(max(num_saved, 0) * (1.0 - price))
+
+    def num_on_host(self, request: Request) -> int:
+        """The tokens of the request's prefix that the host has."""
+        host = self.host
+        return 0 if host is None else host.num_here(request.matchable(), request.namespace)
+
+    def search_store(self, request: Request) -> None:
+        """Search the part of the request's prefix in the store that neither the device nor the host
+        has, and load it."""
+        host, tokens, namespace = self.host, request.matchable(), request.namespace
+        if host is None or host.store is None:
+            return
+        num_here = self.num_on_host(request)
+        if max(num_here, self.memory.cache.peek(tokens, namespace)) + self.memory.page_size <= len(
+            tokens
+        ):
+            host.store.search(request.rid, tokens, namespace, num_here)
+
+    def awaits_store(self, request: Request) -> bool:
+        """Return whether a search or a load for the request is under way on this rank."""
+        store = self.host.store if self.host else None
+        return store is not None and request.rid in store.awaited
+
+    @property
+    def is_storing(self) -> bool:
+        """True while prefixes are on their way to the store."""
+        return self.host is not None and self.host.store is not None and bool(self.host.store.puts)
 
     def fetching_rows(self) -> list[int]:
         """The joint rows of fetches from the host."""
@@ -412,6 +440,8 @@ class RankScheduler:
             "host_copied_pages": self.host.num_copied_pages if self.host else 0,
             "host_fetched_tokens": self.host.num_fetched_tokens if self.host else 0,
             "host_failed_transfers": self.host.num_failed if self.host else 0,
+            "store_put_blocks": self.host.num_put_blocks if self.host else 0,
+            "store_loaded_tokens": self.host.num_loaded_tokens if self.host else 0,
         }
 
     def rebuild(self) -> None:

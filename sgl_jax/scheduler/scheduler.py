@@ -98,6 +98,7 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
+        self._has_store = any(rank.host and rank.host.store for rank in self.ranks)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
@@ -128,6 +129,8 @@ class Scheduler:
                 self._sessions.tick(event.now_s)
             case GenerateRequest():
                 self._live.submit(event)
+                if self._has_store:
+                    self._search_store(event.rid)
             case AbortRequest():
                 self._live.abort(event)
             case StopRequest():
@@ -180,10 +183,24 @@ class Scheduler:
         return self._sessions.store
 
     def _flush(self) -> bool:
-        if self.num_running:
+        if self.num_running or self.is_storing:
             return False
         self._reset_caches()
         return True
+
+    def _search_store(self, rid: str) -> None:
+        """Search a new request's prefix in the store, on the rank whose host has most of it, or
+        which runs the fewest requests."""
+        request = self._requests.get(rid)
+        if request is None or request.state is not RequestState.WAITING:
+            return
+        pinned = request.message.dp_rank
+        ranks = self.ranks if pinned is None else [self.ranks[pinned]]
+        best = max(
+            ranks,
+            key=lambda rank: (rank.num_on_host(request), -len(rank.running), -rank.dp_rank),
+        )
+        best.search_store(request)
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True
@@ -361,6 +378,11 @@ class Scheduler:
     def has_transfers(self) -> bool:
         """True if `TakeTransfers` may return any."""
         return any(rank.host is not None and rank.host.has_work for rank in self.ranks)
+
+    @property
+    def is_storing(self) -> bool:
+        """True while prefixes are on their way to the store behind the host's memory."""
+        return any(rank.is_storing for rank in self.ranks)
 
     def _take_transfers(self) -> Transfers:
         taken = [rank.host.take() for rank in self.ranks if rank.host is not None]

@@ -92,6 +92,8 @@ class Liveness:
                 self._check_leader(request, reason.behind)
             elif reason.kind == "fetch":
                 self._check_fetch(request, reason.dp_rank)
+            elif reason.kind == "store":
+                assert any(rank.awaits_store(request) for rank in scheduler.ranks)
             elif reason.kind == "rank":
                 # No longer than it takes to compute it and all that runs on another rank.
                 since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)

@@ -16,9 +16,10 @@ PRIORITIES = [(False, False), (True, False), (True, True)]
 # What steps are padded to, beside the most that a step may hold; None for no padding.
 WINDOWS = ["shared pool", "own pool", "alone"]
 HOSTS = [
-    (ratio, policy)
+    (ratio, policy, waits)
     for ratio in (0.3, 1.0, 4.0)
     for policy in ("write_through", "write_through_selective", "write_back")
+    for waits in (None, "best_effort", "wait_complete")
 ]
 SHAPES = [None, (), (2, 8), (1, 3, 6, 10, 14), (4, 12), (7,), (5, 9, 20)]
 
@@ -58,8 +59,9 @@ class Setup:
     # Of tenants: how many there are beside none, and whether they have shares.
     num_tenants: int = 0
     is_fair: bool = False
-    # With a prefix cache: the host's memory, in multiples of the device's, and its write policy.
-    host: tuple[float, str] | None = None
+    # With a prefix cache: the host's memory, in multiples of the device's, its write policy, and
+    # the prefetch policy of a store behind it, if there is one.
+    host: tuple[float, str, str | None] | None = None
 
     def groups(self) -> tuple[CacheGroup, ...]:
         """Of layers."""
@@ -114,6 +116,8 @@ class Setup:
             max_sessions=self.max_sessions,
             hicache_fetch_policy="sooner" if self.is_fair else "always",
             hicache_write_policy=self.host[1] if self.host else "write_through",
+            hicache_storage_backend="file" if self.host and self.host[2] else "none",
+            hicache_storage_prefetch_policy=(self.host and self.host[2]) or "timeout",
         )
 
 

@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
-        self.driver.oracle.host.failure_rate = 0.1
+        self.driver.oracle.host.failure_rate = self.driver.oracle.host.loss_rate = 0.1
         self.is_replayed = setup.is_replayed
         self.num_tenants = setup.num_tenants
         self.now_s = 100.0
@@ -216,7 +216,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        was_free = not self.driver.scheduler.num_running
+        scheduler = self.driver.scheduler
+        was_free = not (scheduler.num_running or scheduler.is_storing)
         assert self.driver.scheduler.handle(Flush()) == was_free
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())

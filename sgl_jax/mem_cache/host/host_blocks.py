@@ -5,8 +5,9 @@ prefixes: so lookbacks, namespaces, locks, eviction and healing follow the rules
 
     free -> arriving (owned by a copy from the device) -> cached (owned by the tree) -> free
 
-A fetch to the device locks the cached blocks that it reads: they are leaving. Nothing else locks
-them, except that a copy locks the prefix which it continues.
+A fetch to the device, or a put into the store, locks the cached blocks that it reads: they are
+leaving. Nothing else locks them, except that a copy locks the prefix which it continues. A load
+from the store fills blocks as a copy from the device does.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 
 class HostCopy(NamedTuple):
-    """A prefix whose end is on its way from the device. Its number owns the blocks."""
+    """A prefix whose end is on its way from the device or store. Its number owns the blocks."""
 
     tokens: Int32Array  # whole pages
     namespace: str
@@ -37,8 +38,8 @@ class HostBlocks:
 
     Attributes:
         cache: the prefixes that are there.
-        copies: on their way from the device, by number.
-        leaving: the ends of the prefixes that fetches read, by number: locked.
+        copies: on their way from the device or the store, by number.
+        leaving: the ends of the prefixes that fetches and puts read, by number: locked.
     """
 
     def __init__(self, dp_rank: int, sizes: EngineSizes, eviction_policy: str) -> None:
@@ -108,21 +109,49 @@ class HostBlocks:
                 return False
         return True
 
-    def end_copy(self, number: int, *, succeeded: bool) -> None:
-        """The blocks of a copy hold their values now, or never will."""
+    def end_copy(
+        self,
+        number: int,
+        *,
+        succeeded: bool,
+        is_found: BoolArray | None = None,
+        lock_for: int | None = None,
+    ) -> Int32Array:
+        """The blocks of a copy hold their values now, or never will.
+
+        Args:
+            number: of the copy.
+            succeeded: they hold them.
+            is_found: of a load, bool[groups, n]: the values that the next n pages have got, which
+                alone are kept; by default, all pages have got all.
+            lock_for: the prefix then stays locked as `leaving` under this number.
+
+        Returns the blocks int32[groups, n] of the new pages, 0 for missing values; none if nothing
+        was kept, and nothing is locked.
+        """
         copy = self.copies.pop(number)
-        node, unused = copy.node, copy.blocks
+        node, before, unused = copy.node, copy.num_before, copy.blocks
+        added = np.zeros((len(unused), 0), np.int32)
         if succeeded and copy.is_wanted:
-            start = copy.num_before * self.page_size
-            offer = LeaseOffer(number, start, copy.blocks, copy.node, copy.namespace)
-            kept = self.cache.accept(copy.tokens, offer)
+            blocks = copy.blocks
+            if is_found is not None:
+                blocks = blocks[:, : before + is_found.shape[1]].copy()
+                blocks[:, before:][~is_found] = 0
+            tokens = copy.tokens[: blocks.shape[1] * self.page_size]
+            offer = LeaseOffer(number, before * self.page_size, blocks, copy.node, copy.namespace)
+            kept = self.cache.accept(tokens, offer)
             assert kept is not None, "the cache of a host keeps all that it is offered"
-            node, unused = kept.node, copy.blocks[:, copy.num_before :]
-            unused = np.where(unused != kept.pages, unused, 0)
-        for allocator, blocks in zip(self.allocators, self.by_pool(unused), strict=True):
-            allocator.free(blocks, number)
-        if node is not None:
+            node, added = kept.node, kept.pages
+            unused = unused.copy()
+            held = unused[:, before : before + added.shape[1]]
+            held[held == added] = 0
+        for allocator, listed in zip(self.allocators, self.by_pool(unused), strict=True):
+            allocator.free(listed, number)
+        if node is not None and lock_for is not None and added.size:
+            self.leaving[lock_for] = node
+        elif node is not None:
             self.cache.unlock(node)
+        return added
 
     def reset(self) -> None:
         """Keep no prefix, and none of the copies in flight; their blocks are free once they end.
@@ -146,5 +175,5 @@ class HostBlocks:
         return match.pages
 
     def end_fetch(self, number: int) -> None:
-        """Undo the lock of `begin_fetch`."""
+        """Undo the lock of `begin_fetch`, or of `end_copy`."""
         self.cache.unlock(self.leaving.pop(number))

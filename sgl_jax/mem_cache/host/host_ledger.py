@@ -36,8 +36,9 @@ def check_host_balance(tier: HostTier) -> None:
             f"copies and fetches have locked {num_tokens} tokens {len(nodes)} times, the tree gave "
             f"{tree.num_locks} locks on {tree.num_locked_tokens} tokens",
         )
-    if set(blocks.leaving) != set(tier.fetches):
-        raise _error(blocks, f"fetches {set(tier.fetches)} run, {set(blocks.leaving)} have locks")
+    running = set(tier.fetches) | (tier.store.puts if tier.store else set())
+    if set(blocks.leaving) != running:
+        raise _error(blocks, f"fetches and puts {running} run, {set(blocks.leaving)} have locks")
 
 
 def audit_host(tier: HostTier) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.host.store_tier import StoreTier
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import HostPoolView
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -51,6 +52,7 @@ class HostTier:
     Attributes:
         seconds_per_token: that fetches have taken of late; 0 before the first.
         blocks: the blocks and the prefixes in them.
+        store: the store behind it, if there is one.
         fetches: on their way to the device, by number.
         num_copied_pages, num_fetched_tokens, num_failed: since the start; of the first pool, with
             their contents there, and transfers that failed.
@@ -63,10 +65,12 @@ class HostTier:
         eviction_policy: str,
         *,
         fetches_all: bool = False,
+        has_store: bool = False,
     ) -> None:
         """`write_policy` and `eviction_policy` as in `SchedulerArgs`; with `fetches_all`, a fetch
-        is always sooner."""
+        is always sooner; with `has_store`, there is a store behind it."""
         self._fetches_all = fetches_all
+        self._has_store = has_store
         self._memory = memory
         self._eviction_policy = eviction_policy
         self.write_policy = write_policy
@@ -81,6 +85,12 @@ class HostTier:
     def _start(self) -> None:
         memory = self._memory
         self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
+        full = [
+            number for number, group in enumerate(memory.groups) if group.sliding_window is None
+        ]
+        self.store: StoreTier | None = None
+        if self._has_store:
+            self.store = StoreTier(self.blocks, full, self._next_number)
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
@@ -287,6 +297,16 @@ class HostTier:
         return PageTransfer(self._memory.dp_rank, number, by_pool(pages), by_pool(blocks))
 
     @property
+    def num_put_blocks(self) -> int:
+        """Blocks that were put into the store."""
+        return self.store.num_put_blocks if self.store is not None else 0
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens that were loaded from the store."""
+        return self.store.num_loaded_tokens if self.store is not None else 0
+
+    @property
     def num_moving_tokens(self) -> int:
         """Tokens of the fetches in flight."""
         return sum(fetch.num_tokens for fetch in self.fetches.values())
@@ -305,6 +325,7 @@ class HostTier:
             or self._dropped_now
             or self._copies_now
             or self._fetches_now
+            or (self.store is not None and self.store.has_work)
         )
 
     def take(self) -> Transfers:
@@ -315,6 +336,7 @@ class HostTier:
             tuple(self._dropped_now),
             tuple(self._copies_now),
             tuple(self._fetches_now),
+            *(self.store.take() if self.store is not None else ()),
         )
         self._begun.update(move.number for move in self._fetches_now)
         for each in (self._placed_now, self._dropped_now, self._copies_now, self._fetches_now):
@@ -334,7 +356,7 @@ class HostTier:
             move = self._moves.pop(number)
             self._may_begin = True
             self.num_copied_pages += len(move.pages[0]) * end.succeeded
-            self.blocks.end_copy(number, succeeded=end.succeeded)
+            self._end_copy(move, succeeded=end.succeeded)
         elif number in self._begun:
             self._begun.remove(number)
             if number in self.fetches:
@@ -347,6 +369,18 @@ class HostTier:
                 now.append(fetch.move)
             else:
                 self._dropped_now.append(self._dropped.pop(number))
+        elif self.store is not None:
+            self.store.ended(end)
+
+    def _end_copy(self, move: PageTransfer, *, succeeded: bool) -> None:
+        """Keep a copied prefix, and put its new pages into the store."""
+        store, copy = self.store, self.blocks.copies[move.number]
+        put = None
+        if store is not None and store.can_put(sum(map(len, move.blocks))):
+            put = self._next_number()
+        added = self.blocks.end_copy(move.number, succeeded=succeeded, lock_for=put)
+        if store is not None and put in self.blocks.leaving:
+            store.put(put, copy.tokens, copy.namespace, added)
 
     def _measure(self, seconds_per_token: float) -> None:
         before = self.seconds_per_token or seconds_per_token
@@ -370,8 +404,10 @@ class HostTier:
     # -- resets -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Keep no prefix; transfers in flight end as if they had failed."""
+        """Keep no prefix; transfers in flight end as if they had failed. No put may still run."""
         self.drop_fetches()
+        if self.store is not None:
+            self.store.drop_puts()
         self.blocks.reset()
 
     def forget(self) -> None:

@@ -111,9 +111,15 @@ class Admission:
         anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
+        ranks = [room.rank for room in rooms]
         num_put_off = num_failed = 0
         for request in self._waiting.candidates(offer, step, preemptible, threshold):
             if not self._tenants.may_run(request.tenant):
+                continue
+            if self._awaits_store(ranks, request):
+                num_put_off += 1
+                if num_put_off == MAX_PUT_OFF:
+                    break
                 continue
             chosen = self._choose(rooms, request, step)
             room: RankRoom | None = None
@@ -148,6 +154,12 @@ class Admission:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
         room.num_staying += 1
+
+    def _awaits_store(self, ranks: Sequence[RankScheduler], request: Request) -> bool:
+        """Return whether `request` waits for its prefix from the store."""
+        if self.args.hicache_storage_prefetch_policy == "best_effort":
+            return False
+        return any(rank.awaits_store(request) for rank in ranks)
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
@@ -218,6 +230,9 @@ class Admission:
         """
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
+        if self._awaits_store(ranks, request):
+            (dp_rank,) = (rank.dp_rank for rank in ranks if rank.awaits_store(request))
+            return WaitReason("store", dp_rank=dp_rank)
         leader = self._waiting.leader_of(request)
         if leader is not None:
             dp_rank, row = leader
@@ -256,7 +271,8 @@ class Admission:
         num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         fetching = [row for rank in ranks for row in rank.fetching_rows()]
-        return self._waiting.count_kinds(num_pages, has_row, step, fetching)
+        in_store = [request for request in self._waiting if self._awaits_store(ranks, request)]
+        return self._waiting.count_kinds(num_pages, has_row, step, fetching, in_store)
 
     # -- choice of a rank ---------------------------------------------------------------------
 

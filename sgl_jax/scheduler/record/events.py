@@ -31,7 +31,7 @@ from sgl_jax.core.step_plan import (
     StatePlan,
     StepPlan,
 )
-from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,8 @@ class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    """Empty all prefix caches. Its decision is False, and nothing changes, while requests run."""
+    """Empty all prefix caches. Its decision is False, and nothing changes, while requests run or
+    prefixes are on their way to the store."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
@@ -218,7 +219,8 @@ Record: TypeAlias = Event | Decision | Started | Note
 # These are recorded by position: a file is only read by code with the same fields.
 _TUPLES = (
     *(EngineSizes, CacheGroup, RowAdmission, RankPlan, StatePlan, PageChanges),
-    *(PromptLogprobs, RankResult, PageTransfer, Transfers, TransferEnd),
+    *(PromptLogprobs, RankResult, PageTransfer, StoreTransfer),
+    *(Transfers, TransferEnd),
 )
 _STRUCTS = (RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(

@@ -3,7 +3,17 @@
 from typing import Literal, NamedTuple
 
 WaitKind = Literal[
-    "step", "rows", "pages", "prefix", "fetch", "rank", "order", "tenant", "program", "paused"
+    "step",
+    "rows",
+    "pages",
+    "prefix",
+    "fetch",
+    "store",
+    "rank",
+    "order",
+    "tenant",
+    "program",
+    "paused",
 ]
 
 
@@ -18,6 +28,8 @@ class WaitReason(NamedTuple):
       gives the missing pages by rank;
     - "prefix": request `behind` computes a prefix that it will read;
     - "fetch": a prefix that it will read is on its way from the host to rank `dp_rank`;
+    - "store": a prefix that it will read is searched in the store, or on its way from there to the
+      host's memory of rank `dp_rank`;
     - "rank": it waits for room on rank `dp_rank`, which has more of its prefix than ranks with
       room;
     - "order": the rank is held for request `behind`, which was passed over too often;
@@ -48,6 +60,7 @@ _WORDS = {
     "rows": "no row is free",
     "prefix": "request {behind} computes a prefix that it will read",
     "fetch": "a prefix that it will read is on its way from the host to rank {dp_rank}",
+    "store": "its prefix is searched in the store, or on its way from there",
     "rank": "rank {dp_rank} has more of its prefix than the ranks with room",
     "order": "the rank is held for request {behind}",
     "tenant": "its tenant runs as many requests as allowed",

@@ -247,10 +247,16 @@ class WaitingQueue:
         return self._priorities.highest
 
     def count_kinds(
-        self, room: Int32Array, has_row: BoolArray, step: int, fetching: Sequence[int]
+        self,
+        room: Int32Array,
+        has_row: BoolArray,
+        step: int,
+        fetching: Sequence[int],
+        in_store: Sequence[Request],
     ) -> dict[WaitKind, int]:
         """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
-        request, and fetches from the host have the joint rows `fetching`.
+        request, fetches from the host have the joint rows `fetching`, and prefixes of `in_store`
+        come from the store.
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
@@ -259,18 +265,21 @@ class WaitingQueue:
         lines = np.flatnonzero(columns.is_waiting[: columns.end])
         self._drop_leaders(slice(columns.end))
         is_limited = self._tenants.is_full[columns.tenant[lines]]
-        is_following = columns.has_leader[lines] & ~is_limited
+        is_loading = np.isin(lines, [request.line for request in in_store]) & ~is_limited
+        is_following = columns.has_leader[lines] & ~is_limited & ~is_loading
         is_fetching = is_following & np.isin(columns.leader[lines, 0], fetching)
-        is_staying = (columns.stay_until[lines] > step) & ~is_following & ~is_limited
+        is_staying = columns.stay_until[lines] > step
+        is_staying &= ~is_following & ~is_limited & ~is_loading
         least = columns.num_pages[lines] - columns.cached_pages[:, lines]
         may_run = columns.may_run[:, lines] & has_row[:, None]
         may_fit = (may_run & (least <= room[:, None])).any(axis=0)
         has_any_row = may_run.any(axis=0)
-        rest = ~is_following & ~is_staying & ~is_limited
+        rest = ~is_following & ~is_staying & ~is_limited & ~is_loading
         return {
             "tenant": int(is_limited.sum()),
             "prefix": int((is_following & ~is_fetching).sum()),
             "fetch": int(is_fetching.sum()),
+            "store": int(is_loading.sum()),
             "rank": int(is_staying.sum()),
             "step": int((rest & may_fit).sum()),
             "pages": int((rest & ~may_fit & has_any_row).sum()),

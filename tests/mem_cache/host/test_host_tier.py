@@ -236,7 +236,9 @@ def test_what_is_evicted_goes_out_before_the_step() -> None:
 def test_a_flush_saves_nothing() -> None:
     """The weights may change with it, so no KV may come back."""
     machine = SchedulerMachine()
-    machine.start(setup=replace(PLAIN, radix=True, host=(1.0, "write_back"), chunk=8, page_size=4))
+    machine.start(
+        setup=replace(PLAIN, radix=True, host=(1.0, "write_back", None), chunk=8, page_size=4)
+    )
     machine.submit(count=3, seed=1)
     machine.driver.run(500)
     machine.driver.oracle.host.end_rate = 0.0

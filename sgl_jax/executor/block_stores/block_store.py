@@ -1,0 +1,29 @@
+"""The protocol of a store of blocks."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class BlockStore(Protocol):
+    """Values of bytes by key, which may be lost at any time, but are never wrong.
+
+    A key is the text of a fingerprint (of the model, its weights and the layout of blocks), a slash
+    and a hexadecimal number. Equal keys have equal values, whoever put them. All methods may raise
+    OSError, and are called from one thread.
+    """
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether `get` would probably find each key."""
+        ...
+
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the whole value of each key, None without one."""
+        ...
+
+    def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        """Keep each value, if there is room or others give way."""
+        ...
+
+    def close(self) -> None:
+        """Cannot be used afterwards."""
+        ...

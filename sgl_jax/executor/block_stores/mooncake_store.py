@@ -1,0 +1,63 @@
+"""Mooncake's distributed store as a store of blocks, by its own client.
+
+Needs the package `mooncake-transfer-engine-non-cuda` (the extra `mooncake`) and a running master.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DEFAULTS: dict[str, str | int] = {
+    "local_hostname": "127.0.0.1",
+    "metadata_server": "http://127.0.0.1:8080/metadata",
+    "global_segment_size": 1 << 30,
+    "local_buffer_size": 256 << 20,
+    "protocol": "tcp",
+    "device_name": "",
+    "master_server_address": "127.0.0.1:50051",
+}
+
+
+class MooncakeStore:
+    """The blocks in a Mooncake cluster: see `BlockStore`. It has replicas and eviction of its own.
+
+    `settings` are the client's: `local_hostname`, `metadata_server`, `global_segment_size` and
+    `local_buffer_size` in bytes, `protocol`, `device_name`, `master_server_address`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError for an unknown setting, RuntimeError without package or master."""
+        unknown = sorted(set(settings) - set(_DEFAULTS))
+        if unknown:
+            raise ValueError(
+                f"--hicache-storage-backend-extra-config: unknown {', '.join(unknown)}; known are "
+                f"{', '.join(_DEFAULTS)}"
+            )
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise RuntimeError(
+                f"--hicache-storage-backend mooncake needs the extra 'mooncake': {error}"
+            ) from error
+        self._store = MooncakeDistributedStore()
+        values = [settings.get(name, default) for name, default in _DEFAULTS.items()]
+        code = self._store.setup(*values)
+        if code != 0:
+            raise RuntimeError(f"Mooncake's store could not be set up: error {code}")
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether the cluster has each key."""
+        return [found == 1 for found in self._store.batch_is_exist(list(keys))]
+
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The value of each key, None if the cluster has none."""
+        return [bytes(value) or None for value in self._store.get_batch(list(keys))]
+
+    def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        """Put the values. Raises OSError if the cluster takes them not."""
+        code = self._store.put_batch(list(keys), list(values))
+        if code != 0:
+            raise OSError(f"Mooncake's store did not take {len(keys)} values: error {code}")
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._store.close()

@@ -1,0 +1,23 @@
+"""Opens the store that a server's settings name."""
+
+import json
+from pathlib import Path
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.block_stores.block_store import BlockStore
+from sgl_jax.executor.block_stores.folder_store import FolderStore
+from sgl_jax.executor.block_stores.mooncake_store import MooncakeStore
+
+
+def open_block_store(args: ServerArgs) -> BlockStore:
+    """Open the store of `args.hicache_storage_backend`, which is not "none".
+
+    Raises ValueError or RuntimeError, naming the setting, if it cannot be used.
+    """
+    if args.hicache_storage_backend == "file":
+        assert args.hicache_storage_dir is not None, "checked by `ServerArgs`"
+        try:
+            return FolderStore(Path(args.hicache_storage_dir), int(args.hicache_storage_size * 1e9))
+        except OSError as error:
+            raise RuntimeError(f"--hicache-storage-dir cannot be used: {error}") from error
+    return MooncakeStore(json.loads(args.hicache_storage_backend_extra_config or "{}"))

@@ -1,0 +1,43 @@
+"""A fingerprint of weights: equal for equal arrays, wherever they lie."""
+
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Odd multipliers of two sums; positions differ by another (the golden ratio's).
+_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
+
+
+def weights_fingerprint(weights: Sequence[jax.Array]) -> str:
+    """Hash the bits of all weights, in their order, as 32 hexadecimal digits.
+
+    Two sums of each array's elements, weighted by their places, are computed on the devices modulo
+    2**32; a BLAKE2b hash is taken over shapes, dtypes and sums.
+    """
+    sums = jax.jit(lambda arrays: [_sums(array) for array in arrays])(list(weights))
+    digest = hashlib.blake2b(digest_size=16)
+    for array, own in zip(weights, sums, strict=True):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.asarray(own).tobytes())
+    return digest.hexdigest()
+
+
+def _sums(array: jax.Array) -> jax.Array:
+    bits = array.dtype.itemsize * 8
+    if jnp.issubdtype(array.dtype, jnp.floating) and bits >= 8:
+        array = jax.lax.bitcast_convert_type(array, f"uint{bits}")
+    values = array.astype(jnp.uint32)
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        own = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        place = place * jnp.uint32(size) + own
+    # Mixed, so that no two places have the same weight, and no weight is even.
+    sums = []
+    for multiplier in _MULTIPLIERS:
+        mixed = place * jnp.uint32(multiplier)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
+        sums.append(jnp.sum(values * (mixed | 1), dtype=jnp.uint32))
+    return jnp.stack(sums)

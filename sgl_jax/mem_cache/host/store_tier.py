@@ -1,0 +1,196 @@
+"""Moves prefixes between a rank's blocks in the host's memory and the store behind it.
+
+Out: each prefix that the host gains is put into the store; the prefix stays locked until then. In:
+when a request arrives, its pages that neither the device nor the host has are *searched* in the
+store, and the ones that it has are *loaded* into blocks, whose prefix is then the host's like any
+other. A request may wait for that (`awaited`).
+
+A key of the store depends on all tokens up to a page's end, so no search needs a tree.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
+from sgl_jax.mem_cache.host.content_keys import content_keys
+from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+
+# Of more blocks on their way to the store, the newest are not put there.
+_MAX_PUT_BLOCKS = 4096
+
+
+class _Load(NamedTuple):
+    """A search or a load for a request. `keys` begin at page `first`; `is_moved` bool[groups, pages
+    behind it] are the values that it moves."""
+
+    rid: str
+    tokens: Int32Array  # whole pages
+    namespace: str
+    keys: Keys  # [groups, pages, bytes]
+    first: int
+    is_moved: BoolArray
+
+
+class StoreTier:
+    """The store behind `blocks`.
+
+    Attributes:
+        awaited: the ids of requests for which a search or a load is under way.
+        num_loaded_tokens, num_put_blocks: since the start.
+    """
+
+    def __init__(
+        self, blocks: HostBlocks, full_groups: list[int], next_number: Callable[[], int]
+    ) -> None:
+        """`full_groups` are the groups that every token of a prefix needs; `next_number` numbers
+        transfers."""
+        self._blocks = blocks
+        self._full_groups = full_groups
+        self._next_number = next_number
+        self.awaited: set[str] = set()
+        self.num_loaded_tokens = 0
+        self.num_put_blocks = 0
+        self._searches: dict[int, _Load] = {}
+        self._loads: dict[int, _Load] = {}
+        self._puts: dict[int, int] = {}  # the number of blocks
+        self._searches_now: list[StoreTransfer] = []
+        self._loads_now: list[StoreTransfer] = []
+        self._puts_now: list[StoreTransfer] = []
+
+    @property
+    def num_groups(self) -> int:
+        return sum(len(numbers) for numbers in self._blocks.groups_of)
+
+    @property
+    def puts(self) -> set[int]:
+        """The numbers of prefixes on their way to the store: locked."""
+        return set(self._puts)
+
+    @property
+    def has_work(self) -> bool:
+        """True if `take` returns transfers."""
+        return bool(self._searches_now or self._loads_now or self._puts_now)
+
+    def take(self) -> list[tuple[StoreTransfer, ...]]:
+        """The searches, loads and puts to begin now."""
+        lists = [self._searches_now, self._loads_now, self._puts_now]
+        taken = [tuple(each) for each in lists]
+        for each in lists:
+            each.clear()
+        return taken
+
+    # -- out --------------------------------------------------------------------------------
+
+    def can_put(self, num_blocks: int) -> bool:
+        """Return whether so many blocks more may be on their way."""
+        return sum(self._puts.values()) + num_blocks <= _MAX_PUT_BLOCKS
+
+    def put(self, number: int, tokens: Int32Array, namespace: str, values: Int32Array) -> None:
+        """Put the last pages of a prefix into the store; `HostBlocks.leaving` has its lock.
+
+        `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put.
+        """
+        keys = content_keys(tokens, self._blocks.page_size, namespace, self.num_groups)
+        behind = keys[:, keys.shape[1] - values.shape[1] :]
+        self._puts[number] = int(np.count_nonzero(values))
+        self._puts_now.append(self._transfer(number, behind, values > 0, values))
+
+    def drop_puts(self) -> None:
+        """Undo the locks of all puts, none of which may still run."""
+        for number in self._puts:
+            self._blocks.end_fetch(number)
+        self._puts.clear()
+        self._puts_now.clear()
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def search(self, rid: str, tokens: Int32Array, namespace: str, num_here: int) -> None:
+        """Search the pages of a request's prefix behind the `num_here` tokens that are here."""
+        page_size = self._blocks.page_size
+        tokens = tokens[: len(tokens) // page_size * page_size].copy()
+        first = num_here // page_size
+        if first * page_size == len(tokens):
+            return
+        keys = content_keys(tokens, page_size, namespace, self.num_groups)[:, first:]
+        is_moved = np.ones(keys.shape[:2], np.bool_)
+        number = self._next_number()
+        self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)
+        self.awaited.add(rid)
+        self._searches_now.append(self._transfer(number, keys, is_moved, None))
+
+    def _begin_load(self, search: _Load, is_found: BoolArray) -> bool:
+        """Load the found values of a search, up to the first page that a prefix lacks; False if
+        there are none, or room lacks."""
+        page_size = self._blocks.page_size
+        end = search.first + self._num_whole(is_found)
+        tokens = search.tokens[: end * page_size]
+        is_offered = np.zeros((self.num_groups, end), np.bool_)
+        is_offered[:, search.first :] = is_found[:, : end - search.first]
+        # The host may have more or less of the prefix by now: without its beginning, nothing of
+        # the end can be kept.
+        num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
+        if not search.first <= num_here < end:
+            return False
+        number = self._next_number()
+        blocks = self._blocks.begin_copy(number, tokens, search.namespace, is_offered)
+        if blocks is None:
+            return False
+        keys = search.keys[:, num_here - search.first : end - search.first]
+        is_moved = blocks[:, num_here:] > 0
+        self._loads[number] = search._replace(
+            tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
+        )
+        self._loads_now.append(self._transfer(number, keys, is_moved, blocks[:, num_here:]))
+        return True
+
+    def _num_whole(self, is_found: BoolArray) -> int:
+        """The number of leading pages bool[groups, pages] with all values that tokens need."""
+        is_whole = is_found[self._full_groups].all(axis=0)
+        return int(np.argmin(np.append(is_whole, False)))
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def ended(self, end: TransferEnd) -> None:
+        """A search, a load or a put has ended. One from before a reset is ignored."""
+        number = end.number
+        if number in self._puts:
+            self.num_put_blocks += self._puts.pop(number) * end.succeeded
+            self._blocks.end_fetch(number)
+        elif number in self._searches:
+            search = self._searches.pop(number)
+            is_found = self._flags(search, end)
+            if not is_found.any() or not self._begin_load(search, is_found):
+                self.awaited.discard(search.rid)
+        elif number in self._loads:
+            load = self._loads.pop(number)
+            self.awaited.discard(load.rid)
+            is_found = self._flags(load, end)
+            num_pages = self._num_whole(is_found | ~load.is_moved)
+            self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
+            self.num_loaded_tokens += num_pages * self._blocks.page_size
+
+    def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
+        """The flags of an end as bool[groups, pages], False for values that were not moved."""
+        flags = np.zeros(load.is_moved.shape, np.bool_)
+        if end.succeeded:
+            for numbers, found in zip(self._blocks.groups_of, end.found, strict=True):
+                own = flags[numbers]
+                own[load.is_moved[numbers]] = found
+                flags[numbers] = own
+        return flags
+
+    def _transfer(
+        self, number: int, keys: Keys, is_moved: BoolArray, blocks: Int32Array | None
+    ) -> StoreTransfer:
+        groups_of = self._blocks.groups_of
+        return StoreTransfer(
+            self._blocks.dp_rank,
+            number,
+            tuple(keys[numbers][is_moved[numbers]] for numbers in groups_of),
+            ()
+            if blocks is None
+            else tuple(blocks[numbers][is_moved[numbers]] for numbers in groups_of),
+        )

@@ -1,0 +1,108 @@
+"""Prefixes that an engine stored in a folder are found by the next one, bit by bit.
+
+The first engine answers conversations and is stopped; then the second is given the same last turns.
+Its answers equal those of the first engine, which had all of them on its device.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.engine.offline import Engine
+from tests.engine.test_host_memory import (
+    CASES,
+    FAMILIES,
+    GOLDEN,
+    LARGE,
+    SAMPLING,
+    SETTINGS,
+    check_at_rest,
+    conversations,
+    is_moving,
+    long_but,
+)
+from tests.waiting import until
+
+
+def settings_with(folder: Path, model: Path, **case: Any) -> dict[str, Any]:
+    return {
+        **SETTINGS,
+        "page_size": 16,
+        "model_path": str(model),
+        "max_total_tokens": LARGE,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_storage_backend": "file",
+        "hicache_storage_dir": str(folder / "store"),
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "compilation_cache_dir": str(folder / "compiled"),
+        **case,
+    }
+
+
+def ask(engine: Engine, prompts: list[list[int]]) -> list[Any]:
+    """Tokens, log-probabilities and cached tokens of the answer to each."""
+    found = []
+    for prompt in prompts:
+        (result,) = engine.generate(
+            input_ids=[prompt], sampling_params=SAMPLING, return_logprob=True, progress=False
+        )
+        logprobs = [each.logprob for each in result.logprobs]
+        found.append((result.output_ids, logprobs, result.cached_tokens))
+    return found
+
+
+def two_engines(settings: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """The answers of the first engine to last turns, and the second's, with its counters."""
+    with Engine(**settings) as engine:
+        talks = conversations(engine.info["vocab_size"])
+        first = [talk[0] for talk in talks]
+        answers = ask(engine, first)
+        last = [
+            prompt + answer[0] + talk[1]
+            for prompt, answer, talk in zip(first, answers, talks, strict=True)
+        ]
+        ask(engine, last)  # so that the device, too, has all of them
+        expected = ask(engine, last)
+        until(lambda: not is_moving(engine), "transfers end")
+        assert engine.server_info()["counters"]["store_put_blocks"] > 0
+    with Engine(**settings) as engine:
+        found = ask(engine, last)
+        until(lambda: not is_moving(engine), "transfers end")
+        counters = engine.server_info()["counters"]
+        check_at_rest(engine)
+    return expected, found, counters
+
+
+@pytest.mark.parametrize("case", long_but(CASES, "drafts"))
+def test_a_second_engine_finds_what_the_first_one_stored(tmp_path: Path, case: str) -> None:
+    given = {
+        name: value for name, value in CASES[case].items() if name != "hicache_write_policy"
+    }
+    expected, found, counters = two_engines(
+        settings_with(tmp_path, GOLDEN / "qwen3", **given | {"max_total_tokens": LARGE})
+    )
+    assert counters["store_loaded_tokens"] > 0
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    assert [each[2] for each in found] == [each[2] for each in expected]
+
+
+@pytest.mark.parametrize("family", long_but(FAMILIES, "gemma3"))
+def test_windows_and_states_are_stored_too(tmp_path: Path, family: str) -> None:
+    expected, found, counters = two_engines(settings_with(tmp_path, GOLDEN / family))
+    assert counters["store_loaded_tokens"] > 0
+    assert found == expected
+
+
+def test_blocks_of_other_weights_are_not_found(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, GOLDEN / "qwen3", load_format="dummy")
+    prompt = conversations(200)[0][0]
+    with Engine(**settings, random_seed=1) as engine:
+        ask(engine, [prompt])
+        until(lambda: not is_moving(engine), "transfers end")
+    with Engine(**settings, random_seed=2) as engine:
+        assert ask(engine, [prompt])[0][2] == 0
+        until(lambda: not is_moving(engine), "transfers end")
+    with Engine(**settings, random_seed=1) as engine:
+        assert ask(engine, [prompt])[0][2] > 100
