@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _BATCH = 16
 
 
-class Blocks(Protocol):
+class BlockContents(Protocol):
     """The blocks of one pool."""
 
     def value(self, dp_rank: int, block: int) -> bytes: ...
@@ -62,7 +62,7 @@ class StoreTransfers:
     def __init__(
         self,
         store: BlockStore,
-        pools: Sequence[Blocks],
+        pools: Sequence[BlockContents],
         fingerprint: str,
         load_timeout_s: float | None,
         on_end: Callable[[TransferEnd], object],

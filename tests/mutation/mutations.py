@@ -60,6 +60,7 @@ _ROOM = "sgl_jax/scheduler/admission/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
 _BLOCKS = "sgl_jax/mem_cache/host/host_blocks.py"
 _TIER = "sgl_jax/mem_cache/host/host_tier.py"
+_STORE = "sgl_jax/mem_cache/host/store_tier.py"
 _HOST_LEDGER = "sgl_jax/mem_cache/host/host_ledger.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
@@ -2554,14 +2555,14 @@ MUTATIONS = (
     Mutation(
         "host: keep duplicates of the tree's blocks",
         _BLOCKS,
-        "unused = np.where(unused != kept.pages, unused, 0)",
-        "unused = np.zeros_like(unused)",
+        "            held[held == added] = 0\n",
+        "            held[:] = 0\n",
     ),
     Mutation(
         "host: free blocks that the tree took",
         _BLOCKS,
-        "unused = np.where(unused != kept.pages, unused, 0)",
-        "unused = unused.copy()",
+        "            held[held == added] = 0\n",
+        "            del held\n",
     ),
     Mutation(
         "host: keep a copy that failed",
@@ -2578,8 +2579,8 @@ MUTATIONS = (
     Mutation(
         "host: keep the lock after a copy",
         _BLOCKS,
-        "        if node is not None:\n            self.cache.unlock(node)\n",
-        "        del node\n",
+        "        elif node is not None:\n            self.cache.unlock(node)\n",
+        "",
     ),
     Mutation(
         "host: keep the lock after a fetch",
@@ -2590,8 +2591,8 @@ MUTATIONS = (
     Mutation(
         "host: offer under no namespace",
         _BLOCKS,
-        "copy.blocks, copy.node, copy.namespace)",
-        "copy.blocks, copy.node)",
+        "blocks, copy.node, copy.namespace)",
+        "blocks, copy.node)",
     ),
     Mutation(
         "host: copy evicted pages after the step",
@@ -2674,8 +2675,8 @@ MUTATIONS = (
     Mutation(
         "host: keep the host's prefixes over a flush",
         _TIER,
-        "        self.drop_fetches()\n        self.blocks.reset()\n",
-        "        self.drop_fetches()\n",
+        "            self.store.drop_puts()\n        self.blocks.reset()\n",
+        "            self.store.drop_puts()\n",
     ),
     Mutation(
         "host: know transfers from before a reset",
@@ -2712,5 +2713,89 @@ MUTATIONS = (
         _PLANNER,
         "self.rank.drop_fetches() or self._evict_for",
         "self._evict_for",
+    ),
+    Mutation(
+        "store: keep values that a load has not found",
+        _BLOCKS,
+        "                blocks[:, before:][~is_found] = 0\n",
+        "",
+    ),
+    Mutation(
+        "store: keep pages behind a missing one",
+        _STORE,
+        "is_found=is_found[:, :num_pages]",
+        "is_found=is_found",
+    ),
+    Mutation(
+        "store: keep the lock after a put",
+        _STORE,
+        "            self._blocks.end_fetch(number)\n        elif",
+        "        elif",
+    ),
+    Mutation(
+        "store: put without a lock",
+        _BLOCKS,
+        "            self.leaving[lock_for] = node\n",
+        "            self.leaving[lock_for] = node\n            self.cache.unlock(node)\n",
+    ),
+    Mutation(
+        "store: put the pages under the keys of the first ones",
+        _STORE,
+        "keys[:, keys.shape[1] - values.shape[1] :]",
+        "keys[:, : values.shape[1]]",
+    ),
+    Mutation(
+        "store: load behind a beginning that the host lacks",
+        _STORE,
+        "        if not search.first <= num_here < end:\n",
+        "        if not num_here < end:\n",
+    ),
+    Mutation(
+        "store: load under the keys of pages that the host has",
+        _STORE,
+        "keys = search.keys[:, num_here - search.first : end - search.first]",
+        "keys = search.keys[:, : end - num_here]",
+    ),
+    Mutation(
+        "store: wait forever for a prefix that is not there",
+        _STORE,
+        "                self.awaited.discard(search.rid)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "store: wait forever for a load",
+        _STORE,
+        "            self.awaited.discard(load.rid)\n",
+        "",
+    ),
+    Mutation(
+        "store: keys without a namespace",
+        "sgl_jax/mem_cache/host/content_keys.py",
+        "hashlib.blake2b(namespace.encode(), digest_size",
+        "hashlib.blake2b(digest_size",
+    ),
+    Mutation(
+        "store: keys of a page alone",
+        "sgl_jax/mem_cache/host/content_keys.py",
+        "        chained = hashlib.blake2b(page.tobytes(), key=chained, digest",
+        "        chained = hashlib.blake2b(page.tobytes(), digest",
+    ),
+    Mutation(
+        "store: one key for all groups",
+        "sgl_jax/mem_cache/host/content_keys.py",
+        "np.arange(num_groups)[:, None]",
+        "0",
+    ),
+    Mutation(
+        "store: flush while prefixes are on their way",
+        "sgl_jax/scheduler/scheduler.py",
+        "        if self.num_running or self.is_storing:\n",
+        "        if self.num_running:\n",
+    ),
+    Mutation(
+        "store: start before the prefix has arrived",
+        "sgl_jax/scheduler/admission/admission.py",
+        "        return any(rank.awaits_store(request) for rank in ranks)\n",
+        "        return False\n",
     ),
 )

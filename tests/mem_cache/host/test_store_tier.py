@@ -1,0 +1,168 @@
+"""A store behind the host's memory: prefixes are put there, and found by their contents alone."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+from sgl_jax.mem_cache.host.content_keys import content_keys
+from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.store_tier import StoreTier
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from tests.mem_cache.host.test_host_tier import PAGE_SIZE, Rank, sizes_with
+
+
+class StoringRank(Rank):
+    """A rank whose host has a store; `stored` are the keys in it."""
+
+    def __init__(self, stored: set[bytes] | None = None, host_ratio: float = 2.0) -> None:
+        self.memory = RankMemory(0, sizes_with(host_ratio=host_ratio))
+        self.tier = HostTier(self.memory, "write_through", "lru", fetches_all=True, has_store=True)
+        self.stored = set() if stored is None else stored
+
+    @property
+    def store(self) -> StoreTier:
+        assert self.tier.store is not None
+        return self.tier.store
+
+    def end(self, move: StoreTransfer, *, succeeded: bool = True) -> None:
+        """End a search or a load with the values that the store has; or a put."""
+        found = tuple(
+            np.array([name.tobytes() in self.stored for name in own], np.bool_) for own in move.keys
+        )
+        self.tier.ended(TransferEnd(0, move.number, succeeded, 0.01, found if succeeded else ()))
+        self.check()
+
+    def put_all(self, transfers: Transfers) -> None:
+        for move in transfers.puts:
+            self.stored.update(name.tobytes() for own in move.keys for name in own)
+            self.end(move)
+
+    def store_prefix(self, tokens: Int32Array) -> None:
+        """Compute `tokens`, copy them to the host and put them into the store."""
+        self.publish(tokens)
+        self.end_all(self.take())
+        self.put_all(self.take())
+
+    def search(self, tokens: Int32Array, rid: str = "r", namespace: str = "") -> Transfers:
+        """Search for a request; the transfers that follow."""
+        self.store.search(rid, tokens, namespace, self.num_here(tokens, namespace))
+        (search,) = self.take().searches
+        self.end(search)
+        return self.take()
+
+
+def test_a_prefix_is_found_by_another_rank() -> None:
+    first = StoringRank()
+    tokens = first.tokens(1)
+    first.store_prefix(tokens)
+    assert first.store.num_put_blocks == 4
+    other = StoringRank(first.stored)
+    (load,) = other.search(tokens).loads
+    assert other.store.awaited == {"r"}
+    assert other.num_here(tokens) == 0
+    other.end(load)
+    assert other.store.awaited == set()
+    assert other.num_here(tokens) == len(tokens)
+    assert other.store.num_loaded_tokens == len(tokens)
+    # The host's prefix is fetched to the device like any other.
+    assert other.tier.begin_fetch(tokens, "") is not None
+    other.end_all(other.take())
+    assert other.memory.cache.peek(tokens, "") == len(tokens)
+
+
+def test_another_namespace_finds_nothing() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    assert not rank.search(rank.tokens(1), namespace="other").loads
+    assert rank.store.awaited == set()
+
+
+def test_only_the_part_that_the_host_lacks_is_loaded() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1, num_pages=6)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    other.store_prefix(tokens[: 2 * PAGE_SIZE])
+    (load,) = other.search(tokens).loads
+    assert len(load.blocks[0]) == 4
+    other.end(load)
+    assert other.num_here(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 4])
+def test_a_load_that_loses_values_keeps_the_pages_before(num_lost: int) -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.store_prefix(tokens)
+    keys = content_keys(tokens, PAGE_SIZE, "", 1)[0]
+    other = StoringRank(rank.stored)
+    (load,) = other.search(tokens).loads
+    other.stored.difference_update(name.tobytes() for name in keys[4 - num_lost :])
+    other.end(load)
+    assert other.num_here(tokens) == (4 - num_lost) * PAGE_SIZE
+
+
+def test_a_failed_load_keeps_nothing() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored)
+    (load,) = other.search(other.tokens(1)).loads
+    other.end(load, succeeded=False)
+    assert other.num_here(other.tokens(1)) == 0
+    assert other.store.awaited == set()
+
+
+def test_a_prefix_on_its_way_to_the_store_is_not_evicted() -> None:
+    rank = StoringRank(host_ratio=0.3)  # 4 blocks
+    rank.publish(rank.tokens(1))
+    rank.end_all(rank.take())
+    (put,) = rank.take().puts
+    rank.publish(rank.tokens(2))
+    assert not rank.take().copies, "there is no room"
+    rank.end(put)
+    rank.publish(rank.tokens(3))
+    assert rank.take().copies
+
+
+def test_a_load_takes_no_room_that_is_locked() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored, host_ratio=0.3)
+    other.publish(other.tokens(2))
+    other.end_all(other.take())
+    (put,) = other.take().puts
+    assert not other.search(other.tokens(1)).loads
+    assert other.store.awaited == set()
+    other.end(put)
+    assert other.search(other.tokens(1)).loads
+
+
+def test_ends_from_before_a_reset_are_ignored() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored)
+    (load,) = other.search(other.tokens(1)).loads
+    other.publish(other.tokens(2))
+    other.end_all(other.take())
+    (put,) = other.take().puts
+    other.tier.reset()  # the executor was reset
+    other.memory.cache.reset()
+    other.tier.forget()
+    other.end(load)
+    other.end(put)
+    assert other.num_here(other.tokens(1)) == 0
+    assert other.store.num_put_blocks == 0
+
+
+def test_keys_depend_on_all_tokens_before() -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    keys = content_keys(tokens, PAGE_SIZE, "", 2)
+    assert keys.shape[:2] == (2, 3)
+    changed = tokens.copy()
+    changed[5] = 99
+    same = (keys == content_keys(changed, PAGE_SIZE, "", 2)).all(axis=2)
+    assert same.tolist() == [[True, False, False]] * 2
+    assert not (keys[0] == keys[1]).all(axis=1).any()
+    salted = content_keys(tokens, PAGE_SIZE, "a tenant", 2)
+    assert not (keys == salted).all(axis=2).any()
