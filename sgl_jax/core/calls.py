@@ -30,6 +30,7 @@ from sgl_jax.core.messages import (
     PauseGeneration,
     ReadMemory,
     RollbackSession,
+    SaveCache,
     SetInternalState,
     Shutdown,
     StartExpertRecord,
@@ -49,6 +50,12 @@ class Flushed(msgspec.Struct, frozen=True):
     """The prefix caches are empty."""
 
     flushed: bool = True
+
+
+class CacheSaved(msgspec.Struct, frozen=True):
+    """The cache was saved: so many tokens of prefixes."""
+
+    num_tokens: int
 
 
 class GenerationState(msgspec.Struct, frozen=True):
@@ -189,6 +196,7 @@ CALLS = (
     Call(CompileGrammar, "compile_grammar", Done),
     # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
+    Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
     Call(GetState, "read_state", dict[str, Any]),
     Call(ReadMemory, "read", dict[str, Any]),
     Call(DescribePage, "describe_page", PageDescription, "/memory/page", is_admin=True),

@@ -159,6 +159,10 @@ class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
 
+class SaveCache(WithReply, frozen=True, kw_only=True, tag=True):
+    """Save the open sessions and the list of cached prefixes in the folder of `--restore-cache`."""
+
+
 class GetState(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the memory view of each rank and the counters, as a dictionary."""
 
@@ -329,7 +333,8 @@ ControlMessage = (
     | StopExpertRecord
     | DumpExpertRecord
 )
+CacheMessage = FlushCache | SaveCache
 CallMessage = (
-    CompileGrammar | FlushCache | GetState | MemoryMessage | SessionMessage | ControlMessage
+    CompileGrammar | CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
 )  # each gets a `Reply`
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | Shutdown

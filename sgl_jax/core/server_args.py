@@ -161,7 +161,9 @@ class ServerArgs(SchedulerArgs):
         bounds=(0.0, 1e6),
     )
     hicache_storage_dir: str | None = setting(
-        None, "the folder of --hicache-storage-backend file, which may hold an earlier run's blocks"
+        None,
+        "the folder of --hicache-storage-backend file, which may hold an earlier run's blocks; "
+        "default: blocks in --restore-cache",
     )
     hicache_storage_size: float = setting(
         100.0, "gigabytes in that folder at most", bounds=(0.001, 1e6)
@@ -174,6 +176,16 @@ class ServerArgs(SchedulerArgs):
     )
     hicache_storage_backend_extra_config: str | None = setting(
         None, "settings of Mooncake's client as a JSON object, such as master_server_address"
+    )
+    restore_cache: str | None = setting(
+        None,
+        "with --hicache-storage-backend, a folder where the open sessions and the list of prefixes "
+        "are saved, and from which they are restored at the start",
+    )
+    save_cache_interval: float = setting(
+        10.0,
+        "minutes between two saves to --restore-cache; 0: only at the end and on /save_cache",
+        bounds=(0.0, 1e6),
     )
     swa_full_tokens_ratio: float | None = setting(
         None,
@@ -367,7 +379,16 @@ class ServerArgs(SchedulerArgs):
     def _check_storage(self) -> None:
         backend = self.hicache_storage_backend
         if backend == "none":
+            if self.restore_cache is not None:
+                raise ValueError(
+                    "--restore-cache needs --hicache-storage-backend: the store keeps the pages"
+                )
             return
+        if self.restore_cache is not None and self.hicache_write_policy != "write_through":
+            raise ValueError(
+                "--restore-cache needs --hicache-write-policy write_through, got "
+                f"{self.hicache_write_policy}"
+            )
         if not self.enable_hierarchical_cache:
             raise ValueError(
                 f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache: the store "
@@ -378,8 +399,10 @@ class ServerArgs(SchedulerArgs):
                 f"--hicache-storage-backend {backend} serves engines on one host, not "
                 f"--nnodes {self.num_hosts}"
             )
-        if backend == "file" and self.hicache_storage_dir is None:
-            raise ValueError("--hicache-storage-backend file needs --hicache-storage-dir")
+        if backend == "file" and self.storage_folder is None:
+            raise ValueError(
+                "--hicache-storage-backend file needs --hicache-storage-dir, or --restore-cache"
+            )
         try:
             is_object = isinstance(
                 json.loads(self.hicache_storage_backend_extra_config or "{}"), dict
@@ -388,6 +411,13 @@ class ServerArgs(SchedulerArgs):
             is_object = False
         if not is_object:
             raise ValueError("--hicache-storage-backend-extra-config must be a JSON object")
+
+    @property
+    def storage_folder(self) -> Path | None:
+        """The folder of the store of blocks."""
+        if self.hicache_storage_dir is None:
+            return None if self.restore_cache is None else Path(self.restore_cache) / "blocks"
+        return Path(self.hicache_storage_dir)
 
     def public(self) -> dict[str, Any]:
         """All settings by name, with `***` in place of secrets."""

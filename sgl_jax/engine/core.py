@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_jax.core.calls import CALL_OF, Done, Flushed
+from sgl_jax.core.calls import CALL_OF, CacheSaved, Done, Flushed
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
@@ -26,6 +26,7 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     GetState,
     MemoryMessage,
+    SaveCache,
     SessionMessage,
     Shutdown,
     StopRequest,
@@ -40,6 +41,7 @@ from sgl_jax.engine.host_transfers import HostTransfers
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.request_stamps import RequestStamps
+from sgl_jax.engine.saved_cache import CacheSaver
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.model_executor import ModelExecutor
@@ -65,6 +67,7 @@ from sgl_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
+_MOVING_POLL_S = 0.005  # instead, while saved prefixes are loaded
 # Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
 # would gain nothing.
 _STARVED_POLL_S = 0.001
@@ -118,6 +121,11 @@ class EngineCore:
         self._transfers: HostTransfers | None = None
         if sizes.host_blocks:
             self._transfers = HostTransfers(self.scheduler, self.executor)
+        self._saver: CacheSaver | None = None
+        if args.restore_cache is not None and self._transfers is not None:
+            fingerprint = self.executor.kv_fingerprint()
+            self._saver = CacheSaver(args, fingerprint, self.scheduler, self._transfers)
+            self._saver.restore()
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self)
@@ -152,7 +160,9 @@ class EngineCore:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
-                messages = channel.poll(_IDLE_POLL_S if is_resting else 0.0)
+                is_restoring = self._saver is not None and self.scheduler.is_restoring
+                poll_s = _MOVING_POLL_S if is_restoring else _IDLE_POLL_S
+                messages = channel.poll(poll_s if is_resting else 0.0)
                 is_idle = is_resting and not messages
                 now_s = time.monotonic()
                 # A message must see the current time. Without one, a tick is made only if due,
@@ -168,6 +178,8 @@ class EngineCore:
                         self._look_for_programs()
                     if self._transfers is not None:
                         self._transfer(self._transfers)
+                    if self._saver is not None:
+                        self._saver.save_if_due(now_s)
                     self._step()
                 except MemoryDefectError as error:
                     self._answer_defect(error)
@@ -180,6 +192,8 @@ class EngineCore:
                 if after_turn is not None:
                     after_turn(is_idle)
         self._abort_all()
+        if self._saver is not None:
+            self._saver.close()
         if close:
             self._close()
 
@@ -394,6 +408,23 @@ class EngineCore:
         if self.empty_caches():
             return answer(message, Flushed())
         return refusal(message, "requests are running; the cache was not flushed", code="busy")
+
+    def save_cache(self, message: SaveCache) -> Reply | None:
+        """Save the cache beside the loop, and reply when that has ended."""
+        if self._saver is None:
+            return refusal(message, "there is no --restore-cache to save to", code="no_folder")
+
+        def send_reply(saved: Future[int]) -> None:
+            error = saved.exception()
+            if error is None:
+                self._channel.send(answer(message, CacheSaved(saved.result())))
+            else:
+                logger.error("the cache could not be saved", exc_info=error)
+                text = f"the cache could not be saved: {error}"
+                self._channel.send(refusal(message, text, status_code=500))
+
+        self._saver.save().add_done_callback(send_reply)
+        return None
 
     def empty_caches(self) -> bool:
         """Empty the prefix caches; False, changing nothing, while requests run."""

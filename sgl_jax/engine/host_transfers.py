@@ -32,9 +32,9 @@ class HostTransfers:
             self._executor.transfer(self._scheduler.handle(TakeTransfers()))
 
     def settle(self) -> None:
-        """Wait for the prefixes that are on their way to the store: meanwhile their blocks cannot
-        be freed."""
-        while self._scheduler.is_storing:
+        """Wait for prefixes on their way to the host's memory and the store: the blocks of these
+        cannot be freed meanwhile."""
+        while self._scheduler.is_moving_out:
             self._executor.wait_for_transfers()
             self.move()
 

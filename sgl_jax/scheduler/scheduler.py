@@ -26,6 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
+from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, save_tree
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
@@ -46,6 +47,7 @@ from sgl_jax.scheduler.record.events import (
     PrefillRate,
     ProgramsReady,
     Rebuild,
+    RestoreCache,
     ResultRead,
     Resume,
     RetractAll,
@@ -61,6 +63,7 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.store import SessionStore
 
 # Steps between two looks at the lengths of outputs.
@@ -122,6 +125,8 @@ class Scheduler:
                 rank = self.ranks[event.end.dp_rank]
                 if rank.host is not None:
                     rank.host.ended(event.end)
+            case RestoreCache():
+                return self._restore(event)
             case PrefillRate():
                 self._admission.prefill_rate = event.tokens_per_s
             case Tick():
@@ -187,6 +192,27 @@ class Scheduler:
             return False
         self._reset_caches()
         return True
+
+    def _restore(self, event: RestoreCache) -> int:
+        """Load a share of the prefixes on each rank."""
+        for dp_rank, rank in enumerate(self.ranks):
+            if rank.host is not None and rank.host.store is not None:
+                rank.host.store.restore(event.prefixes[dp_rank :: len(self.ranks)])
+        return self._sessions.restore(event.sessions)
+
+    def saved_sessions(self) -> list[SavedSession]:
+        """The open sessions, for `RestoreCache` of another scheduler."""
+        return self._sessions.save()
+
+    def saved_trees(self) -> list[SavedTree]:
+        """The prefixes of each rank that has a host's memory."""
+        return [save_tree(rank.host.blocks.cache) for rank in self.ranks if rank.host]
+
+    @property
+    def is_restoring(self) -> bool:
+        """True until all saved prefixes are loaded."""
+        stores = [rank.host.store for rank in self.ranks if rank.host]
+        return any(store is not None and store.is_restoring for store in stores)
 
     def _search_store(self, rid: str) -> None:
         """Search a new request's prefix in the store, on the rank whose host has most of it, or
@@ -383,6 +409,12 @@ class Scheduler:
     def is_storing(self) -> bool:
         """True while prefixes are on their way to the store behind the host's memory."""
         return any(rank.is_storing for rank in self.ranks)
+
+    @property
+    def is_moving_out(self) -> bool:
+        """True while prefixes are on their way to the host's memory or the store, or wait for
+        that."""
+        return any(rank.host is not None and rank.host.is_moving_out for rank in self.ranks)
 
     def _take_transfers(self) -> Transfers:
         taken = [rank.host.take() for rank in self.ranks if rank.host is not None]

@@ -55,6 +55,7 @@ from sgl_jax.text.worker_process import TextWorkers
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ENGINE_STOP_TIMEOUT_S = 15.0
+_SAVE_TIMEOUT_S = 120.0  # and more, if the engine saves its cache
 _DRAIN_POLL_S = 0.05
 _SILENCE_POLL_S = 1.0
 _TOKENIZER_TIMEOUT_S = 60.0
@@ -220,7 +221,8 @@ class _Server:
             self._process.kill()  # it is compiling, or stopped, and reads no messages
             return
         self._client.send(Shutdown())
-        await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S)
+        save_s = 0.0 if self._args.restore_cache is None else _SAVE_TIMEOUT_S
+        await asyncio.to_thread(self._process.stop, _ENGINE_STOP_TIMEOUT_S + save_s)
 
     def _on_message(self, message: EngineMessage) -> None:
         if isinstance(message, EngineInfo):

@@ -27,6 +27,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
+from sgl_jax.sessions.saving import SavedSession, restore_session, save_session
 from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
@@ -161,6 +162,14 @@ class SessionService(Generic[T]):
         home = self._home(session_id)
         if home is not None:
             release_idle_lease(home, session_id)
+
+    def save(self) -> list[SavedSession]:
+        """All sessions but the ones about to close, opened first first."""
+        return [save_session(each) for each, _, is_closing in self.store.all() if not is_closing]
+
+    def restore(self, saved: Sequence[SavedSession]) -> int:
+        """Open saved sessions; return the number of those that found no room or a free id."""
+        return sum(not self.store.restore(restore_session(each)) for each in saved)
 
     def release_all(self) -> None:
         """Free the memory of all idle sessions; they keep their tokens."""

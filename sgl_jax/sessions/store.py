@@ -79,6 +79,16 @@ class SessionStore:
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
 
+    def restore(self, session: Session) -> bool:
+        """Open a session that was saved; False, changing nothing, if it finds no room here, or its
+        id is in use."""
+        is_known = session.session_id in self._sessions
+        has_room = len(self._sessions) < self._max_sessions
+        if is_known or not has_room or self.num_kept + session.num_kept > self._max_tokens:
+            return False
+        self._add(session)
+        return True
+
     def find(self, session_id: str) -> Session | None:
         """The session with this id, or None; it may be about to close."""
         return self._sessions.get(session_id)

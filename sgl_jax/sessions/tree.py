@@ -6,6 +6,7 @@ chain of turns takes as much memory as its last turn has tokens.
 
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,6 +78,17 @@ class _Node:
         return np.concatenate(parts[::-1]) if parts else NO_TOKENS
 
 
+class SavedNode(NamedTuple):
+    """A finished turn as plain values; `parent` is its parent's index in the list, or -1."""
+
+    rid: str
+    name: str
+    parent: int
+    kept_len: int
+    added: Int32Array
+    output: Int32Array
+
+
 class RegularSession:
     """A tree of turns; each has a name from the client, by which later turns can continue it."""
 
@@ -100,6 +112,35 @@ class RegularSession:
             TurnOutline(node.name, node.num_tokens, index_of.get(id(node.parent), -1))
             for node in finished
         ]
+
+    def save(self) -> list[SavedNode]:
+        """The finished turns, parents before the turns that continue them."""
+        finished = [node for node in self._nodes.values() if node.output is not None]
+        index_of = {id(node): index for index, node in enumerate(finished)}
+        return [
+            SavedNode(
+                node.rid,
+                node.name,
+                index_of.get(id(node.parent), -1),
+                node.kept_len,
+                node.added,
+                node.known_output,
+            )
+            for node in finished
+        ]
+
+    def restore(self, saved: list[SavedNode]) -> None:
+        """Take the turns of a saved session; this one has none yet."""
+        nodes: list[_Node] = []
+        for each in saved:
+            parent = None if each.parent < 0 else nodes[each.parent]
+            node = _Node(each.rid, each.name, parent, each.kept_len, each.added, each.output)
+            nodes.append(node)
+            self._nodes[node.name] = node
+            self.num_kept += node.num_kept
+            if parent is not None:
+                parent.children[node.name] = node
+        self._longest = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,6 @@
 """Opens the store that a server's settings name."""
 
 import json
-from pathlib import Path
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.block_stores.block_store import BlockStore
@@ -15,9 +14,10 @@ def open_block_store(args: ServerArgs) -> BlockStore:
     Raises ValueError or RuntimeError, naming the setting, if it cannot be used.
     """
     if args.hicache_storage_backend == "file":
-        assert args.hicache_storage_dir is not None, "checked by `ServerArgs`"
+        folder = args.storage_folder
+        assert folder is not None, "checked by `ServerArgs`"
         try:
-            return FolderStore(Path(args.hicache_storage_dir), int(args.hicache_storage_size * 1e9))
+            return FolderStore(folder, int(args.hicache_storage_size * 1e9))
         except OSError as error:
-            raise RuntimeError(f"--hicache-storage-dir cannot be used: {error}") from error
+            raise RuntimeError(f"the store in {folder} cannot be used: {error}") from error
     return MooncakeStore(json.loads(args.hicache_storage_backend_extra_config or "{}"))

@@ -317,6 +317,12 @@ class HostTier:
         return len(self._offers)
 
     @property
+    def is_moving_out(self) -> bool:
+        """True while prefixes are copied to the host or put into the store, or wait for it."""
+        is_storing = self.store is not None and bool(self.store.puts)
+        return bool(self._offers or self._moves or is_storing)
+
+    @property
     def has_work(self) -> bool:
         """True if `take` may return transfers."""
         return bool(

@@ -8,7 +8,8 @@ other. A request may wait for that (`awaited`).
 A key of the store depends on all tokens up to a page's end, so no search needs a tree.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,13 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
 from sgl_jax.mem_cache.host.content_keys import content_keys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 
 # Of more blocks on their way to the store, the newest are not put there.
 _MAX_PUT_BLOCKS = 4096
+# Saved prefixes that are loaded at once; and the ids of these loads, which are no requests.
+_MAX_RESTORED = 4
+_RESTORE = "restore "
 
 
 class _Load(NamedTuple):
@@ -59,6 +64,7 @@ class StoreTier:
         self._searches_now: list[StoreTransfer] = []
         self._loads_now: list[StoreTransfer] = []
         self._puts_now: list[StoreTransfer] = []
+        self._restored: deque[SavedPrefix] = deque()
 
     @property
     def num_groups(self) -> int:
@@ -72,10 +78,21 @@ class StoreTier:
     @property
     def has_work(self) -> bool:
         """True if `take` returns transfers."""
-        return bool(self._searches_now or self._loads_now or self._puts_now)
+        is_restoring = self._restored and self._num_moving < _MAX_RESTORED
+        return bool(is_restoring or self._searches_now or self._loads_now or self._puts_now)
+
+    @property
+    def _num_moving(self) -> int:
+        return len(self._searches) + len(self._loads)
+
+    @property
+    def is_restoring(self) -> bool:
+        """True until the saved prefixes are loaded."""
+        return bool(self._restored or any(rid.startswith(_RESTORE) for rid in self.awaited))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
         """The searches, loads and puts to begin now."""
+        self._restore_some()
         lists = [self._searches_now, self._loads_now, self._puts_now]
         taken = [tuple(each) for each in lists]
         for each in lists:
@@ -150,6 +167,21 @@ class StoreTier:
         """The number of leading pages bool[groups, pages] with all values that tokens need."""
         is_whole = is_found[self._full_groups].all(axis=0)
         return int(np.argmin(np.append(is_whole, False)))
+
+    def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
+        """Load these prefixes, first to last, beside what requests need, until blocks lack."""
+        self._restored.extend(prefixes)
+
+    def _restore_some(self) -> None:
+        while self._restored and self._num_moving < _MAX_RESTORED:
+            tokens, namespace = self._restored.popleft()
+            num_here = self._blocks.cache.peek(tokens, namespace)
+            num_pages = (len(tokens) - num_here) // self._blocks.page_size
+            # Nothing that has been cached since gives way.
+            if min(allocator.num_free for allocator in self._blocks.allocators) < num_pages:
+                self._restored.clear()
+            else:
+                self.search(f"{_RESTORE}{self._next_number()}", tokens, namespace, num_here)
 
     # -- ends -------------------------------------------------------------------------------
 

@@ -32,6 +32,10 @@ from sgl_jax.core.step_plan import (
     StepPlan,
 )
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
+from sgl_jax.sessions.saving import SavedSession
+from sgl_jax.sessions.streaming import EndedTurn
+from sgl_jax.sessions.tree import SavedNode
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -106,6 +110,14 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
+class RestoreCache(msgspec.Struct, frozen=True, tag=True):
+    """Open saved sessions, and load saved prefixes from the store, first to last, while requests
+    are served. Its decision is the number of sessions that could not be opened."""
+
+    sessions: list[SavedSession]
+    prefixes: list[SavedPrefix]
+
+
 class TakeTransfers(msgspec.Struct, frozen=True, tag=True):
     """Its decision are the `Transfers` to begin before the next step is planned.
 
@@ -159,6 +171,7 @@ Event: TypeAlias = (
     | FailAll
     | Rebuild
     | Tick
+    | RestoreCache
     | TakeTransfers
     | TransferEnded
     | PrefillRate
@@ -220,7 +233,7 @@ Record: TypeAlias = Event | Decision | Started | Note
 _TUPLES = (
     *(EngineSizes, CacheGroup, RowAdmission, RankPlan, StatePlan, PageChanges),
     *(PromptLogprobs, RankResult, PageTransfer, StoreTransfer),
-    *(Transfers, TransferEnd),
+    *(Transfers, TransferEnd, SavedPrefix, SavedNode, EndedTurn),
 )
 _STRUCTS = (RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(

@@ -1,0 +1,77 @@
+"""The prefixes of a host's memory as plain values, to be loaded again by another engine."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
+
+
+class SavedPrefix(NamedTuple):
+    """A whole path of a tree: `tokens` int32[n], whole pages."""
+
+    tokens: Int32Array
+    namespace: str
+
+
+class SavedTree(NamedTuple):
+    """The nodes of a tree in columns, parents first.
+
+    `parents` int32[nodes] are indices of nodes, -1 for the root; `ends` int64[nodes] the ends of
+    their own tokens in `tokens` int32[n]; `last_use` int64[nodes], larger is later, and `num_uses`
+    int64[nodes] of each; `namespaces` one of each.
+    """
+
+    parents: Int32Array
+    ends: Int32Array
+    tokens: Int32Array
+    last_use: Int32Array
+    num_uses: Int32Array
+    namespaces: list[str]
+
+
+def save_tree(cache: RadixCache) -> SavedTree:
+    """The tree of `cache` as it is now."""
+    nodes = cache.nodes()
+    index_of = {node.node_id: index for index, node in enumerate(nodes)}
+    keys = [node.key for node in nodes]
+    return SavedTree(
+        parents=np.array([index_of.get(_parent_id(node), -1) for node in nodes], np.int64),
+        ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
+        tokens=np.concatenate([np.zeros(0, np.int32), *keys]),
+        last_use=np.array([node.last_access for node in nodes], np.int64),
+        num_uses=np.array([node.num_uses for node in nodes], np.int64),
+        namespaces=[node.namespace for node in nodes],
+    )
+
+
+def _parent_id(node: TreeNode) -> int:
+    return -1 if node.parent is None else node.parent.node_id
+
+
+def saved_prefixes(trees: Sequence[SavedTree]) -> list[SavedPrefix]:
+    """The paths to the trees' leaves: the ones used more than once first, and of these, and of the
+    others, the ones used last first."""
+    found: list[tuple[bool, float, SavedPrefix]] = []
+    for tree in trees:
+        is_leaf = np.ones(len(tree.parents), np.bool_)
+        is_leaf[tree.parents[tree.parents >= 0]] = False
+        # Ages of different trees are compared by their share of a tree's life.
+        latest = max(int(tree.last_use.max(initial=0)), 1)
+        for leaf in np.flatnonzero(is_leaf).tolist():
+            path = [leaf]
+            while tree.parents[path[-1]] >= 0:
+                path.append(int(tree.parents[path[-1]]))
+            keys = [_key(tree, node) for node in path[::-1]]
+            prefix = SavedPrefix(np.concatenate(keys), tree.namespaces[leaf])
+            found.append((tree.num_uses[leaf] > 1, tree.last_use[leaf] / latest, prefix))
+    found.sort(key=lambda each: each[:2], reverse=True)
+    return [prefix for _, _, prefix in found]
+
+
+def _key(tree: SavedTree, node: int) -> Int32Array:
+    first = int(tree.ends[node - 1]) if node else 0
+    return tree.tokens[first : int(tree.ends[node])]

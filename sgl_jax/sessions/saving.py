@@ -1,0 +1,62 @@
+"""Sessions as plain values, to be saved and opened again by another engine."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from sgl_jax.core.messages import OpenSession
+from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.sessions.streaming import EndedTurn, StreamingSession
+from sgl_jax.sessions.tree import RegularSession, SavedNode
+from sgl_jax.sessions.turns import NO_TOKENS
+
+
+class SavedSession(msgspec.Struct, frozen=True):
+    """A session without its turns in flight: `tokens` and `turns` of a streaming one, or the
+    `nodes` of a regular one, parents first."""
+
+    session_id: str
+    streaming: bool
+    capacity: int
+    timeout_s: float | None
+    namespace: str
+    tokens: Int32Array
+    turns: list[EndedTurn]
+    nodes: list[SavedNode]
+
+
+Session: TypeAlias = StreamingSession | RegularSession
+
+
+def save_session(session: Session) -> SavedSession:
+    """The session as it would be if its turns in flight had failed."""
+    is_streaming = isinstance(session, StreamingSession)
+    return SavedSession(
+        session_id=session.session_id,
+        streaming=is_streaming,
+        capacity=session.capacity,
+        timeout_s=session.timeout_s,
+        namespace=session.namespace,
+        tokens=session.tokens if isinstance(session, StreamingSession) else NO_TOKENS,
+        turns=list(session.turns) if isinstance(session, StreamingSession) else [],
+        nodes=session.save() if isinstance(session, RegularSession) else [],
+    )
+
+
+def restore_session(saved: SavedSession) -> Session:
+    """The session that was saved. A client can no longer amend its last turn."""
+    opened = OpenSession(
+        rid="",
+        session_id=saved.session_id,
+        streaming=saved.streaming,
+        capacity_of_str_len=saved.capacity,
+        timeout_s=saved.timeout_s,
+        namespace=saved.namespace,
+    )
+    if saved.streaming:
+        session = StreamingSession(opened)
+        session.tokens, session.turns = saved.tokens, list(saved.turns)
+        return session
+    tree = RegularSession(opened)
+    tree.restore(saved.nodes)
+    return tree

@@ -1,0 +1,133 @@
+"""Conversations go on after a restart: sessions keep their ids, and prefixes come from the store."""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.accuracy.near_ties import differences
+from tests.live.live_server import LiveServer, live_server
+from tests.live.test_sessions import GREEDY, Client, prompts
+
+FLAGS = (
+    *("--dp-size", "2", "--page-size", "4", "--context-length", "512", "--check-memory", "busy"),
+    *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", "4096"),
+)
+NUM_TURNS = 3
+
+
+class Talk:
+    """A conversation: in a session, or with its whole history in each request."""
+
+    def __init__(self, number: int, new: list[list[int]]) -> None:
+        self.kind = ("streaming", "regular", "plain")[number % 3]
+        self.new = new
+        self.history: list[int] = []
+        self.session_id = ""
+        self.last_turn: str | None = None
+
+    def open(self, client: Client) -> None:
+        if self.kind != "plain":
+            self.session_id = client.open(streaming=self.kind == "streaming")
+
+    def turn(self, client: Client, number: int) -> Any:
+        new = self.new[number]
+        if self.kind == "plain":
+            answer = client.post("/generate", input_ids=self.history + new, sampling_params=GREEDY)
+        else:
+            before = {} if self.last_turn is None else {"rid": self.last_turn}
+            answer = client.turn(self.session_id, new, **before)
+            if self.kind == "regular":
+                self.last_turn = answer["meta_info"]["id"]
+        assert answer["meta_info"]["prompt_tokens"] == len(self.history) + len(new)
+        self.history += new + answer["output_ids"]
+        return answer
+
+
+def flags_with(folder: Path) -> tuple[str, ...]:
+    return (*FLAGS, "--restore-cache", str(folder / "cache"), "--save-cache-interval", "0")
+
+
+def begin(client: Client, num_talks: int) -> list[Talk]:
+    """All turns but the last of each conversation."""
+    news = prompts(7, num_talks * NUM_TURNS)
+    talks = [
+        Talk(i, [[*range(300, 340), *new] for new in news[i::num_talks]]) for i in range(num_talks)
+    ]
+    for talk in talks:
+        talk.open(client)
+        for number in range(NUM_TURNS - 1):
+            talk.turn(client, number)
+    return talks
+
+
+def check_last_turns(folder: Path, talks: list[Talk]) -> float:
+    """The last turns, on a restarted server and, whole, on another; the share of tokens found."""
+    asked: list[tuple[list[int], list[int]]] = []
+    num_old = num_found = 0
+    with live_server(folder, *flags_with(folder)) as server:
+        client = Client(server)
+        for talk in talks:
+            before = list(talk.history)
+            answer = talk.turn(client, NUM_TURNS - 1)
+            num_old += len(before)
+            num_found += min(answer["meta_info"]["cached_tokens"], len(before))
+            asked.append((before + talk.new[NUM_TURNS - 1], answer["output_ids"]))
+        server.close_sessions()
+        server.assert_nothing_leaked()
+    with live_server(folder, "--context-length", "512") as server:
+        asyncio.run(check_answers(server, asked))
+    return num_found / num_old
+
+
+async def check_answers(server: LiveServer, asked: list[tuple[list[int], list[int]]]) -> None:
+    """A server that was never stopped answers the same, but for near ties."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        for prompt, tokens in asked:
+            body = {"input_ids": prompt, "sampling_params": GREEDY}
+            expected = (await client.post("/generate", json=body)).json()["output_ids"]
+            await differences(client, prompt, expected, tokens)
+
+
+@pytest.mark.parametrize("num_talks", [9, pytest.param(50, marks=pytest.mark.long)])
+def test_conversations_go_on_after_a_restart(tmp_path: Path, num_talks: int) -> None:
+    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+        talks = begin(Client(server), num_talks)
+    share = check_last_turns(tmp_path, talks)
+    print(f"{share:.4f} of the tokens of {num_talks} conversations were found")
+    assert share >= 0.95
+
+
+def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: Path) -> None:
+    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+        client = Client(server)
+        talks = begin(client, 6)
+        assert client.post("/save_cache")["num_tokens"] > 0
+        with httpx.Client(base_url=server.url) as other, pytest.raises(httpx.TransportError):
+            # The next save has begun when the server is killed.
+            other.post("/save_cache", timeout=0.02)
+            raise httpx.TransportError("it was quick")
+        server.engine.send_signal(signal.SIGKILL)
+        server.process.wait(60)
+        server.process.returncode = 0  # its exit code is of the engine's death
+    share = check_last_turns(tmp_path, talks)
+    assert share >= 0.95
+
+
+def test_a_changed_save_is_not_restored(tmp_path: Path) -> None:
+    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+        begin(Client(server), 3)
+    (facts,) = (tmp_path / "cache").glob("saved_cache_1/*/facts/metadata")
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"fingerprint": "ab"}))
+    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+        assert server.get("/list_sessions") == {"sessions": []}
+        log = server.log.read_text()
+        assert log.count("not restored") == 1
+        assert Client(server).post("/generate", input_ids=[5], sampling_params=GREEDY)
+        time.sleep(0.1)
