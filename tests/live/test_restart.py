@@ -1,9 +1,8 @@
-"""Conversations go on after a restart: sessions keep their ids, and prefixes come from the store."""
+"""Conversations go on after a restart: sessions keep their ids, prefixes come from the store."""
 
 import asyncio
+import contextlib
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,10 @@ def flags_with(folder: Path) -> tuple[str, ...]:
 def begin(client: Client, num_talks: int) -> list[Talk]:
     """All turns but the last of each conversation."""
     news = prompts(7, num_talks * NUM_TURNS)
-    talks = [
-        Talk(i, [[*range(300, 340), *new] for new in news[i::num_talks]]) for i in range(num_talks)
-    ]
+    talks = []
+    for number in range(num_talks):
+        own = [[*range(300, 340), *new] for new in news[number::num_talks]]
+        talks.append(Talk(number, own))
     for talk in talks:
         talk.open(client)
         for number in range(NUM_TURNS - 1):
@@ -105,17 +105,15 @@ def test_conversations_go_on_after_a_restart(tmp_path: Path, num_talks: int) -> 
 
 
 def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: Path) -> None:
-    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+    with live_server(tmp_path, *flags_with(tmp_path), exit_code=1) as server:
         client = Client(server)
         talks = begin(client, 6)
         assert client.post("/save_cache")["num_tokens"] > 0
-        with httpx.Client(base_url=server.url) as other, pytest.raises(httpx.TransportError):
-            # The next save has begun when the server is killed.
-            other.post("/save_cache", timeout=0.02)
-            raise httpx.TransportError("it was quick")
-        server.engine.send_signal(signal.SIGKILL)
+        engine = server.engine
+        with contextlib.suppress(httpx.TimeoutException):  # the next save has begun by then
+            httpx.post(server.url + "/save_cache", timeout=0.02)
+        engine.kill()
         server.process.wait(60)
-        server.process.returncode = 0  # its exit code is of the engine's death
     share = check_last_turns(tmp_path, talks)
     assert share >= 0.95
 
@@ -130,4 +128,3 @@ def test_a_changed_save_is_not_restored(tmp_path: Path) -> None:
         log = server.log.read_text()
         assert log.count("not restored") == 1
         assert Client(server).post("/generate", input_ids=[5], sampling_params=GREEDY)
-        time.sleep(0.1)

@@ -1,7 +1,9 @@
 """Requests whose prefixes are in the host's memory: they wait for a fetch, and never for long."""
 
+import pytest
+
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import PrefillRate
+from sgl_jax.scheduler.record.events import Flush, PrefillRate
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 PROMPT = list(range(40))
@@ -33,6 +35,34 @@ def test_a_request_waits_for_its_prefix_and_computes_the_rest() -> None:
     driver.check_tokens("second")
     assert driver.cached["second"] == len(PROMPT)
     assert driver.scheduler.counters()["host_fetched_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "best_effort"])
+def test_a_request_waits_for_its_prefix_from_the_store(policy: str) -> None:
+    sizes = make_sizes(num_pages=33, max_chunk_tokens=16, host_ratio=4.0, dp_size=2)
+    driver = Driver(
+        sizes,
+        SchedulerArgs(
+            hicache_fetch_policy="always",
+            hicache_storage_backend="file",
+            hicache_storage_prefetch_policy=policy,
+        ),
+    )
+    driver.oracle.host.end_rate = 1.0
+    driver.submit(generate("first", PROMPT, 1))
+    driver.run()
+    assert driver.scheduler.handle(Flush())
+    driver.oracle.host.end_rate = 0.0
+    driver.submit(generate("second", [*PROMPT, 1, 2, 3], 4))
+    for _ in range(3):
+        driver.step()
+    if policy == "wait_complete":
+        assert driver.scheduler.why_waiting("second").kind == "store"
+        assert driver.scheduler.count_waiting()["store"] == 1
+    driver.oracle.host.end_rate = 1.0
+    driver.run()
+    driver.check_tokens("second")
+    assert driver.cached["second"] == (len(PROMPT) if policy == "wait_complete" else 0)
 
 
 def test_two_requests_wait_for_one_fetch() -> None:

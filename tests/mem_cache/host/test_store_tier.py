@@ -7,6 +7,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.mem_cache.host.content_keys import content_keys
 from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
 from sgl_jax.mem_cache.host.store_tier import StoreTier
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from tests.mem_cache.host.test_host_tier import PAGE_SIZE, Rank, sizes_with
@@ -136,6 +137,52 @@ def test_a_load_takes_no_room_that_is_locked() -> None:
     assert other.store.awaited == set()
     other.end(put)
     assert other.search(other.tokens(1)).loads
+
+
+def test_nothing_is_loaded_behind_a_beginning_that_was_evicted_meanwhile() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1, num_pages=6)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    other.store_prefix(tokens[: 2 * PAGE_SIZE])
+    other.store.search("r", tokens, "", 2 * PAGE_SIZE)
+    (search,) = other.take().searches
+    other.tier.blocks.cache.evict(2)
+    other.end(search)
+    assert not other.take().loads
+    assert other.store.awaited == set()
+
+
+def test_a_load_skips_the_pages_that_the_host_has_got_meanwhile() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1, num_pages=6)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    other.store.search("r", tokens, "", 0)
+    (search,) = other.take().searches
+    other.store_prefix(tokens[: 2 * PAGE_SIZE])
+    other.end(search)
+    (load,) = other.take().loads
+    expected = content_keys(tokens, PAGE_SIZE, "", 1)[0, 2:]
+    assert np.array_equal(load.keys[0], expected)
+
+
+def test_saved_prefixes_are_loaded_until_blocks_lack() -> None:
+    rank = StoringRank(host_ratio=4.0)
+    for number in range(1, 5):
+        rank.store_prefix(rank.tokens(number))
+    rank.tier.blocks.cache.unlock(  # the first one is used once more
+        rank.tier.blocks.cache.tree.match(rank.tokens(1))
+    )
+    prefixes = saved_prefixes([save_tree(rank.tier.blocks.cache)])
+    assert [int(prefix.tokens[0]) // 100 for prefix in prefixes] == [1, 4, 3, 2]
+    other = StoringRank(rank.stored, host_ratio=0.6)  # two prefixes of 4 pages
+    other.store.restore(prefixes)
+    while other.store.is_restoring:
+        taken = other.take()
+        for move in (*taken.searches, *taken.loads):
+            other.end(move)
+    assert [other.num_here(other.tokens(number)) for number in range(1, 5)] == [16, 0, 0, 16]
 
 
 def test_ends_from_before_a_reset_are_ignored() -> None:
