@@ -1,18 +1,22 @@
-"""Time to the first token of a turn whose history is in the host's memory.
+"""Time to the first token of a turn whose history is in the host's memory, or on its disk.
 
     python -m benchmarks.serving.host_turns --model-path FOLDER --history 4096
 
 An engine whose pool holds one conversation and a half serves several in turns: so each turn finds
-its history on the host. It is compared with a turn whose history is computed, and with one that
-is repeated at once, whose history is on the device. All alternate, so that other load on the
-machine affects them alike. With `--hicache-fetch-policy always`, since the comparison itself
+its history on the host. It is compared with a turn whose history is computed, with one that is
+repeated at once, whose history is on the device, and with one after a flush, whose history is in
+the store's folder alone (files that the system's own cache has dropped). All alternate, so that
+other load on the machine affects them alike. With `--hicache-fetch-policy always`, since the comparison itself
 decides between the two.
 """
 
 import argparse
+import os
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
@@ -30,19 +34,25 @@ def main() -> None:
     words = parser.parse_args()
     rng = random.Random(0)
     pool = words.history * 3 // 2
-    with Engine(
-        words.model_path,
-        load_format="dummy",
-        device="cpu",
-        context_length=words.history + 1024,
-        max_running_requests=2,
-        chunked_prefill_size=512,
-        warmup="none",
-        max_total_tokens=pool,
-        enable_hierarchical_cache=True,
-        hicache_ratio=8.0,
-        hicache_fetch_policy="always",
-    ) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Engine(
+            words.model_path,
+            load_format="dummy",
+            device="cpu",
+            context_length=words.history + 1024,
+            max_running_requests=2,
+            chunked_prefill_size=512,
+            warmup="none",
+            max_total_tokens=pool,
+            enable_hierarchical_cache=True,
+            hicache_ratio=8.0,
+            hicache_fetch_policy="always",
+            hicache_storage_backend="file",
+            hicache_storage_dir=folder,
+            hicache_storage_prefetch_policy="wait_complete",
+        ) as engine,
+    ):
 
         def first_token_ms(prompt: list[int]) -> tuple[float, int]:
             begin_s = time.perf_counter()
@@ -55,7 +65,9 @@ def main() -> None:
         histories = [tokens(words.history) for _ in range(2)]
         for history in histories:
             first_token_ms(history)
-        times: dict[str, list[float]] = {"computed": [], "from the host": [], "on the device": []}
+        times: dict[str, list[float]] = {
+            name: [] for name in ("computed", "from the disk", "from the host", "on the device")
+        }
         for number in range(1 + words.rounds):
             if number == 1:  # the first round compiles the programs
                 for each in times.values():
@@ -68,6 +80,12 @@ def main() -> None:
                 times["from the host"].append(ms)
                 ms, _ = first_token_ms([*prompt, *tokens(_NEW_TOKENS)])
                 times["on the device"].append(ms)
+                _settle(engine)
+                assert engine.flush_cache()
+                _drop_cached_files(Path(folder))
+                ms, cached = first_token_ms(prompt)
+                assert cached >= words.history - engine.info["page_size"], "it is not on the disk"
+                times["from the disk"].append(ms)
                 ms, _ = first_token_ms(tokens(words.history + _NEW_TOKENS))
                 times["computed"].append(ms)
     medians = {name: statistics.median(each) for name, each in times.items()}
@@ -83,6 +101,14 @@ def _settle(engine: Engine) -> None:
         for rank in engine.server_info()["ranks"]
     ):
         time.sleep(0.05)
+
+
+def _drop_cached_files(folder: Path) -> None:
+    """So that they are read from the disk again."""
+    for path in folder.glob("*/*/*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

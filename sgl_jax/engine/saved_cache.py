@@ -51,7 +51,7 @@ class SavedCacheFolder:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, saved: SavedCache) -> None:
-        """Write a step. Raises what orbax raises: OSError, ValueError."""
+        """Write a step. Raises OSError or ValueError if it cannot be written."""
         packed = make_encoder().encode(saved)
         facts = {"fingerprint": self._fingerprint, "digest": _digest(packed)}
         with self._manager() as manager:
@@ -154,7 +154,7 @@ class CacheSaver:
         self.save().add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """The engine ends: wait for what goes to the store, and save once more."""
+        """The engine ends: wait for the transfers to the store, and save once more."""
         self._transfers.settle()
         self.save().add_done_callback(_log_failure)
         self._thread.shutdown()

@@ -168,7 +168,7 @@ class SessionService(Generic[T]):
         return [save_session(each) for each, _, is_closing in self.store.all() if not is_closing]
 
     def restore(self, saved: Sequence[SavedSession]) -> int:
-        """Open saved sessions; return the number of those that found no room or a free id."""
+        """Open saved sessions; return how many found no room, or their id in use."""
         return sum(not self.store.restore(restore_session(each)) for each in saved)
 
     def release_all(self) -> None:

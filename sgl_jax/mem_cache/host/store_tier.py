@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.host.content_keys import content_keys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 
-# Of more blocks on their way to the store, the newest are not put there.
+# So many blocks may be on their way to the store; further ones are not put there.
 _MAX_PUT_BLOCKS = 4096
 # Saved prefixes that are loaded at once; and the ids of these loads, which are no requests.
 _MAX_RESTORED = 4
@@ -169,7 +169,7 @@ class StoreTier:
         return int(np.argmin(np.append(is_whole, False)))
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
-        """Load these prefixes, first to last, beside what requests need, until blocks lack."""
+        """Load these prefixes, first to last, beside the requests' own, until blocks lack."""
         self._restored.extend(prefixes)
 
     def _restore_some(self) -> None:
