@@ -6,8 +6,8 @@ An engine whose pool holds one conversation and a half serves several in turns: 
 its history on the host. It is compared with a turn whose history is computed, with one that is
 repeated at once, whose history is on the device, and with one after a flush, whose history is in
 the store's folder alone (files that the system's own cache has dropped). All alternate, so that
-other load on the machine affects them alike. With `--hicache-fetch-policy always`, since the comparison itself
-decides between the two.
+other load on the machine affects them alike. With `--hicache-fetch-policy always`, since the
+comparison itself decides between the two.
 """
 
 import argparse

@@ -120,7 +120,9 @@ class EngineCore:
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._transfers: HostTransfers | None = None
         if sizes.host_blocks:
-            self._transfers = HostTransfers(self.scheduler, self.executor)
+            is_timed = args.hicache_storage_prefetch_policy == "timeout"
+            timeout_s = args.hicache_storage_prefetch_timeout if is_timed else None
+            self._transfers = HostTransfers(self.scheduler, self.executor, timeout_s)
         self._saver: CacheSaver | None = None
         if args.restore_cache is not None and self._transfers is not None:
             fingerprint = self.executor.kv_fingerprint()

@@ -3,11 +3,20 @@
 import time
 
 from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.core.transfers import Transfers
 from sgl_jax.engine.prefill_meter import PrefillMeter
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.hosts.group_executor import GroupExecutor
-from sgl_jax.scheduler.record.events import PrefillRate, TakeTransfers, TransferEnded
+from sgl_jax.scheduler.record.events import (
+    PrefillRate,
+    StoreOverdue,
+    TakeTransfers,
+    TransferEnded,
+)
 from sgl_jax.scheduler.scheduler import Scheduler
+
+# A load itself ends at the timeout with what has arrived; this is for a store that hangs.
+_GRACE_S = 0.5
 
 
 class HostTransfers:
@@ -16,10 +25,19 @@ class HostTransfers:
     It also reports the speed of prompts, by which the scheduler chooses to fetch or to compute.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: ModelExecutor | GroupExecutor) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: ModelExecutor | GroupExecutor,
+        store_timeout_s: float | None,
+    ) -> None:
+        """Requests wait `store_timeout_s` at most for a search or a load; None: until it ends."""
         self._scheduler = scheduler
         self._executor = executor
         self._meter = PrefillMeter()
+        self._store_timeout_s = store_timeout_s
+        # The searches and loads under way, oldest first, and the times by which they are overdue.
+        self._due_s: dict[tuple[int, int], float] = {}
 
     def move(self) -> None:
         """Report ended transfers to the scheduler, and begin the ones that it plans.
@@ -27,9 +45,23 @@ class HostTransfers:
         Raises the errors of `ModelExecutor.transfer`.
         """
         for end in self._executor.ended_transfers():
+            self._due_s.pop((end.dp_rank, end.number), None)
             self._scheduler.handle(TransferEnded(end))
+        if self._due_s:
+            self._give_up_waiting(time.monotonic())
         if self._scheduler.has_transfers:
-            self._executor.transfer(self._scheduler.handle(TakeTransfers()))
+            transfers: Transfers = self._scheduler.handle(TakeTransfers())
+            if self._store_timeout_s is not None:
+                due_s = time.monotonic() + self._store_timeout_s + _GRACE_S
+                for move in (*transfers.searches, *transfers.loads):
+                    self._due_s[move.dp_rank, move.number] = due_s
+            self._executor.transfer(transfers)
+
+    def _give_up_waiting(self, now_s: float) -> None:
+        late = [key for key, due_s in self._due_s.items() if due_s < now_s]
+        for dp_rank, number in late:
+            del self._due_s[dp_rank, number]
+            self._scheduler.handle(StoreOverdue(dp_rank, number))
 
     def settle(self) -> None:
         """Wait for prefixes on their way to the host's memory and the store: the blocks of these
@@ -49,5 +81,6 @@ class HostTransfers:
             self._scheduler.handle(PrefillRate(rate))
 
     def reset(self) -> None:
-        """Steps in flight will not end."""
+        """Steps and transfers in flight will not end."""
         self._meter.reset()
+        self._due_s.clear()

@@ -17,6 +17,8 @@ from sgl_jax.executor.block_stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 
+# After a failure the store is left alone for so long: what waits for it goes on at once.
+_REST_S = 30.0
 # Values of so many blocks are read or written at once.
 _BATCH = 16
 
@@ -74,6 +76,7 @@ class StoreTransfers:
         self._on_end = on_end
         self._thread = ThreadPoolExecutor(1, "block store")
         self._jobs: list[Future[None]] = []
+        self._rests_until_s = 0.0
 
     def begin(
         self,
@@ -108,9 +111,11 @@ class StoreTransfers:
             found: tuple[BoolArray, ...] = ()
             begin_s, succeeded = time.monotonic(), False
             try:
-                found, succeeded = tuple(job(keyed, planned_s)), True
+                if begin_s >= self._rests_until_s:
+                    found, succeeded = tuple(job(keyed, planned_s)), True
             except Exception:  # of any type: a disk is full, a master has gone
-                logger.exception("the store failed in transfer %d", move.number)
+                logger.exception("the store failed; it is left alone for %.0f s", _REST_S)
+                self._rests_until_s = time.monotonic() + _REST_S
             seconds = time.monotonic() - begin_s
             self._on_end(TransferEnd(move.dp_rank, move.number, succeeded, seconds, found))
 

@@ -321,8 +321,14 @@ FIGURES = (
     _count(
         "host_failed_transfers",
         "host_failed_transfers",
-        "transfers between devices and host that failed",
+        "transfers of the host's memory that failed",
     ),
+    _count(
+        "store_loaded_tokens",
+        "store_loaded_tokens",
+        "tokens of prefixes loaded from the store behind the host's memory",
+    ),
+    _count("store_put_blocks", "store_put_blocks", "blocks put into that store"),
     _count("evicted_sessions", "sessions_evicted", "idle sessions evicted"),
     Figure(
         "realtime_tokens",

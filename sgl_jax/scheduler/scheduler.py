@@ -51,6 +51,7 @@ from sgl_jax.scheduler.record.events import (
     ResultRead,
     Resume,
     RetractAll,
+    StoreOverdue,
     TakeOutputs,
     TakeTransfers,
     Tick,
@@ -127,6 +128,10 @@ class Scheduler:
                     rank.host.ended(event.end)
             case RestoreCache():
                 return self._restore(event)
+            case StoreOverdue():
+                rank = self.ranks[event.dp_rank]
+                if rank.host is not None and rank.host.store is not None:
+                    rank.host.store.overdue(event.number)
             case PrefillRate():
                 self._admission.prefill_rate = event.tokens_per_s
             case Tick():

@@ -204,6 +204,12 @@ class StoreTier:
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
 
+    def overdue(self, number: int) -> None:
+        """A search or load has taken too long: its request waits no more."""
+        late = self._searches.get(number) or self._loads.get(number)
+        if late is not None:
+            self.awaited.discard(late.rid)
+
     def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
         """The flags of an end as bool[groups, pages], False for values that were not moved."""
         flags = np.zeros(load.is_moved.shape, np.bool_)

@@ -131,6 +131,14 @@ class TransferEnded(msgspec.Struct, frozen=True, tag=True):
     end: TransferEnd
 
 
+class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
+    """A search or a load has taken too long: its request no longer waits for it. It may still end,
+    and what it brings is kept."""
+
+    dp_rank: int
+    number: int
+
+
 class PrefillRate(msgspec.Struct, frozen=True, tag=True):
     """The prompt tokens that a rank computes in a second, as measured: the price of not fetching
     a prefix from the host."""
@@ -174,6 +182,7 @@ Event: TypeAlias = (
     | RestoreCache
     | TakeTransfers
     | TransferEnded
+    | StoreOverdue
     | PrefillRate
     | PlanStep
     | ResultRead

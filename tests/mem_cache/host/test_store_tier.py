@@ -185,6 +185,21 @@ def test_saved_prefixes_are_loaded_until_blocks_lack() -> None:
     assert [other.num_here(other.tokens(number)) for number in range(1, 5)] == [16, 0, 0, 16]
 
 
+def test_a_request_waits_no_more_for_what_is_overdue() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored)
+    other.store.search("r", other.tokens(1), "", 0)
+    (search,) = other.take().searches
+    other.store.overdue(search.number)
+    assert other.store.awaited == set()
+    # What it brings later is kept.
+    other.end(search)
+    (load,) = other.take().loads
+    other.end(load)
+    assert other.num_here(other.tokens(1)) == 16
+
+
 def test_ends_from_before_a_reset_are_ignored() -> None:
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
