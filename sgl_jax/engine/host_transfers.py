@@ -15,7 +15,7 @@ from sgl_jax.scheduler.record.events import (
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# A load itself ends at the timeout with what has arrived; this is for a store that hangs.
+# A load itself ends at the timeout, with the blocks so far; this is for a store that hangs.
 _GRACE_S = 0.5
 
 

@@ -17,7 +17,7 @@ from sgl_jax.executor.block_stores.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 
-# After a failure the store is left alone for so long: what waits for it goes on at once.
+# After a failure the store is left alone for so long: its transfers fail, and nothing waits.
 _REST_S = 30.0
 # Values of so many blocks are read or written at once.
 _BATCH = 16
