@@ -2798,4 +2798,16 @@ MUTATIONS = (
         "        return any(rank.awaits_store(request) for rank in ranks)\n",
         "        return False\n",
     ),
+    Mutation(
+        "store: put values that no lock covers",
+        _BLOCKS,
+        "            self.cache.drop_unread(added)\n",
+        "",
+    ),
+    Mutation(
+        "host: wait for a fetch of what is on the device",
+        _TIER,
+        "if shared > max(least, fetch.lease.kv_committed_len):",
+        "if shared > least:",
+    ),
 )

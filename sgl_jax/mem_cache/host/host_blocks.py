@@ -126,8 +126,8 @@ class HostBlocks:
                 alone are kept; by default, all pages have got all.
             lock_for: the prefix then stays locked as `leaving` under this number.
 
-        Returns the blocks int32[groups, n] of the new pages, 0 for missing values; none if nothing
-        was kept, and nothing is locked.
+        Returns the blocks int32[groups, n] of the new pages, 0 for missing values, and for values
+        that are not locked; none if nothing was kept, and nothing is locked.
         """
         copy = self.copies.pop(number)
         node, before, unused = copy.node, copy.num_before, copy.blocks
@@ -149,6 +149,7 @@ class HostBlocks:
             allocator.free(listed, number)
         if node is not None and lock_for is not None and added.size:
             self.leaving[lock_for] = node
+            self.cache.drop_unread(added)
         elif node is not None:
             self.cache.unlock(node)
         return added

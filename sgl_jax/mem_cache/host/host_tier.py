@@ -189,7 +189,8 @@ class HostTier:
         for fetch in self.fetches.values():
             if fetch.lease.namespace == namespace:
                 shared = common_prefix_len(fetch.tokens, tokens) // page_size * page_size
-                if shared > least:
+                # The lease's part before its committed length was on the device already.
+                if shared > max(least, fetch.lease.kv_committed_len):
                     return fetch.lease.row, shared
         return None
 

@@ -187,11 +187,16 @@ class RadixCache:
         if node is None:
             return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
         length, pages = node.end, self._pages_behind(node, first)
-        for window in self._windows:
-            num_unread = length // self.tree.page_size - window.num_pages - first
-            pages[window.group, : max(num_unread, 0)] = 0
+        self.drop_unread(pages)
         self.tree.settle()
         return PrefixMatch(length, pages, node)
+
+    def drop_unread(self, pages: Int32Array) -> None:
+        """Of `pages` int32[groups, n], the last ones of a prefix, zero the ones that its next token
+        does not read: a lock does not cover them."""
+        for window in self._windows:
+            num_unread = pages.shape[1] - window.num_pages
+            pages[window.group, : max(num_unread, 0)] = 0
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.

@@ -132,8 +132,8 @@ class TransferEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
-    """A search or a load has taken too long: its request no longer waits for it. It may still end,
-    and what it brings is kept."""
+    """A search or a load has taken too long: its request starts without it. The transfer may still
+    end, and its blocks are kept."""
 
     dp_rank: int
     number: int

@@ -314,3 +314,18 @@ def test_a_fetch_without_room_leaves_no_lock() -> None:
     assert rank.tier.begin_fetch(rank.tokens(1, 8), "") is None
     audit_host(rank.tier)
     audit(rank.memory, 1)
+
+
+def test_no_request_waits_for_a_fetch_of_what_is_here() -> None:
+    rank = Rank()
+    tokens = rank.tokens(1, num_pages=6)
+    rank.move_out(tokens)
+    rank.publish(tokens[: 2 * PAGE_SIZE])
+    fetch = rank.tier.begin_fetch(tokens, "")
+    assert fetch is not None
+    other = rank.tokens(2, num_pages=6)
+    for num_shared, expected in ((2, None), (4, (fetch.lease.row, 4 * PAGE_SIZE))):
+        shared = num_shared * PAGE_SIZE
+        prompt = np.concatenate([tokens[:shared], other[shared:]])
+        # As for a model with windows, which may not resume where the device has pages.
+        assert rank.tier.fetch_of(prompt, "", 0) == expected

@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.mem_cache.host.content_keys import content_keys
+from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
 from sgl_jax.mem_cache.host.store_tier import StoreTier
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.window_component import lookback_pages
 from tests.mem_cache.host.test_host_tier import PAGE_SIZE, Rank, sizes_with
+from tests.scheduler.driver import make_sizes
 
 
 class StoringRank(Rank):
@@ -215,6 +219,23 @@ def test_ends_from_before_a_reset_are_ignored() -> None:
     other.end(put)
     assert other.num_here(other.tokens(1)) == 0
     assert other.store.num_put_blocks == 0
+
+
+def test_only_locked_values_go_to_the_store() -> None:
+    groups = (*FULL_ATTENTION, CacheGroup(6, 1))
+    sizes = make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0)
+    blocks = HostBlocks(0, sizes, "lru")
+    tokens = np.arange(24, dtype=np.int32)
+    assert blocks.begin_copy(1, tokens, "", np.ones((2, 6), np.bool_)) is not None
+    added = blocks.end_copy(1, succeeded=True, lock_for=2)
+    # Pages before the window of the end may be evicted while the others are put.
+    of_window = lookback_pages(6, PAGE_SIZE)
+    assert (added > 0).tolist() == [[True] * 6, [False] * (6 - of_window) + [True] * of_window]
+    for pool in range(2):
+        blocks.cache.evict(99, pool)
+    held = np.concatenate([blocks.cache.held_pages(pool) for pool in range(2)])
+    assert sorted(held) == sorted(added[added > 0])
+    blocks.end_fetch(2)
 
 
 def test_keys_depend_on_all_tokens_before() -> None:
