@@ -27,13 +27,14 @@ from sgl_jax.bench.trace.simulated_engine import (
     simulated_engine,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
 ENGINE_SETTINGS = (
     "radix_eviction_policy",
     *("enable_hierarchical_cache", "hicache_ratio", "hicache_write_policy"),
-    "hicache_fetch_policy",
+    *("hicache_fetch_policy", "hicache_storage_backend", "hicache_storage_prefetch_policy"),
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
     *("chunked_prefill_size", "schedule_policy", "load_balance_method"),
     *PLANNER_SETTINGS,
@@ -82,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         default=16.0,
         help="gigabytes a second to the host and back, of each rank (%(default)s)",
     )
+    served.add_argument(
+        "--store-gb-s",
+        type=float,
+        default=3.0,
+        help="of the store behind the host's memory in a direction, which keeps everything, with "
+        "--hicache-storage-backend (default %(default)s)",
+    )
     served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
     return parser
 
@@ -108,8 +116,9 @@ def _check(words: argparse.Namespace) -> None:
     if words.num_requests is not None and words.num_requests < 1:
         raise ValueError(f"--num-requests must be at least 1, got {words.num_requests}")
     check_engine(words)
-    if not 0 < words.host_link_gb_s < float("inf"):
-        raise ValueError(f"--host-link-gb-s must be positive, got {words.host_link_gb_s}")
+    for name in ("host_link_gb_s", "store_gb_s"):
+        if not 0 < getattr(words, name) < float("inf"):
+            raise ValueError(f"{flag(name)} must be positive, got {getattr(words, name)}")
     if words.plot is None:
         return
     if words.cache_only:
@@ -166,13 +175,16 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     args = ServerArgs(
         **settings,
         page_size=page_size,
+        hicache_storage_dir="nowhere",
         model_path=words.planner_model or "",
         max_queued_requests=len(trace),
         check_memory=words.check_memory,
     )
     longest = max(request.input_len + request.output_len for request in trace)
     sizes, step_seconds, about, page_bytes = simulated_engine(args, words, longest)
-    link = HostLink(page_bytes, words.host_link_gb_s * 1e9) if sizes.host_blocks else None
+    link: HostLink | None = None
+    if sizes.host_blocks:
+        link = HostLink(page_bytes, words.host_link_gb_s * 1e9, words.store_gb_s * 1e9)
     run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup, link=link)
     pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS

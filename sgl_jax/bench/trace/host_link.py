@@ -1,31 +1,62 @@
-"""The link between an engine's devices and its host's memory, on a logical clock.
+"""The links of an engine's devices, the host's memory and the store behind it, on a logical clock.
 
-Each rank moves pages out and in at the same rate, each direction one transfer after another.
+Each rank moves pages out and in at the same rate, each direction one transfer after another; the
+store likewise, for all ranks together. The store keeps all that it gets.
 """
 
 import heapq
 from collections.abc import Sequence
 
-from sgl_jax.core.step_plan import PageTransfer
-from sgl_jax.core.transfers import TransferEnd, Transfers
+import numpy as np
+
+from sgl_jax.core.step_plan import BoolArray, PageTransfer
+from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+
+_STORE = -1  # in place of a rank
 
 
 class HostLink:
-    """Transfers under way; `page_bytes` of each pool, and the rate of a rank and direction."""
+    """Transfers under way; `page_bytes` of each pool, the rate of a rank and direction, and the
+    store's of a direction."""
 
-    def __init__(self, page_bytes: Sequence[int], bytes_per_s: float) -> None:
+    def __init__(
+        self, page_bytes: Sequence[int], bytes_per_s: float, store_bytes_per_s: float
+    ) -> None:
         self._page_bytes = page_bytes
         self._bytes_per_s = bytes_per_s
+        self._store_bytes_per_s = store_bytes_per_s
+        self._stored: set[bytes] = set()
         self._free_s: dict[tuple[int, bool], float] = {}  # by rank and direction
         self._ends: list[tuple[float, int, TransferEnd]] = []  # a heap
         self._num_begun = 0
 
     def begin(self, transfers: Transfers, now_s: float) -> None:
-        """Begin the copies and fetches of `transfers`."""
+        """Begin the copies and fetches of `transfers`, and the transfers of the store."""
         for move in transfers.copies:
             self._begin(move, now_s, is_in=False)
         for move in transfers.fetches:
             self._begin(move, now_s, is_in=True)
+        for search in transfers.searches:
+            self._end_at(now_s, search, 0.0, self._found(search))
+        for load in transfers.loads:
+            self._begin_store(load, now_s, self._found(load), is_in=True)
+        for put in transfers.puts:
+            self._stored.update(name.tobytes() for own in put.keys for name in own)
+            self._begin_store(put, now_s, (), is_in=False)
+
+    def _found(self, move: StoreTransfer) -> tuple[BoolArray, ...]:
+        return tuple(
+            np.array([name.tobytes() in self._stored for name in own], np.bool_)
+            for own in move.keys
+        )
+
+    def _begin_store(
+        self, move: StoreTransfer, now_s: float, found: tuple[BoolArray, ...], *, is_in: bool
+    ) -> None:
+        blocks = zip(move.blocks, self._page_bytes, strict=True)
+        seconds = sum(len(listed) * size for listed, size in blocks) / self._store_bytes_per_s
+        end_s = self._occupy((_STORE, is_in), now_s, seconds)
+        self._end_at(end_s, move, seconds, found)
 
     def save(self, copies: Sequence[PageTransfer], now_s: float) -> None:
         """Begin the copies of evicted pages."""
@@ -34,11 +65,24 @@ class HostLink:
     def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> None:
         pages = zip(move.pages, self._page_bytes, strict=True)
         seconds = sum(len(listed) * size for listed, size in pages) / self._bytes_per_s
-        direction = move.dp_rank, is_in
+        end_s = self._occupy((move.dp_rank, is_in), now_s, seconds)
+        self._end_at(end_s, move, seconds)
+
+    def _occupy(self, direction: tuple[int, bool], now_s: float, seconds: float) -> float:
+        """Take a direction for so long, once it is free; the time of the end."""
         end_s = max(now_s, self._free_s.get(direction, 0.0)) + seconds
         self._free_s[direction] = end_s
+        return end_s
+
+    def _end_at(
+        self,
+        end_s: float,
+        move: PageTransfer | StoreTransfer,
+        seconds: float,
+        found: tuple[BoolArray, ...] = (),
+    ) -> None:
         self._num_begun += 1
-        end = TransferEnd(move.dp_rank, move.number, True, seconds)
+        end = TransferEnd(move.dp_rank, move.number, True, seconds, found)
         heapq.heappush(self._ends, (end_s, self._num_begun, end))
 
     @property

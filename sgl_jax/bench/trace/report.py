@@ -55,6 +55,7 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
         "cached_tokens": counters["cached_tokens"],
         "fetched_tokens": counters["host_fetched_tokens"],
         "copied_pages": counters["host_copied_pages"],
+        "loaded_tokens": counters["store_loaded_tokens"],
         "hit_rate": counters["cached_tokens"] / prompt_tokens,
         "oracle_hit_rates": dict(oracles),
         "output_tokens": output_tokens,
@@ -91,7 +92,8 @@ def served_text(values: Mapping[str, Any]) -> str:
         f"hit rate             {values['hit_rate']:.3f}  ({values['cached_tokens']:,} of "
         f"{values['prompt_tokens']:,} prompt tokens)",
         f"  from the host      {values['fetched_tokens']:,} tokens fetched, "
-        f"{values['copied_pages']:,} pages copied there",
+        f"{values['copied_pages']:,} pages copied there, {values['loaded_tokens']:,} tokens loaded "
+        "from the store",
         f"  of block oracles   {oracles}",
         "",
         f"{'seconds':<20} {'p50':>9} {'p90':>9} {'p99':>9} {'max':>9}",
