@@ -26,6 +26,7 @@ class StoreTransfer(NamedTuple):
     number: int  # of the transfer, by rank
     keys: tuple[Keys, ...]
     blocks: tuple[Int32Array, ...]
+    is_awaited: bool = True  # by a request: then a load may end early
 
 
 class TransferEnd(NamedTuple):

@@ -125,8 +125,8 @@ class EngineCore:
             self._transfers = HostTransfers(self.scheduler, self.executor, timeout_s)
         self._saver: CacheSaver | None = None
         if args.restore_cache is not None and self._transfers is not None:
-            fingerprint = self.executor.kv_fingerprint()
-            self._saver = CacheSaver(args, fingerprint, self.scheduler, self._transfers)
+            keys = self.executor.store_fingerprint
+            self._saver = CacheSaver(args, keys, self.scheduler, self._transfers)
             self._saver.restore()
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
@@ -194,10 +194,12 @@ class EngineCore:
                 if after_turn is not None:
                     after_turn(is_idle)
         self._abort_all()
-        if self._saver is not None:
-            self._saver.close()
-        if close:
-            self._close()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            if close:
+                self._close()
 
     def _close(self) -> None:
         try:
@@ -431,7 +433,12 @@ class EngineCore:
     def empty_caches(self) -> bool:
         """Empty the prefix caches; False, changing nothing, while requests run."""
         if self._transfers is not None and not self.scheduler.num_running:
-            self._transfers.settle()
+            try:
+                self._transfers.settle()
+            except MemoryDefectError:
+                raise
+            except Exception as error:  # of any type
+                self._recover(error)
         return bool(self.scheduler.handle(Flush()))
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:

@@ -8,6 +8,7 @@ checkpoint: it is there as a whole or not at all, and the last two are kept.
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,10 @@ class SavedCache(msgspec.Struct, frozen=True):
 
 
 class SavedCacheFolder:
-    """The saves in `folder` of engines with this `fingerprint` of model, weights and layout."""
+    """The saves in `folder`, each with the fingerprint of its model, weights and layout."""
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = (folder / _FOLDER).absolute()
-        self._fingerprint = fingerprint
 
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
@@ -50,10 +50,10 @@ class SavedCacheFolder:
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
-    def save(self, saved: SavedCache) -> None:
+    def save(self, saved: SavedCache, fingerprint: str) -> None:
         """Write a step. Raises OSError or ValueError if it cannot be written."""
         packed = make_encoder().encode(saved)
-        facts = {"fingerprint": self._fingerprint, "digest": _digest(packed)}
+        facts = {"fingerprint": fingerprint, "digest": _digest(packed)}
         with self._manager() as manager:
             step = 1 + (manager.latest_step() or 0)
             arrays = {"packed": np.frombuffer(packed, np.uint8)}
@@ -64,9 +64,16 @@ class SavedCacheFolder:
                 ),
             )
 
-    def load(self) -> SavedCache | None:
+    def load(self, fingerprint: str) -> SavedCache | None:
         """The last save that is whole, if it is of this fingerprint; else None, after one line in
         the log."""
+        try:
+            return self._load(fingerprint)
+        except Exception:  # of any type: the folder may hold anything
+            logger.exception("the saved cache in %s cannot be read: not restored", self._folder)
+            return None
+
+    def _load(self, fingerprint: str) -> SavedCache | None:
         if not self._folder.is_dir():
             logger.info("no saved cache in %s", self._folder)
             return None
@@ -76,7 +83,7 @@ class SavedCacheFolder:
                     facts, packed = _read(manager, step)
                     if facts["digest"] != _digest(packed):
                         raise ValueError("its digest is another one")
-                    if facts["fingerprint"] != self._fingerprint:
+                    if facts["fingerprint"] != fingerprint:
                         logger.warning(
                             "the saved cache in %s is of other weights, another layout or version: "
                             "not restored",
@@ -109,10 +116,16 @@ class CacheSaver:
     `args.save_cache_interval` minutes, and at the end."""
 
     def __init__(
-        self, args: ServerArgs, fingerprint: str, scheduler: Scheduler, transfers: HostTransfers
+        self,
+        args: ServerArgs,
+        fingerprint: Callable[[], str],
+        scheduler: Scheduler,
+        transfers: HostTransfers,
     ) -> None:
+        """`fingerprint` returns the one of the weights that are served."""
         assert args.restore_cache is not None, "else nothing is saved"
-        self._folder = SavedCacheFolder(Path(args.restore_cache), fingerprint)
+        self._folder = SavedCacheFolder(Path(args.restore_cache))
+        self._fingerprint = fingerprint
         self._scheduler = scheduler
         self._transfers = transfers
         self._interval_s = 60.0 * args.save_cache_interval
@@ -121,7 +134,7 @@ class CacheSaver:
 
     def restore(self) -> None:
         """Give the scheduler the sessions and prefixes that were saved."""
-        saved = self._folder.load()
+        saved = self._folder.load(self._fingerprint())
         if saved is None:
             return
         prefixes = saved_prefixes(saved.trees)
@@ -134,11 +147,11 @@ class CacheSaver:
     def save(self) -> "Future[int]":
         """Save beside the loop; the number of saved tokens."""
         saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.saved_trees())
-        return self._thread.submit(self._write, saved)
+        return self._thread.submit(self._write, saved, self._fingerprint())
 
-    def _write(self, saved: SavedCache) -> int:
+    def _write(self, saved: SavedCache, fingerprint: str) -> int:
         begin_s = time.monotonic()
-        self._folder.save(saved)
+        self._folder.save(saved, fingerprint)
         num_tokens = sum(len(tree.tokens) for tree in saved.trees)
         logger.info(
             "saved %d tokens of prefixes and %d sessions in %.1f s",
@@ -154,10 +167,14 @@ class CacheSaver:
         self.save().add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """The engine ends: wait for the transfers to the store, and save once more."""
-        self._transfers.settle()
+        """The engine ends: save, wait for the transfers to the store, and save once more."""
+        # The first save is for a store that is so slow that the engine is killed before the second.
         self.save().add_done_callback(_log_failure)
-        self._thread.shutdown()
+        try:
+            self._transfers.settle()
+            self.save().add_done_callback(_log_failure)
+        finally:
+            self._thread.shutdown()
 
 
 def _log_failure(saved: "Future[int]") -> None:

@@ -83,6 +83,12 @@ class HostStore:
         """True with a store behind the host's memory."""
         return self._behind is not None
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint in the store's keys."""
+        assert self._behind is not None, "there is a store"
+        return self._behind.fingerprint
+
     def set_fingerprint(self, fingerprint: str) -> None:
         """Other weights are served. Nothing may be on its way."""
         assert self._behind is not None
@@ -213,6 +219,7 @@ class _Pool:
         self._values = tuple(self._of_piece(each) for each in shapes)
         self._stored: dict[tuple[int, jax.Device], Bytes] = {}
         self._ranks: dict[jax.Device, int] = {}
+        self._places = {device: place for place, device in enumerate(mesh.devices.flat)}
         self._padding: dict[tuple[int, jax.Device], jax.Array] = {}
         for index, (pool, piece) in enumerate(zip(self._shapes, self._values, strict=True)):
             for device, part in piece.sharding.addressable_devices_indices_map(piece.shape).items():
@@ -293,11 +300,12 @@ class _Pool:
     # -- blocks, on the thread of their transfer ----------------------------------------------
 
     def _parts(self, dp_rank: int, block: int) -> list[Bytes]:
-        """The arrays of a block, of this host's devices in order."""
+        """The arrays of a block, of this host's devices in the order of the mesh: ids may have
+        another one."""
         own = [device for device, rank in self._ranks.items() if rank == dp_rank]
         return [
             self._stored[index, device][block]
-            for device in sorted(own, key=lambda device: device.id)
+            for device in sorted(own, key=self._places.__getitem__)
             for index in range(len(self._shapes))
         ]
 

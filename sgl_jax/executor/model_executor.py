@@ -148,7 +148,7 @@ class ModelExecutor(Executor):
                 waits = args.hicache_storage_prefetch_policy == "timeout"
                 self._host_store.open_store(
                     open_block_store(args),
-                    self.kv_fingerprint(),
+                    self._kv_fingerprint(),
                     args.hicache_storage_prefetch_timeout if waits else None,
                 )
         self._warmup = args.warmup
@@ -294,10 +294,15 @@ class ModelExecutor(Executor):
         """The weights have changed. If KV of the old ones is kept, all that is stored from now on
         has keys that nobody finds."""
         if self._host_store is not None and self._host_store.has_store:
-            fingerprint = secrets.token_hex(16) if keeps_kv else self.kv_fingerprint()
+            fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
             self._host_store.set_fingerprint(fingerprint)
 
-    def kv_fingerprint(self) -> str:
+    def store_fingerprint(self) -> str:
+        """The fingerprint in the store's keys."""
+        assert self._host_store is not None, "there is a store"
+        return self._host_store.fingerprint
+
+    def _kv_fingerprint(self) -> str:
         """A hash of all that decides about the contents of a block, but its tokens."""
         weights = weights_fingerprint(self._weights)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()

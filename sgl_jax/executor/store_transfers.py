@@ -39,6 +39,7 @@ class _Keyed(NamedTuple):
     dp_rank: int
     keys: list[list[str]]  # of each pool
     blocks: list[list[int]]
+    is_awaited: bool
 
     def batches(self) -> Iterator[tuple[int, list[str], list[int], slice]]:
         """The pool, keys and blocks of each part, and its place in the pool's list."""
@@ -123,14 +124,16 @@ class StoreTransfers:
 
     def _keyed(self, move: StoreTransfer) -> _Keyed:
         keys = [[f"{self.fingerprint}/{bytes(key).hex()}" for key in own] for own in move.keys]
-        return _Keyed(move.dp_rank, keys, [listed.tolist() for listed in move.blocks])
+        blocks = [listed.tolist() for listed in move.blocks]
+        return _Keyed(move.dp_rank, keys, blocks, move.is_awaited)
 
     def _search(self, move: _Keyed, planned_s: float) -> list[BoolArray]:
         return [np.array(self._store.exists(keys), np.bool_) for keys in move.keys]
 
     def _load(self, move: _Keyed, planned_s: float) -> list[BoolArray]:
         found = [np.zeros(len(blocks), np.bool_) for blocks in move.blocks]
-        end_s = None if self._load_timeout_s is None else planned_s + self._load_timeout_s
+        is_timed = move.is_awaited and self._load_timeout_s is not None
+        end_s = planned_s + (self._load_timeout_s or 0.0) if is_timed else None
         for pool, keys, blocks, part in move.batches():
             if end_s is not None and time.monotonic() > end_s:
                 break

@@ -26,7 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, save_tree
+from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, save_tree, tree_of
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
@@ -210,8 +210,10 @@ class Scheduler:
         return self._sessions.save()
 
     def saved_trees(self) -> list[SavedTree]:
-        """The prefixes of each rank that has a host's memory."""
-        return [save_tree(rank.host.blocks.cache) for rank in self.ranks if rank.host]
+        """The prefixes of each rank that has a host's memory, and the ones that it is to load."""
+        hosts = [rank.host for rank in self.ranks if rank.host]
+        waiting = [tree_of(host.store.waiting_restores) for host in hosts if host.store]
+        return [save_tree(host.blocks.cache) for host in hosts] + waiting
 
     @property
     def is_restoring(self) -> bool:

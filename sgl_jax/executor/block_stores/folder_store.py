@@ -4,6 +4,7 @@ A file is written beside its place and then moved there, so it is whole or absen
 foreign file is found by its checksum, which covers the key: it is removed, and the block missing.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -39,9 +40,10 @@ class FolderStore:
         found = []
         for path in folder.glob("*/*/*"):
             key = f"{path.parts[-3]}/{path.name}"
-            if _KEY.fullmatch(key) and path.parts[-2] == path.name[:2]:
-                stat = path.stat()
-                found.append((stat.st_mtime, key, stat.st_size))
+            if _KEY.fullmatch(key) and path.parts[-2] == path.name[:2] and path.is_file():
+                with contextlib.suppress(FileNotFoundError):  # another engine has removed it
+                    stat = path.stat()
+                    found.append((stat.st_mtime, key, stat.st_size))
         for _, key, size in sorted(found):
             self._count(key, size)
         self._make_room(0)
@@ -63,10 +65,14 @@ class FolderStore:
             self._make_room(size)
             path.parent.mkdir(parents=True, exist_ok=True)
             beside = self._beside / path.name
-            with beside.open("wb") as file:
-                file.write(_MAGIC + _digest(key, value))
-                file.write(value)
-            beside.replace(path)
+            try:
+                with beside.open("wb") as file:
+                    file.write(_MAGIC + _digest(key, value))
+                    file.write(value)
+                beside.replace(path)
+            except OSError:  # such as a full disk
+                beside.unlink(missing_ok=True)
+                raise
             self._count(key, size)
 
     def close(self) -> None:

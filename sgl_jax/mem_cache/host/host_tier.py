@@ -85,12 +85,9 @@ class HostTier:
     def _start(self) -> None:
         memory = self._memory
         self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
-        full = [
-            number for number, group in enumerate(memory.groups) if group.sliding_window is None
-        ]
         self.store: StoreTier | None = None
         if self._has_store:
-            self.store = StoreTier(self.blocks, full, self._next_number)
+            self.store = StoreTier(self.blocks, memory.groups, self._next_number)
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
@@ -359,9 +356,9 @@ class HostTier:
         """A transfer has ended. One that began before a reset of the device is ignored."""
         number = end.number
         self.num_failed += not end.succeeded
+        self._may_begin = True  # a prefix may have waited for the end of a copy or a load
         if number in self._moves:
             move = self._moves.pop(number)
-            self._may_begin = True
             self.num_copied_pages += len(move.pages[0]) * end.succeeded
             self._end_copy(move, succeeded=end.succeeded)
         elif number in self._begun:

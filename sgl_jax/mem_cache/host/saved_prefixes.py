@@ -48,6 +48,19 @@ def save_tree(cache: RadixCache) -> SavedTree:
     )
 
 
+def tree_of(prefixes: Sequence[SavedPrefix]) -> SavedTree:
+    """These prefixes, the first as the one used last, without a common part."""
+    keys = [prefix.tokens for prefix in prefixes]
+    return SavedTree(
+        parents=np.full(len(keys), -1, np.int64),
+        ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
+        tokens=np.concatenate([np.zeros(0, np.int32), *keys]),
+        last_use=np.flip(np.arange(len(keys), dtype=np.int64)),
+        num_uses=np.ones(len(keys), np.int64),
+        namespaces=[prefix.namespace for prefix in prefixes],
+    )
+
+
 def _parent_id(node: TreeNode) -> int:
     return -1 if node.parent is None else node.parent.node_id
 

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
 from sgl_jax.mem_cache.host.content_keys import content_keys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
+from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
 # So many blocks may be on their way to the store; further ones are not put there.
 _MAX_PUT_BLOCKS = 4096
@@ -48,12 +50,18 @@ class StoreTier:
     """
 
     def __init__(
-        self, blocks: HostBlocks, full_groups: list[int], next_number: Callable[[], int]
+        self, blocks: HostBlocks, groups: Sequence[CacheGroup], next_number: Callable[[], int]
     ) -> None:
-        """`full_groups` are the groups that every token of a prefix needs; `next_number` numbers
-        transfers."""
+        """`groups` are the blocks' groups of layers; `next_number` numbers transfers."""
         self._blocks = blocks
-        self._full_groups = full_groups
+        windows = [group.sliding_window for group in groups]
+        self._full_groups = [i for i, window in enumerate(windows) if window is None]
+        # The pages before a position that its next token reads, by group.
+        self._lookbacks = {
+            i: lookback_pages(window, blocks.page_size)
+            for i, window in enumerate(windows)
+            if window is not None
+        }
         self._next_number = next_number
         self.awaited: set[str] = set()
         self.num_loaded_tokens = 0
@@ -121,6 +129,7 @@ class StoreTier:
             self._blocks.end_fetch(number)
         self._puts.clear()
         self._puts_now.clear()
+        self._restored.clear()
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -138,14 +147,23 @@ class StoreTier:
         self.awaited.add(rid)
         self._searches_now.append(self._transfer(number, keys, is_moved, None))
 
+    @property
+    def waiting_restores(self) -> list[SavedPrefix]:
+        """The saved prefixes that are not being loaded yet."""
+        return list(self._restored)
+
     def _begin_load(self, search: _Load, is_found: BoolArray) -> bool:
         """Load the found values of a search, up to the first page that a prefix lacks; False if
         there are none, or room lacks."""
         page_size = self._blocks.page_size
-        end = search.first + self._num_whole(is_found)
+        is_offered = np.ones((self.num_groups, len(search.tokens) // page_size), np.bool_)
+        is_offered[:, search.first :] = is_found
+        end = self._resumable_end(is_offered, search.first)
         tokens = search.tokens[: end * page_size]
-        is_offered = np.zeros((self.num_groups, end), np.bool_)
-        is_offered[:, search.first :] = is_found[:, : end - search.first]
+        is_offered = is_offered[:, :end]
+        is_offered[:, : search.first] = False
+        for group, lookback in self._lookbacks.items():
+            is_offered[group, : max(end - lookback, 0)] = False
         # The host may have more or less of the prefix by now: without its beginning, nothing of
         # the end can be kept.
         num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
@@ -160,8 +178,20 @@ class StoreTier:
         self._loads[number] = search._replace(
             tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
         )
-        self._loads_now.append(self._transfer(number, keys, is_moved, blocks[:, num_here:]))
+        load = self._transfer(number, keys, is_moved, blocks[:, num_here:])
+        self._loads_now.append(load._replace(is_awaited=not search.rid.startswith(_RESTORE)))
         return True
+
+    def _resumable_end(self, is_there: BoolArray, first: int) -> int:
+        """The last position in bool[groups, pages], in pages and not before `first`, that has all
+        values which its next token reads."""
+        end = self._num_whole(is_there)
+        while end > first and not all(
+            is_there[group, max(end - lookback, 0) : end].all()
+            for group, lookback in self._lookbacks.items()
+        ):
+            end -= 1
+        return max(end, first)
 
     def _num_whole(self, is_found: BoolArray) -> int:
         """The number of leading pages bool[groups, pages] with all values that tokens need."""
@@ -177,10 +207,8 @@ class StoreTier:
             tokens, namespace = self._restored.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
-            # Nothing that has been cached since gives way.
-            if min(allocator.num_free for allocator in self._blocks.allocators) < num_pages:
-                self._restored.clear()
-            else:
+            # Mostly, nothing that has been cached since gives way.
+            if self._blocks.allocators[0].num_free >= num_pages:
                 self.search(f"{_RESTORE}{self._next_number()}", tokens, namespace, num_here)
 
     # -- ends -------------------------------------------------------------------------------

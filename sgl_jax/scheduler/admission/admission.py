@@ -231,7 +231,7 @@ class Admission:
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         if self._awaits_store(ranks, request):
-            (dp_rank,) = (rank.dp_rank for rank in ranks if rank.awaits_store(request))
+            dp_rank = next(rank.dp_rank for rank in ranks if rank.awaits_store(request))
             return WaitReason("store", dp_rank=dp_rank)
         leader = self._waiting.leader_of(request)
         if leader is not None:

@@ -189,6 +189,22 @@ def test_saved_prefixes_are_loaded_until_blocks_lack() -> None:
     assert [other.num_here(other.tokens(number)) for number in range(1, 5)] == [16, 0, 0, 16]
 
 
+def test_a_prefix_that_waited_for_a_load_is_copied_after_it() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    (load,) = other.search(tokens).loads
+    longer = np.concatenate([tokens, other.tokens(2)])
+    other.publish(longer)
+    assert not other.take().copies
+    assert not other.tier.has_work
+    other.end(load)
+    assert other.tier.has_work
+    (copy,) = other.take().copies
+    assert len(copy.pages[0]) == 4
+
+
 def test_a_request_waits_no_more_for_what_is_overdue() -> None:
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
