@@ -12,6 +12,7 @@ import pytest
 from tests.accuracy.near_ties import differences
 from tests.live.live_server import LiveServer, live_server
 from tests.live.test_sessions import GREEDY, Client, prompts
+from tests.waiting import until
 
 FLAGS = (
     *("--dp-size", "2", "--page-size", "4", "--context-length", "512", "--check-memory", "busy"),
@@ -86,6 +87,14 @@ def check_last_turns(folder: Path, talks: list[Talk]) -> float:
     return num_found / num_old
 
 
+def is_storing(server: LiveServer) -> bool:
+    """Whether prefixes are on their way to the host's memory or the store."""
+    ranks = server.get("/get_server_info")["ranks"]
+    pools = [pool for rank in ranks for pool in rank["host_pools"]]
+    is_waiting = any(rank["host_copies_waiting"] for rank in ranks)
+    return is_waiting or any(pool["arriving_blocks"] or pool["leaving_blocks"] for pool in pools)
+
+
 async def check_answers(server: LiveServer, asked: list[tuple[list[int], list[int]]]) -> None:
     """A server that was never stopped answers the same, but for near ties."""
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -109,6 +118,7 @@ def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: P
         client = Client(server)
         talks = begin(client, 6)
         assert client.post("/save_cache")["num_tokens"] > 0
+        until(lambda: not is_storing(server), "prefixes are in the store")
         engine = server.engine
         with contextlib.suppress(httpx.TimeoutException):  # the next save has begun by then
             httpx.post(server.url + "/save_cache", timeout=0.02)
@@ -121,8 +131,8 @@ def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: P
 def test_a_changed_save_is_not_restored(tmp_path: Path) -> None:
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         begin(Client(server), 3)
-    (facts,) = (tmp_path / "cache").glob("saved_cache_1/*/facts/metadata")
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"fingerprint": "ab"}))
+    for facts in (tmp_path / "cache").glob("saved_cache_1/*/facts/metadata"):
+        facts.write_text(json.dumps(json.loads(facts.read_text()) | {"fingerprint": "ab"}))
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         assert server.get("/list_sessions") == {"sessions": []}
         log = server.log.read_text()
