@@ -113,6 +113,7 @@ def test_conversations_go_on_after_a_restart(tmp_path: Path, num_talks: int) -> 
     assert share >= 0.95
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: Path) -> None:
     with live_server(tmp_path, *flags_with(tmp_path), exit_code=1) as server:
         client = Client(server)
