@@ -413,6 +413,12 @@ class ServerArgs(SchedulerArgs):
             raise ValueError("--hicache-storage-backend-extra-config must be a JSON object")
 
     @property
+    def store_timeout_s(self) -> float | None:
+        """Seconds that a request waits for the store at most; None: until its prefix has come."""
+        is_timed = self.hicache_storage_prefetch_policy == "timeout"
+        return self.hicache_storage_prefetch_timeout if is_timed else None
+
+    @property
     def storage_folder(self) -> Path | None:
         """The folder of the store of blocks."""
         if self.hicache_storage_dir is None:

@@ -120,8 +120,7 @@ class EngineCore:
         self._depth = 0 if args.disable_overlap_schedule else 1
         self._transfers: HostTransfers | None = None
         if sizes.host_blocks:
-            is_timed = args.hicache_storage_prefetch_policy == "timeout"
-            timeout_s = args.hicache_storage_prefetch_timeout if is_timed else None
+            timeout_s = args.store_timeout_s
             self._transfers = HostTransfers(self.scheduler, self.executor, timeout_s)
         self._saver: CacheSaver | None = None
         if args.restore_cache is not None and self._transfers is not None:
@@ -179,7 +178,7 @@ class EngineCore:
                     if self._is_compiling:
                         self._look_for_programs()
                     if self._transfers is not None:
-                        self._transfer(self._transfers)
+                        self._transfer(self._transfers.move)
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     self._step()
@@ -233,9 +232,10 @@ class EngineCore:
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
             self._is_audited = False
 
-    def _transfer(self, transfers: HostTransfers) -> None:
+    def _transfer(self, run: Callable[[], None]) -> None:
+        """Run `HostTransfers.move` or `settle`; after an error of the device, start over."""
         try:
-            transfers.move()
+            run()
         except MemoryDefectError:
             raise
         except Exception as error:  # of any type
@@ -433,12 +433,7 @@ class EngineCore:
     def empty_caches(self) -> bool:
         """Empty the prefix caches; False, changing nothing, while requests run."""
         if self._transfers is not None and not self.scheduler.num_running:
-            try:
-                self._transfers.settle()
-            except MemoryDefectError:
-                raise
-            except Exception as error:  # of any type
-                self._recover(error)
+            self._transfer(self._transfers.settle)
         return bool(self.scheduler.handle(Flush()))
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:

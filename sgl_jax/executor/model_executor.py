@@ -145,11 +145,10 @@ class ModelExecutor(Executor):
             self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
-                waits = args.hicache_storage_prefetch_policy == "timeout"
                 self._host_store.open_store(
                     open_block_store(args),
                     self._kv_fingerprint(),
-                    args.hicache_storage_prefetch_timeout if waits else None,
+                    args.store_timeout_s,
                 )
         self._warmup = args.warmup
         self._watch = CompileWatch()
@@ -292,7 +291,7 @@ class ModelExecutor(Executor):
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
         """The weights have changed. If KV of the old ones is kept, all that is stored from now on
-        has keys that nobody finds."""
+        has keys that no later search has."""
         if self._host_store is not None and self._host_store.has_store:
             fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
             self._host_store.set_fingerprint(fingerprint)

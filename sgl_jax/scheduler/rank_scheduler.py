@@ -162,7 +162,7 @@ class RankScheduler:
     @property
     def is_storing(self) -> bool:
         """True while prefixes are on their way to the store."""
-        return self.host is not None and self.host.store is not None and bool(self.host.store.puts)
+        return self.host is not None and self.host.is_storing
 
     def fetching_rows(self) -> list[int]:
         """The joint rows of fetches from the host."""

@@ -1,11 +1,10 @@
 """Sessions as plain values, to be saved and opened again by another engine."""
 
-from typing import TypeAlias
-
 import msgspec
 
 from sgl_jax.core.messages import OpenSession
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import EndedTurn, StreamingSession
 from sgl_jax.sessions.tree import RegularSession, SavedNode
 from sgl_jax.sessions.turns import NO_TOKENS
@@ -23,9 +22,6 @@ class SavedSession(msgspec.Struct, frozen=True):
     tokens: Int32Array
     turns: list[EndedTurn]
     nodes: list[SavedNode]
-
-
-Session: TypeAlias = StreamingSession | RegularSession
 
 
 def save_session(session: Session) -> SavedSession:

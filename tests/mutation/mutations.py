@@ -2759,13 +2759,13 @@ MUTATIONS = (
     Mutation(
         "store: wait forever for a prefix that is not there",
         _STORE,
-        "                self.awaited.discard(search.rid)\n",
+        "                self._waits_no_more(search)\n",
         "                pass\n",
     ),
     Mutation(
         "store: wait forever for a load",
         _STORE,
-        "            self.awaited.discard(load.rid)\n",
+        "            self._waits_no_more(load)\n",
         "",
     ),
     Mutation(

@@ -8,7 +8,7 @@ class BlockStore(Protocol):
     """Values of bytes by key, which may be lost at any time, but are never wrong.
 
     A key is the text of a fingerprint (of the model, its weights and the layout of blocks), a slash
-    and a hexadecimal number. Equal keys have equal values, whoever put them. All methods may raise
+    and a hexadecimal number. Equal keys have equal values. All methods may raise
     OSError, and are called from one thread.
     """
 

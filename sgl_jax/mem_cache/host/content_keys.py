@@ -1,4 +1,4 @@
-"""Keys of the contents of pages: equal for equal prefixes of a namespace, whoever computed them."""
+"""Keys of the contents of pages: equal for equal prefixes of a namespace, in all engines."""
 
 import hashlib
 

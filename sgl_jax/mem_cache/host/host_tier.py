@@ -317,8 +317,12 @@ class HostTier:
     @property
     def is_moving_out(self) -> bool:
         """True while prefixes are copied to the host or put into the store, or wait for it."""
-        is_storing = self.store is not None and bool(self.store.puts)
-        return bool(self._offers or self._moves or is_storing)
+        return bool(self._offers or self._moves or self.is_storing)
+
+    @property
+    def is_storing(self) -> bool:
+        """True while prefixes are on their way to the store."""
+        return self.store is not None and bool(self.store.puts)
 
     @property
     def has_work(self) -> bool:

@@ -24,16 +24,15 @@ from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
 # So many blocks may be on their way to the store; further ones are not put there.
 _MAX_PUT_BLOCKS = 4096
-# Saved prefixes that are loaded at once; and the ids of these loads, which are no requests.
+# Saved prefixes that are loaded at once.
 _MAX_RESTORED = 4
-_RESTORE = "restore "
 
 
 class _Load(NamedTuple):
-    """A search or a load for a request. `keys` begin at page `first`; `is_moved` bool[groups, pages
-    behind it] are the values that it moves."""
+    """A search or a load for a request, or for a saved prefix (`rid` is None). `keys` begin at page
+    `first`; `is_moved` bool[groups, pages behind it] are the values that it moves."""
 
-    rid: str
+    rid: str | None
     tokens: Int32Array  # whole pages
     namespace: str
     keys: Keys  # [groups, pages, bytes]
@@ -62,6 +61,7 @@ class StoreTier:
             for i, window in enumerate(windows)
             if window is not None
         }
+        self._num_groups = len(groups)
         self._next_number = next_number
         self.awaited: set[str] = set()
         self.num_loaded_tokens = 0
@@ -73,10 +73,6 @@ class StoreTier:
         self._loads_now: list[StoreTransfer] = []
         self._puts_now: list[StoreTransfer] = []
         self._restored: deque[SavedPrefix] = deque()
-
-    @property
-    def num_groups(self) -> int:
-        return sum(len(numbers) for numbers in self._blocks.groups_of)
 
     @property
     def puts(self) -> set[int]:
@@ -96,7 +92,8 @@ class StoreTier:
     @property
     def is_restoring(self) -> bool:
         """True until the saved prefixes are loaded."""
-        return bool(self._restored or any(rid.startswith(_RESTORE) for rid in self.awaited))
+        moving = (*self._searches.values(), *self._loads.values())
+        return bool(self._restored or any(each.rid is None for each in moving))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
         """The searches, loads and puts to begin now."""
@@ -118,7 +115,7 @@ class StoreTier:
 
         `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put.
         """
-        keys = content_keys(tokens, self._blocks.page_size, namespace, self.num_groups)
+        keys = content_keys(tokens, self._blocks.page_size, namespace, self._num_groups)
         behind = keys[:, keys.shape[1] - values.shape[1] :]
         self._puts[number] = int(np.count_nonzero(values))
         self._puts_now.append(self._transfer(number, behind, values > 0, values))
@@ -133,18 +130,20 @@ class StoreTier:
 
     # -- in ---------------------------------------------------------------------------------
 
-    def search(self, rid: str, tokens: Int32Array, namespace: str, num_here: int) -> None:
-        """Search the pages of a request's prefix behind the `num_here` tokens that are here."""
+    def search(self, rid: str | None, tokens: Int32Array, namespace: str, num_here: int) -> None:
+        """Search the pages of a prefix behind the `num_here` tokens that are here, for request
+        `rid` or for none."""
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
         first = num_here // page_size
         if first * page_size == len(tokens):
             return
-        keys = content_keys(tokens, page_size, namespace, self.num_groups)[:, first:]
+        keys = content_keys(tokens, page_size, namespace, self._num_groups)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         number = self._next_number()
         self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)
-        self.awaited.add(rid)
+        if rid is not None:
+            self.awaited.add(rid)
         self._searches_now.append(self._transfer(number, keys, is_moved, None))
 
     @property
@@ -156,7 +155,7 @@ class StoreTier:
         """Load the found values of a search, up to the first page that a prefix lacks; False if
         there are none, or room lacks."""
         page_size = self._blocks.page_size
-        is_offered = np.ones((self.num_groups, len(search.tokens) // page_size), np.bool_)
+        is_offered = np.ones((self._num_groups, len(search.tokens) // page_size), np.bool_)
         is_offered[:, search.first :] = is_found
         end = self._resumable_end(is_offered, search.first)
         tokens = search.tokens[: end * page_size]
@@ -179,7 +178,7 @@ class StoreTier:
             tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
         )
         load = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._loads_now.append(load._replace(is_awaited=not search.rid.startswith(_RESTORE)))
+        self._loads_now.append(load._replace(is_awaited=search.rid is not None))
         return True
 
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
@@ -209,7 +208,7 @@ class StoreTier:
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
             # Mostly, nothing that has been cached since gives way.
             if self._blocks.allocators[0].num_free >= num_pages:
-                self.search(f"{_RESTORE}{self._next_number()}", tokens, namespace, num_here)
+                self.search(None, tokens, namespace, num_here)
 
     # -- ends -------------------------------------------------------------------------------
 
@@ -223,10 +222,10 @@ class StoreTier:
             search = self._searches.pop(number)
             is_found = self._flags(search, end)
             if not is_found.any() or not self._begin_load(search, is_found):
-                self.awaited.discard(search.rid)
+                self._waits_no_more(search)
         elif number in self._loads:
             load = self._loads.pop(number)
-            self.awaited.discard(load.rid)
+            self._waits_no_more(load)
             is_found = self._flags(load, end)
             num_pages = self._num_whole(is_found | ~load.is_moved)
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
@@ -236,7 +235,11 @@ class StoreTier:
         """A search or load has taken too long: its request waits no more."""
         late = self._searches.get(number) or self._loads.get(number)
         if late is not None:
-            self.awaited.discard(late.rid)
+            self._waits_no_more(late)
+
+    def _waits_no_more(self, load: _Load) -> None:
+        if load.rid is not None:
+            self.awaited.discard(load.rid)
 
     def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
         """The flags of an end as bool[groups, pages], False for values that were not moved."""
