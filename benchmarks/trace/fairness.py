@@ -20,7 +20,7 @@ import numpy as np
 
 from sgl_jax.bench.trace.reading import VOCAB_SIZE, TracedRequest, prompt_tokens, read_trace
 from sgl_jax.bench.trace.served import DistinctAnswers
-from sgl_jax.bench.trace.step_time import LinearStepTime
+from sgl_jax.bench.trace.step_time import LinearStepTime, step_loads
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def run(requests: Sequence[TracedRequest], fair_share: str, seconds: float) -> O
                 )
             )
         plan = scheduler.handle(PlanStep())
-        now_s += IDLE_S if plan is None else STEP_TIME.seconds(plan)
+        now_s += IDLE_S if plan is None else STEP_TIME.seconds(step_loads(plan))
         if plan is not None:
             unread.append((plan, executor.launch(plan)))
         if unread and (plan is None or len(unread) > 1):

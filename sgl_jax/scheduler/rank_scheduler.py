@@ -13,7 +13,7 @@ from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
-from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
@@ -120,7 +120,8 @@ class RankScheduler:
         if found is not None or request.num_fetches >= _MAX_FETCHES:
             return found
         num_saved = host.num_here(tokens, namespace) - num_read
-        if num_saved <= 0 or not host.is_sooner(num_saved, num_ahead, prefill_rate):
+        prefix = PrefixOnHost(num_read, num_saved, len(request.tokens), num_ahead)
+        if num_saved <= 0 or not host.fetches_sooner(prefix, prefill_rate):
             return None
         fetch = host.begin_fetch(tokens, namespace)
         if fetch is None:

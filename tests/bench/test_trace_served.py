@@ -5,19 +5,20 @@ import json
 import numpy as np
 import pytest
 
+from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.planned_time import PlannedStepTime, planned_step_time
 from sgl_jax.bench.trace.reading import (
     BLOCK_TOKENS,
     VOCAB_SIZE,
     read_trace,
 )
-from sgl_jax.bench.trace.report import served_values
+from sgl_jax.bench.trace.report import served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.core.step_plan import RankPlan
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.kernel_time import DeviceBytes
 from sgl_jax.planner.topology import Topology, has_tpu_compiler
@@ -106,6 +107,28 @@ def test_the_clock_adds_up_steps_that_overlap():
     assert run.busy_s == pytest.approx(run.duration_s)
 
 
+def test_fetches_are_priced_beside_computations():
+    """Two prompts take turns on a device with room for one; the link takes a millisecond a page."""
+    trace = [request(1 + number % 2, 3, 4, 5, arrival_ms=100 * number) for number in range(4)]
+    engine = sizes_for(trace, num_tokens=2112, chunk=512)._replace(host_blocks=(100,))
+    link = HostLink((64_000,), 64e6, 1.0)
+    step_time = LinearStepTime(1.0, 1.0, 0.0, 0.0).seconds
+    run = serve_trace(trace, engine, SchedulerArgs(check_memory="busy"), step_time, link=link)
+    # Unmeasured, the link counts as fast; after the first fetch, it counts as slow.
+    # The first page of a prompt is on the device still.
+    compute_s, fetch_s = 3 * 1.512e-3 + 1.448e-3, 30e-3 + 1.064e-3
+    assert run.counters["host_fetched_tokens"] == 30 * 64
+    assert run.choices == {
+        "choices": 2,
+        "fetched": 1,
+        "chosen_s": pytest.approx(fetch_s + compute_s),
+        "oracle_s": pytest.approx(2 * compute_s),
+        "always_s": pytest.approx(2 * fetch_s),
+        "never_s": pytest.approx(2 * compute_s),
+    }
+    assert "2 choices, 1 fetches" in served_text(served_values(run, {}))
+
+
 def test_a_request_that_comes_during_a_step_starts_with_the_step_after_the_next():
     trace = [request(1, output_len=50), request(2, arrival_ms=5, output_len=1)]
     run = served(trace, speedup=2.0, num_tokens=4096)
@@ -168,7 +191,7 @@ def test_the_load_of_a_rank_counts_decode_and_prefill_apart():
 def test_a_step_takes_as_long_as_its_most_loaded_rank():
     light, heavy = rank_plan(1, [9], [1]), rank_plan(1, [99, 0], [1, 20])
     step_time = LinearStepTime(1.0, 10.0, 100.0, 1000.0)
-    seconds = step_time.seconds(StepPlan(0, (light, heavy)))
+    seconds = step_time.seconds([rank_load(light), rank_load(heavy)])
     assert seconds == pytest.approx(1e-3 + 20 * 10e-6 + 100e-6 + 120 * 1e-6)
 
 
@@ -200,7 +223,7 @@ def test_a_planned_step_is_padded_to_a_shape_and_waits_for_the_most_attention():
     )
 
     def seconds(*ranks):
-        return step_time.seconds(StepPlan(0, ranks))
+        return step_time.seconds([rank_load(rank) for rank in ranks])
 
     decode, deep = rank_plan(1, [99], [1]), rank_plan(1, [3999], [1])
     assert seconds(decode) == pytest.approx(1e-3, rel=0.01)

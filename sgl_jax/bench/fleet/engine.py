@@ -9,14 +9,13 @@ short, each step is planned: a burst's pages are taken at its start, and would c
 of admission and retraction.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgl_jax.bench.fleet.traffic import FleetRequest
 from sgl_jax.bench.trace.reading import prompt_tokens
-from sgl_jax.bench.trace.step_time import StepSeconds
+from sgl_jax.bench.trace.step_time import StepSeconds, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
@@ -194,11 +193,9 @@ class FleetEngine:
 
     def _seconds(self, plan: StepPlan, num_steps: int) -> float:
         """The time of each step of a burst: of its middle one, since KV grows by the step."""
-        if num_steps == 1:
-            return self._step_seconds(plan)
         (rank_plan,) = plan.ranks
         middle = rank_plan._replace(kv_starts=rank_plan.kv_starts + (num_steps - 1) // 2)
-        return self._step_seconds(replace(plan, ranks=(middle,)))
+        return self._step_seconds([rank_load(middle)])
 
     def _shorten(self, now_s: float) -> None:
         """End a burst of decode steps with its step at `now_s`."""

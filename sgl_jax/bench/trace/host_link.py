@@ -5,7 +5,7 @@ store likewise, for all ranks together. The store keeps all that it gets.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -62,9 +62,17 @@ class HostLink:
         """Begin the copies of evicted pages."""
         self.begin(Transfers(copies=tuple(copies)), now_s)
 
+    def wait_s(self, dp_rank: int, now_s: float) -> float:
+        """Seconds until a fetch of the rank can begin."""
+        return max(self._free_s.get((dp_rank, True), 0.0) - now_s, 0.0)
+
+    def seconds(self, num_pages: Iterable[int]) -> float:
+        """The time in which a rank moves so many pages of each pool."""
+        sizes = zip(num_pages, self._page_bytes, strict=True)
+        return sum(count * size for count, size in sizes) / self._bytes_per_s
+
     def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> None:
-        pages = zip(move.pages, self._page_bytes, strict=True)
-        seconds = sum(len(listed) * size for listed, size in pages) / self._bytes_per_s
+        seconds = self.seconds(map(len, move.pages))
         end_s = self._occupy((move.dp_rank, is_in), now_s, seconds)
         self._end_at(end_s, move, seconds)
 

@@ -6,15 +6,15 @@ interpolated. Attention is estimated for each step from the KV tokens its rows r
 """
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from sgl_jax.bench.trace.step_time import RankLoad, rank_load
+from sgl_jax.bench.trace.step_time import RankLoad
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import engine_programs
@@ -36,9 +36,8 @@ class PlannedStepTime(NamedTuple):
     chip: Chip
     page_bytes: tuple[int, ...]  # of each pool of a rank
 
-    def seconds(self, plan: StepPlan) -> float:
+    def seconds(self, loads: Sequence[RankLoad]) -> float:
         """A `StepSeconds`: ranks are padded to one shape and wait for the longest attention."""
-        loads = [rank_load(rank_plan) for rank_plan in plan.ranks]
         tokens = max(load.tokens for load in loads)
         index = int(np.searchsorted(self.shapes, tokens))
         return self.shape_seconds[index] + max(self._attention_seconds(load) for load in loads)

@@ -56,6 +56,7 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
         "fetched_tokens": counters["host_fetched_tokens"],
         "copied_pages": counters["host_copied_pages"],
         "loaded_tokens": counters["store_loaded_tokens"],
+        "fetch_choices": run.choices,
         "hit_rate": counters["cached_tokens"] / prompt_tokens,
         "oracle_hit_rates": dict(oracles),
         "output_tokens": output_tokens,
@@ -88,6 +89,7 @@ def served_text(values: Mapping[str, Any]) -> str:
     """The values of `served_values` as lines of text."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
+    choices = values["fetch_choices"]
     lines = [
         f"hit rate             {values['hit_rate']:.3f}  ({values['cached_tokens']:,} of "
         f"{values['prompt_tokens']:,} prompt tokens)",
@@ -95,6 +97,7 @@ def served_text(values: Mapping[str, Any]) -> str:
         f"{values['copied_pages']:,} pages copied there, {values['loaded_tokens']:,} tokens loaded "
         "from the store",
         f"  of block oracles   {oracles}",
+        *([_choices_line(choices)] if choices else []),
         "",
         f"{'seconds':<20} {'p50':>9} {'p90':>9} {'p99':>9} {'max':>9}",
         _spread_line("queueing", values["queueing_s"]),
@@ -114,6 +117,15 @@ def served_text(values: Mapping[str, Any]) -> str:
         *(f"refused: {text}" for text in values["refusals"]),
     ]
     return "\n".join(lines)
+
+
+def _choices_line(choices: Mapping[str, float]) -> str:
+    return (
+        f"fetch or compute     {choices['choices']:,} choices, {choices['fetched']:,} fetches: "
+        f"{choices['chosen_s']:,.1f} s to their first tokens; an oracle of both times "
+        f"{choices['oracle_s']:,.1f} s, always fetching {choices['always_s']:,.1f} s, never "
+        f"{choices['never_s']:,.1f} s"
+    )
 
 
 def _spread_line(name: str, spread: Mapping[str, float]) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.bench.trace.host_link import HostLink
+from sgl_jax.bench.trace.load_or_compute import FetchChoices
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
-from sgl_jax.bench.trace.step_time import StepSeconds
+from sgl_jax.bench.trace.step_time import StepSeconds, step_loads
 from sgl_jax.core.engine_messages import OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
@@ -71,6 +72,7 @@ class ServedRun:
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)
+    choices: dict[str, float] = field(default_factory=dict)  # `FetchChoices.totals`, with a host
     counters: dict[str, int] = field(default_factory=dict)
     host_s: list[float] = field(default_factory=list)
     arrivals_host_s: float = 0.0  # processor time of `submit`, all requests together
@@ -126,6 +128,11 @@ class _Replay:
         self._now_s = 0.0
         self._device_free_s = 0.0
         self._step_host_s = 0.0
+        self._choices: FetchChoices | None = None
+        if link is not None:
+            self._choices = FetchChoices(link, sizes, step_seconds, lambda: self._now_s)
+            for rank in self._scheduler.ranks:
+                self._choices.watch(rank)
 
     def run(self) -> ServedRun:
         """Serve all requests, audit the memory, and return the results."""
@@ -138,6 +145,8 @@ class _Replay:
         self._check_answers()
         run.counters = self._scheduler.counters()
         run.duration_s = self._now_s
+        if self._choices is not None:
+            run.choices = self._choices.totals()
         return run
 
     # -- arrivals ---------------------------------------------------------------------------
@@ -192,7 +201,7 @@ class _Replay:
 
     def _launch(self, plan: StepPlan) -> None:
         begin_s = max(self._now_s, self._device_free_s)
-        seconds = self._step_seconds(plan)
+        seconds = self._step_seconds(step_loads(plan))
         self._device_free_s = begin_s + seconds
         self._run.busy_s += seconds
         if self._link is not None:

@@ -4,12 +4,10 @@ A step ends when its most loaded rank does. `LinearStepTime` sums four costs; `p
 uses the planner's estimate for a model and a slice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sgl_jax.core.step_plan import RankPlan, StepPlan
-
-StepSeconds = Callable[[StepPlan], float]  # the time a step occupies the device
 
 
 class RankLoad(NamedTuple):
@@ -25,6 +23,15 @@ class RankLoad(NamedTuple):
     def tokens(self) -> int:
         """Queries of decode rows and prefill chunks together."""
         return self.decode_rows + self.prefill_tokens
+
+
+# The time that a step occupies the device, by the load of each rank.
+StepSeconds = Callable[[Sequence[RankLoad]], float]
+
+
+def step_loads(plan: StepPlan) -> list[RankLoad]:
+    """The load of each rank in a step without drafts."""
+    return [rank_load(rank_plan) for rank_plan in plan.ranks]
 
 
 def rank_load(plan: RankPlan) -> RankLoad:
@@ -49,9 +56,9 @@ class LinearStepTime(NamedTuple):
     decode_us_per_row: float
     kv_ns_per_token: float  # of KV read
 
-    def seconds(self, plan: StepPlan) -> float:
+    def seconds(self, loads: Sequence[RankLoad]) -> float:
         """Seconds of a step, which its most loaded rank decides; a `StepSeconds`."""
-        return max(self._rank_seconds(rank_load(rank_plan)) for rank_plan in plan.ranks)
+        return max(map(self._rank_seconds, loads))
 
     def _rank_seconds(self, load: RankLoad) -> float:
         kv_tokens = load.decode_kv_tokens + load.prefill_kv_tokens

@@ -9,6 +9,7 @@ Owns the leases of fetches. They end, as all leases do, in `release_kv_cache`.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,15 @@ class Fetch(NamedTuple):
     move: PageTransfer
 
 
+class PrefixOnHost(NamedTuple):
+    """The part of a prompt's prefix that the host has and the device lacks."""
+
+    start: int  # tokens of the prompt before it
+    num_tokens: int
+    prompt_len: int
+    num_ahead: int  # prompt tokens of other requests that would be computed before it
+
+
 class _Offer(NamedTuple):
     tokens: Int32Array  # whole pages
     namespace: str
@@ -51,6 +61,8 @@ class HostTier:
 
     Attributes:
         seconds_per_token: that fetches have taken of late; 0 before the first.
+        fetches_sooner: the rule by which prefixes are fetched: `is_sooner`, which a measurement may
+            wrap.
         blocks: the blocks and the prefixes in them.
         store: the store behind it, if there is one.
         fetches: on their way to the device, by number.
@@ -74,6 +86,7 @@ class HostTier:
         self._memory = memory
         self._eviction_policy = eviction_policy
         self.write_policy = write_policy
+        self.fetches_sooner: Callable[[PrefixOnHost, float], bool] = self.is_sooner
         self.fetches: dict[int, Fetch] = {}
         self.num_copied_pages = 0
         self.num_fetched_tokens = 0
@@ -195,16 +208,15 @@ class HostTier:
         """The tokens of the longest prefix that the host has."""
         return self.blocks.cache.peek(tokens, namespace)
 
-    def is_sooner(self, num_tokens: int, num_ahead: int, prefill_rate: float) -> bool:
-        """Return whether `num_tokens` are fetched, behind the fetches in flight, sooner than they
-        are computed, behind `num_ahead` tokens.
+    def is_sooner(self, prefix: PrefixOnHost, prefill_rate: float) -> bool:
+        """Return whether a prefix is fetched, behind the fetches in flight, sooner than computed.
 
         `prefill_rate` is in tokens a second. Unmeasured rates count as a fast link.
         """
         if self._fetches_all:
             return True
-        fetch_s = (num_tokens + self.num_moving_tokens) * self.seconds_per_token
-        return fetch_s * prefill_rate < num_tokens + num_ahead
+        fetch_s = (prefix.num_tokens + self.num_moving_tokens) * self.seconds_per_token
+        return fetch_s * prefill_rate < prefix.num_tokens + prefix.num_ahead
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
         """Fetch the longest prefix of `tokens` that the host has and the device lacks.
@@ -303,6 +315,11 @@ class HostTier:
     def num_loaded_tokens(self) -> int:
         """Tokens that were loaded from the store."""
         return self.store.num_loaded_tokens if self.store is not None else 0
+
+    @property
+    def waiting_fetches(self) -> Sequence[PageTransfer]:
+        """The fetches that the next `take` begins."""
+        return self._fetches_now
 
     @property
     def num_moving_tokens(self) -> int:

@@ -1,0 +1,131 @@
+"""Prices each choice between fetching a prefix from the host's memory and computing it.
+
+Both times to the first token are the simulation's own: of the link as it is occupied, and of the
+steps that would compute the tokens beside the rank's running rows. An oracle with both takes
+the sooner one of each choice.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from sgl_jax.bench.trace.host_link import HostLink
+from sgl_jax.bench.trace.step_time import RankLoad, StepSeconds
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
+from sgl_jax.mem_cache.tree.window_component import lookback_pages
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+
+
+class _Choice(NamedTuple):
+    prefix: PrefixOnHost
+    fetches: bool
+    link_s: float  # until the prefix has arrived
+    num_rows: int  # that run on the rank, and their KV tokens
+    kv_tokens: int
+
+
+class FetchChoices:
+    """The choices of ranks.
+
+    Args:
+        link: to the hosts' memory.
+        sizes: of the engine.
+        step_seconds: the duration of a step.
+        clock: the time now, in seconds.
+    """
+
+    def __init__(
+        self,
+        link: HostLink,
+        sizes: EngineSizes,
+        step_seconds: StepSeconds,
+        clock: Callable[[], float],
+    ) -> None:
+        self._link = link
+        self._sizes = sizes
+        self._step_seconds = step_seconds
+        self._clock = clock
+        self._made: list[_Choice] = []
+
+    def watch(self, rank: RankScheduler) -> None:
+        """Record the choices of `rank` from now on; none changes."""
+        assert rank.host is not None
+        rank.host.fetches_sooner = partial(self._choose, rank, rank.host)
+
+    def _choose(
+        self, rank: RankScheduler, host: HostTier, prefix: PrefixOnHost, prefill_rate: float
+    ) -> bool:
+        fetches = host.is_sooner(prefix, prefill_rate)
+        moves = [[len(listed) for listed in move.pages] for move in host.waiting_fetches]
+        moves.append(self._num_blocks(prefix.num_tokens))
+        link_s = self._link.wait_s(rank.dp_rank, self._clock())
+        link_s += sum(map(self._link.seconds, moves))
+        rows = rank.running.active
+        kv_tokens = int(rank.running.known_len[rows].sum())
+        self._made.append(_Choice(prefix, fetches, link_s, len(rows), kv_tokens))
+        return fetches
+
+    def _num_blocks(self, num_tokens: int) -> list[int]:
+        """The blocks of each pool that a prefix of so many tokens needs."""
+        counts = [0] * len(self._sizes.host_blocks)
+        page_size = self._sizes.page_size
+        for group in self._sizes.groups:
+            window, num_pages = group.sliding_window, num_tokens // page_size
+            if window is not None:
+                num_pages = min(num_pages, lookback_pages(window, page_size))
+            counts[group.pool] += num_pages
+        return counts
+
+    def totals(self) -> dict[str, float]:
+        """The number of choices, and the seconds to the first tokens, of all choices together, by
+        rule."""
+        chosen_s = oracle_s = fetch_s = compute_s = 0.0
+        for choice in self._made:
+            by_fetch, by_compute = self._priced(choice)
+            chosen_s += by_fetch if choice.fetches else by_compute
+            oracle_s += min(by_fetch, by_compute)
+            fetch_s += by_fetch
+            compute_s += by_compute
+        return {
+            "choices": len(self._made),
+            "fetched": sum(choice.fetches for choice in self._made),
+            "chosen_s": chosen_s,
+            "oracle_s": oracle_s,
+            "always_s": fetch_s,
+            "never_s": compute_s,
+        }
+
+    def _priced(self, choice: _Choice) -> tuple[float, float]:
+        """The seconds to the first token by a fetch, and by computation."""
+        start, num_tokens, prompt_len, num_ahead = choice.prefix
+        end = start + num_tokens
+        fetch_s = max(choice.link_s, self._compute_s(choice, [(0, num_ahead)]))
+        fetch_s += self._compute_s(choice, [(end, prompt_len - end)])
+        return fetch_s, self._compute_s(choice, [(0, num_ahead), (start, prompt_len - start)])
+
+    def _compute_s(self, choice: _Choice, prompts: Sequence[tuple[int, int]]) -> float:
+        """The time of the steps that compute parts of prompts, each its start and length, beside
+        the running rows."""
+        most = self._sizes.max_chunk_tokens
+        steps, room = list[list[tuple[int, int]]](), 0
+        for start, num_tokens in prompts:
+            end = start + num_tokens
+            while start < end:
+                if room == 0:
+                    steps.append([])
+                    room = most
+                taken = min(room, end - start)
+                steps[-1].append((start, taken))
+                start, room = start + taken, room - taken
+        return sum(self._step_seconds([_load(choice, chunks)]) for chunks in steps)
+
+
+def _load(choice: _Choice, chunks: Sequence[tuple[int, int]]) -> RankLoad:
+    return RankLoad(
+        decode_rows=choice.num_rows,
+        decode_kv_tokens=choice.kv_tokens,
+        prefill_tokens=sum(length for _, length in chunks),
+        prefill_kv_tokens=sum(start + length for start, length in chunks),
+        prefill_pairs=sum(length * start + length * (length + 1) // 2 for start, length in chunks),
+    )
