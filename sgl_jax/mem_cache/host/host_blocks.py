@@ -104,7 +104,8 @@ class HostBlocks:
             if deficit > self.cache.num_evictable[pool]:
                 return False
             if deficit > 0:
-                self.cache.evict(deficit, pool)
+                # More than it takes, since each eviction has its own cost on the host.
+                self.cache.evict(max(deficit, allocator.num_pages // 64), pool)
             if count > allocator.num_free:
                 return False
         return True
