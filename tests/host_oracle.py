@@ -22,7 +22,7 @@ class HostOracle:
 
     def __init__(self, sizes: EngineSizes, pools: Sequence[Sequence[NDArray[np.uint64]]]) -> None:
         self._pools = pools
-        self._blocks = [
+        self.blocks = [
             [
                 np.full((num_blocks, pool.shape[1]), _GARBAGE)
                 for num_blocks, pool in zip(sizes.host_blocks, of_rank, strict=False)
@@ -69,13 +69,13 @@ class HostOracle:
         ):
             begun.update({(each.dp_rank, each.number): each for each in moves})
         for each in transfers.loads:
-            for pool, listed in zip(self._blocks[each.dp_rank], each.blocks, strict=True):
+            for pool, listed in zip(self.blocks[each.dp_rank], each.blocks, strict=True):
                 pool[listed] = _GARBAGE
 
     def copy(self, moves: Sequence[PageTransfer]) -> None:
         """Begin copies of what the pages hold now."""
         for move in moves:
-            own, blocks = self._pools[move.dp_rank], self._blocks[move.dp_rank]
+            own, blocks = self._pools[move.dp_rank], self.blocks[move.dp_rank]
             contents = [pool[pages].copy() for pool, pages in zip(own, move.pages, strict=True)]
             self._copies[move.dp_rank, move.number] = move, contents
             for pool, listed in zip(blocks, move.blocks, strict=True):
@@ -89,7 +89,7 @@ class HostOracle:
 
     def _end(self, key: tuple[int, int]) -> TransferEnd:
         succeeded = self.rng.random() >= self.failure_rate
-        blocks = self._blocks[key[0]]
+        blocks = self.blocks[key[0]]
         if key in self._puts:
             put = self._puts.pop(key)
             if succeeded:
