@@ -1,4 +1,4 @@
-"""A rank's memory, its blocks on the host and the store behind them, at random, without a scheduler.
+"""A rank's memory, its blocks on the host and the store behind them, at random, by no scheduler.
 
 Every page, block and stored value has contents that its prefix decides, and transfers end late, in
 any order, or fail. After each step the ledgers balance, and all that the trees hold is right.
