@@ -12,8 +12,6 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
-from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
-from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
@@ -30,13 +28,12 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve
 from sgl_jax.scheduler.draft_policy import start_drafting
+from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The most waiting requests checked for the tokens they await from a row.
 _MAX_BRANCHES = 16
-# Fetches of one request's prefix from the host: more than one if its pages were evicted meanwhile.
-_MAX_FETCHES = 2
 
 
 class RankScheduler:
@@ -61,15 +58,7 @@ class RankScheduler:
             eviction_policy=args.radix_eviction_policy,
             tables=tables,
         )
-        self.host: HostTier | None = None
-        if sizes.host_blocks:
-            self.host = HostTier(
-                self.memory,
-                args.hicache_write_policy,
-                args.radix_eviction_policy,
-                fetches_all=args.hicache_fetch_policy == "always",
-                has_store=args.hicache_storage_backend != "none",
-            )
+        self.host = RankHost(self.memory, args)
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
         self.reserve = reserve
@@ -98,99 +87,25 @@ class RankScheduler:
         self._starting: set[int] = set()
         self._branch_lens: dict[int, set[int]] = {}
 
-    # -- the host's memory --------------------------------------------------------------------
-
     @property
     def num_leases(self) -> int:
         """Leases that belong to no idle session."""
-        return len(self.running) + (len(self.host.fetches) if self.host else 0)
-
-    def fetch_for(
-        self, request: Request, num_read: int, num_ahead: int, prefill_rate: float
-    ) -> tuple[int, int] | None:
-        """Fetch more of the request's prefix from the host than the `num_read` tokens here, if that
-        is sooner than to compute it behind `num_ahead` others.
-
-        Returns the row that gets it and the length that it will have, as of a prompt in flight.
-        """
-        host, tokens, namespace = self.host, request.matchable(), request.namespace
-        if host is None:
-            return None
-        found = host.fetch_of(tokens, namespace, num_read)
-        if found is not None or request.num_fetches >= _MAX_FETCHES:
-            return found
-        num_saved = host.num_here(tokens, namespace) - num_read
-        prefix = PrefixOnHost(num_read, num_saved, len(request.tokens), num_ahead)
-        if num_saved <= 0 or not host.fetches_sooner(prefix, prefill_rate):
-            return None
-        fetch = host.begin_fetch(tokens, namespace)
-        if fetch is None:
-            return None
-        request.num_fetches += 1
-        return fetch.lease.row, len(fetch.tokens)
-
-    def num_spared(self, request: Request, num_read: int, prefill_rate: float) -> int:
-        """Prompt tokens whose computation a fetch from the host would save, less its own time."""
-        host = self.host
-        if host is None or request.num_fetches >= _MAX_FETCHES:
-            return 0
-        num_saved = host.num_here(request.matchable(), request.namespace) - num_read
-        price = min(host.seconds_per_token * prefill_rate, 1.0)
-        return int(max(num_saved, 0) * (1.0 - price))
-
-    def num_on_host(self, request: Request) -> int:
-        """The tokens of the request's prefix that the host has."""
-        host = self.host
-        return 0 if host is None else host.num_here(request.matchable(), request.namespace)
-
-    def search_store(self, request: Request) -> None:
-        """Search the part of the request's prefix in the store that neither the device nor the host
-        has, and load it."""
-        host, tokens, namespace = self.host, request.matchable(), request.namespace
-        if host is None or host.store is None:
-            return
-        num_here = self.num_on_host(request)
-        if max(num_here, self.memory.cache.peek(tokens, namespace)) + self.memory.page_size <= len(
-            tokens
-        ):
-            host.store.search(request.rid, tokens, namespace, num_here)
-
-    def awaits_store(self, request: Request) -> bool:
-        """Return whether a search or a load for the request is under way on this rank."""
-        store = self.host.store if self.host else None
-        return store is not None and request.rid in store.awaited
-
-    @property
-    def is_storing(self) -> bool:
-        """True while prefixes are on their way to the store."""
-        return self.host is not None and self.host.is_storing
-
-    def fetching_rows(self) -> list[int]:
-        """The joint rows of fetches from the host."""
-        fetches = self.host.fetches.values() if self.host else ()
-        return [self.memory.rows.first_row + fetch.lease.row for fetch in fetches]
-
-    def drop_fetches(self) -> bool:
-        """Free the pages that fetches from the host have taken; return whether there were any."""
-        return self.host is not None and self.host.drop_fetches()
+        return len(self.running) + self.host.num_fetches
 
     def reset_caches(self) -> None:
         """Empty the prefix cache, and the host's. No request may run."""
-        if self.host is not None:
-            self.host.reset()
+        self.host.reset()
         self.memory.cache.reset()
 
     def check_balance(self) -> None:
         """Prove the rank's counts. Raises `LedgerError`."""
         check_balance(self.memory, self.num_leases)
-        if self.host is not None:
-            check_host_balance(self.host)
+        self.host.check_balance()
 
     def audit(self) -> None:
         """Prove by a full walk that every page and block has one owner. Raises `LedgerError`."""
         audit(self.memory, self.num_leases)
-        if self.host is not None:
-            audit_host(self.host)
+        self.host.audit()
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -438,11 +353,7 @@ class RankScheduler:
             "retracted_output_tokens": self.num_retracted_output_tokens,
             "evicted_pages": self.memory.cache.num_evicted,
             "sessions_evicted": self.num_evicted_sessions,
-            "host_copied_pages": self.host.num_copied_pages if self.host else 0,
-            "host_fetched_tokens": self.host.num_fetched_tokens if self.host else 0,
-            "host_failed_transfers": self.host.num_failed if self.host else 0,
-            "store_put_blocks": self.host.num_put_blocks if self.host else 0,
-            "store_loaded_tokens": self.host.num_loaded_tokens if self.host else 0,
+            **self.host.counters(),
         }
 
     def rebuild(self) -> None:
@@ -450,8 +361,7 @@ class RankScheduler:
         for row in self.running.active.tolist():
             self.running.remove(row)
         self.memory.rebuild()
-        if self.host is not None:
-            self.host.forget()
+        self.host.forget()
         self.unsent_admissions.clear()
         self.unpublished.clear()
         self._starting.clear()

@@ -33,7 +33,10 @@ class Outlook(NamedTuple):
 
 
 class Ranks:
-    """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows."""
+    """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows.
+
+    `hosts` are the ranks' memories on the host, if there are any.
+    """
 
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
         num_rows = sizes.dp_size * sizes.num_rows
@@ -61,6 +64,7 @@ class Ranks:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
+        self.hosts = [rank.host for rank in self.ranks if rank.host.tier is not None]
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self._join(self._active_parts)
@@ -123,10 +127,8 @@ class Ranks:
                     "session_pages": memory.num_session_pages,
                     "forecast_pages": rank.reserve.pages(memory, running),
                     "most_growth_pages": most_growth,
-                    "host_pools": [view._asdict() for view in rank.host.views()]
-                    if rank.host
-                    else [],
-                    "host_copies_waiting": rank.host.num_waiting_copies if rank.host else 0,
+                    "host_pools": [view._asdict() for view in rank.host.views()],
+                    "host_copies_waiting": rank.host.num_waiting_copies,
                     "counters": rank.counters(),
                 }
             )

@@ -26,7 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, save_tree, tree_of
+from sgl_jax.mem_cache.host.saved_prefixes import SavedTree
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
@@ -102,7 +102,7 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
-        self._has_store = any(rank.host and rank.host.store for rank in self.ranks)
+        self._has_store = any(host.store for host in self._all_ranks.hosts)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
@@ -123,15 +123,11 @@ class Scheduler:
             case TakeTransfers():
                 return self._take_transfers()
             case TransferEnded():
-                rank = self.ranks[event.end.dp_rank]
-                if rank.host is not None:
-                    rank.host.ended(event.end)
+                self.ranks[event.end.dp_rank].host.ended(event.end)
             case RestoreCache():
                 return self._restore(event)
             case StoreOverdue():
-                rank = self.ranks[event.dp_rank]
-                if rank.host is not None and rank.host.store is not None:
-                    rank.host.store.overdue(event.number)
+                self.ranks[event.dp_rank].host.overdue(event.number)
             case PrefillRate():
                 self._admission.prefill_rate = event.tokens_per_s
             case Tick():
@@ -201,8 +197,7 @@ class Scheduler:
     def _restore(self, event: RestoreCache) -> int:
         """Load a share of the prefixes on each rank."""
         for dp_rank, rank in enumerate(self.ranks):
-            if rank.host is not None and rank.host.store is not None:
-                rank.host.store.restore(event.prefixes[dp_rank :: len(self.ranks)])
+            rank.host.restore(event.prefixes[dp_rank :: len(self.ranks)])
         return self._sessions.restore(event.sessions)
 
     def saved_sessions(self) -> list[SavedSession]:
@@ -211,15 +206,12 @@ class Scheduler:
 
     def saved_trees(self) -> list[SavedTree]:
         """The prefixes of each rank that has a host's memory, and the ones that it is to load."""
-        hosts = [rank.host for rank in self.ranks if rank.host]
-        waiting = [tree_of(host.store.waiting_restores) for host in hosts if host.store]
-        return [save_tree(host.blocks.cache) for host in hosts] + waiting
+        return [tree for host in self._all_ranks.hosts for tree in host.saved_trees()]
 
     @property
     def is_restoring(self) -> bool:
         """True until all saved prefixes are loaded."""
-        stores = [rank.host.store for rank in self.ranks if rank.host]
-        return any(store is not None and store.is_restoring for store in stores)
+        return any(host.is_restoring for host in self._all_ranks.hosts)
 
     def _search_store(self, rid: str) -> None:
         """Search a new request's prefix in the store, on the rank whose host has most of it, or
@@ -231,9 +223,9 @@ class Scheduler:
         ranks = self.ranks if pinned is None else [self.ranks[pinned]]
         best = max(
             ranks,
-            key=lambda rank: (rank.num_on_host(request), -len(rank.running), -rank.dp_rank),
+            key=lambda rank: (rank.host.num_here(request), -len(rank.running), -rank.dp_rank),
         )
-        best.search_store(request)
+        best.host.search_store(request)
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True
@@ -254,8 +246,7 @@ class Scheduler:
             self._live.end(request, finish, insert=False)
         self._reset_caches()
         for rank in self.ranks:
-            if rank.host is not None:
-                rank.host.forget()
+            rank.host.forget()
 
     def _rebuild(self, reason: str) -> None:
         self._live.drop_all(reason)
@@ -410,21 +401,21 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """True if `TakeTransfers` may return any."""
-        return any(rank.host is not None and rank.host.has_work for rank in self.ranks)
+        return any(host.has_work for host in self._all_ranks.hosts)
 
     @property
     def is_storing(self) -> bool:
         """True while prefixes are on their way to the store behind the host's memory."""
-        return any(rank.is_storing for rank in self.ranks)
+        return any(host.is_storing for host in self._all_ranks.hosts)
 
     @property
     def is_moving_out(self) -> bool:
         """True while prefixes are on their way to the host's memory or the store, or wait for
         that."""
-        return any(rank.host is not None and rank.host.is_moving_out for rank in self.ranks)
+        return any(host.is_moving_out for host in self._all_ranks.hosts)
 
     def _take_transfers(self) -> Transfers:
-        taken = [rank.host.take() for rank in self.ranks if rank.host is not None]
+        taken = [host.take() for host in self._all_ranks.hosts]
         return Transfers(*(tuple(chain(*each)) for each in zip(*taken, strict=True)))
 
     # -- views ------------------------------------------------------------------------------

@@ -240,8 +240,9 @@ class StepBuilder:
 
     def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
         """Reserve one more slot for each of `rows`, retracting until they fit; return the rest."""
+        host = self.rank.host
         while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
-            if self._give_back_tails(rows) or self.rank.drop_fetches() or self._evict_for(rows):
+            if self._give_back_tails(rows) or host.drop_fetches() or self._evict_for(rows):
                 continue
             victim = self._retract_one()
             if victim is None:
@@ -323,7 +324,7 @@ class StepBuilder:
         committed = int(memory.rows.kv_committed_len[row])
         count, _ = self._share(row, self._num_left, self._num_scored_left)
         while (room := memory.tokens_that_fit(row) - committed) < count and (
-            self.rank.drop_fetches() or self.rank.evict_idle_session()
+            self.rank.host.drop_fetches() or self.rank.evict_idle_session()
         ):
             pass
         count = min(count, room)

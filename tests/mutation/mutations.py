@@ -35,6 +35,7 @@ _ORDER = "sgl_jax/mem_cache/tree/window_order.py"
 _STATES = "sgl_jax/mem_cache/row_states.py"
 _RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
+_RANK_HOST = "sgl_jax/scheduler/rank_host.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
@@ -2698,7 +2699,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host: fetch for a request again and again",
-        _RANK,
+        _RANK_HOST,
         "        request.num_fetches += 1\n        return fetch.lease.row",
         "        return fetch.lease.row",
     ),
@@ -2711,7 +2712,7 @@ MUTATIONS = (
     Mutation(
         "host: leave pages with fetches while rows lack them",
         _PLANNER,
-        "self.rank.drop_fetches() or self._evict_for",
+        "host.drop_fetches() or self._evict_for",
         "self._evict_for",
     ),
     Mutation(
@@ -2795,7 +2796,7 @@ MUTATIONS = (
     Mutation(
         "store: start before the prefix has arrived",
         "sgl_jax/scheduler/admission/admission.py",
-        "        return any(rank.awaits_store(request) for rank in ranks)\n",
+        "        return any(rank.host.awaits_store(request) for rank in ranks)\n",
         "        return False\n",
     ),
     Mutation(

@@ -93,7 +93,7 @@ class Liveness:
             elif reason.kind == "fetch":
                 self._check_fetch(request, reason.dp_rank)
             elif reason.kind == "store":
-                assert any(rank.awaits_store(request) for rank in scheduler.ranks)
+                assert any(rank.host.awaits_store(request) for rank in scheduler.ranks)
             elif reason.kind == "rank":
                 # No longer than it takes to compute it and all that runs on another rank.
                 since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)
@@ -141,12 +141,12 @@ class Liveness:
         """A fetch in flight brings a part of the request's prefix that its rank lacked."""
         assert dp_rank is not None
         rank = self.scheduler.ranks[dp_rank]
-        assert rank.host is not None
+        assert rank.host.tier is not None
         tokens = request.matchable()
         assert any(
             fetch.lease.namespace == request.namespace
             and common_prefix_len(fetch.tokens, tokens) > fetch.lease.cache_protected_len
-            for fetch in rank.host.fetches.values()
+            for fetch in rank.host.tier.fetches.values()
         )
 
     def check(self) -> None:

@@ -107,8 +107,8 @@ def test_running_requests_take_the_pages_of_a_fetch_before_one_is_retracted() ->
 def test_a_prefix_is_computed_where_the_link_is_slower() -> None:
     driver = driver_with_prefix(fetch_policy="sooner")
     (rank,) = driver.scheduler.ranks
-    assert rank.host is not None
-    rank.host.seconds_per_token = 1e-3
+    assert rank.host.tier is not None
+    rank.host.tier.seconds_per_token = 1e-3
     driver.scheduler.handle(PrefillRate(10_000.0))
     driver.submit(generate("computed", [*PROMPT, 1], 1))
     driver.run()

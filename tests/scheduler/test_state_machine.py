@@ -222,9 +222,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
             for rank in self.driver.scheduler.ranks:
-                if rank.host is not None:
+                if rank.host.tier is not None:
                     assert all(view.cached_blocks == 0 for view in rank.host.views())
-                    copies = rank.host.blocks.copies.values()
+                    copies = rank.host.tier.blocks.copies.values()
                     assert not any(copy.is_wanted for copy in copies), "a copy outlives the flush"
             self.after_flush()
 
@@ -260,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No page is leased, but by fetches from the host."""
         scheduler = self.driver.scheduler
         for rank, view in zip(scheduler.ranks, scheduler.memory_views(), strict=True):
-            fetches = rank.host.fetches.values() if rank.host else ()
+            fetches = rank.host.tier.fetches.values() if rank.host.tier else ()
             paged = [pool.kind == "pages" for pool in view.pools]
             moving = [
                 len(pages)

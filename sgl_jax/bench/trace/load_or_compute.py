@@ -50,14 +50,15 @@ class FetchChoices:
 
     def watch(self, rank: RankScheduler) -> None:
         """Record the choices of `rank` from now on; none changes."""
-        assert rank.host is not None
-        rank.host.fetches_sooner = partial(self._choose, rank, rank.host)
+        tier = rank.host.tier
+        assert tier is not None
+        tier.fetches_sooner = partial(self._choose, rank, tier)
 
     def _choose(
-        self, rank: RankScheduler, host: HostTier, prefix: PrefixOnHost, prefill_rate: float
+        self, rank: RankScheduler, tier: HostTier, prefix: PrefixOnHost, prefill_rate: float
     ) -> bool:
-        fetches = host.is_sooner(prefix, prefill_rate)
-        moves = [[len(listed) for listed in move.pages] for move in host.waiting_fetches]
+        fetches = tier.is_sooner(prefix, prefill_rate)
+        moves = [[len(listed) for listed in move.pages] for move in tier.waiting_fetches]
         moves.append(self._num_blocks(prefix.num_tokens))
         link_s = self._link.wait_s(rank.dp_rank, self._clock())
         link_s += sum(map(self._link.seconds, moves))

@@ -159,12 +159,12 @@ class Admission:
         """Return whether `request` waits for its prefix from the store."""
         if self.args.hicache_storage_prefetch_policy == "best_effort":
             return False
-        return any(rank.awaits_store(request) for rank in ranks)
+        return any(rank.host.awaits_store(request) for rank in ranks)
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
         and a fetch is sooner than to compute it."""
-        if room.rank.host is None:
+        if room.rank.host.tier is None:
             return False
         found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank], self.prefill_rate)
         if found is not None:
@@ -231,7 +231,7 @@ class Admission:
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         if self._awaits_store(ranks, request):
-            dp_rank = next(rank.dp_rank for rank in ranks if rank.awaits_store(request))
+            dp_rank = next(rank.dp_rank for rank in ranks if rank.host.awaits_store(request))
             return WaitReason("store", dp_rank=dp_rank)
         leader = self._waiting.leader_of(request)
         if leader is not None:
@@ -270,7 +270,7 @@ class Admission:
         """The number of waiting requests by reason; arguments as for `why_waiting`."""
         num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
-        fetching = [row for rank in ranks for row in rank.fetching_rows()]
+        fetching = [row for rank in ranks for row in rank.host.fetching_rows()]
         in_store = [request for request in self._waiting if self._awaits_store(ranks, request)]
         return self._waiting.count_kinds(num_pages, has_row, step, fetching, in_store)
 

@@ -162,7 +162,7 @@ class RankRoom:
             num_ahead += self.chunk_size * self._steps_to_room()
         num_spared = 0
         if leader is None and prefill_rate is not None:
-            num_spared = self.rank.num_spared(request, num_read, prefill_rate)
+            num_spared = self.rank.host.num_spared(request, num_read, prefill_rate)
         cost = len(request.tokens) - num_read - num_spared + num_ahead
         fits = has_room and self.takes(request)
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
@@ -181,10 +181,10 @@ class RankRoom:
     def fetch(
         self, request: Request, cursor: PrefixCursor, prefill_rate: float
     ) -> tuple[int, int] | None:
-        """Fetch the request's prefix from the host: `RankScheduler.fetch_for`."""
+        """Fetch the request's prefix from the host: `RankHost.fetch_for`."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
-        found = self.rank.fetch_for(request, num_read, num_ahead, prefill_rate)
+        found = self.rank.host.fetch_for(request, num_read, num_ahead, prefill_rate)
         self._num_pages = None  # it may have taken some, and a row
         self._look()
         return found

@@ -1,0 +1,205 @@
+"""The host's memory of one rank, if there is one: which prefixes of requests come from it.
+
+`HostTier` moves prefixes; here requests meet it. Without a host's memory nothing is found there,
+and nothing moves.
+"""
+
+from collections.abc import Sequence
+
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.step_plan import PageTransfer
+from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
+from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
+from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
+from sgl_jax.mem_cache.host.store_tier import StoreTier
+from sgl_jax.mem_cache.memory_view import HostPoolView
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.request import Request
+
+# For one request: more than one if the pages of its prefix were evicted meanwhile.
+_MAX_FETCHES = 2
+
+
+class RankHost:
+    """The host's memory behind `memory`.
+
+    Attributes:
+        tier: the prefixes there; None without a host's memory.
+    """
+
+    def __init__(self, memory: RankMemory, args: SchedulerArgs) -> None:
+        self._memory = memory
+        self.tier: HostTier | None = None
+        if memory.sizes.host_blocks:
+            self.tier = HostTier(
+                memory,
+                args.hicache_write_policy,
+                args.radix_eviction_policy,
+                fetches_all=args.hicache_fetch_policy == "always",
+                has_store=args.hicache_storage_backend != "none",
+            )
+
+    @property
+    def store(self) -> StoreTier | None:
+        """The store behind the host's memory."""
+        return self.tier.store if self.tier is not None else None
+
+    # -- prefixes of requests -----------------------------------------------------------------
+
+    def num_here(self, request: Request) -> int:
+        """The tokens of the request's prefix that the host has."""
+        tier = self.tier
+        return 0 if tier is None else tier.num_here(request.matchable(), request.namespace)
+
+    def num_spared(self, request: Request, num_read: int, prefill_rate: float) -> int:
+        """Prompt tokens whose computation a fetch would save, less its own time."""
+        if self.tier is None or request.num_fetches >= _MAX_FETCHES:
+            return 0
+        price = min(self.tier.seconds_per_token * prefill_rate, 1.0)
+        return int(max(self.num_here(request) - num_read, 0) * (1.0 - price))
+
+    def fetch_for(
+        self, request: Request, num_read: int, num_ahead: int, prefill_rate: float
+    ) -> tuple[int, int] | None:
+        """Fetch more of the request's prefix than the `num_read` tokens on the device, if that is
+        sooner than to compute it behind `num_ahead` others.
+
+        Returns the row that gets it and the length that it will have, as of a prompt in flight.
+        """
+        tier, tokens, namespace = self.tier, request.matchable(), request.namespace
+        if tier is None:
+            return None
+        found = tier.fetch_of(tokens, namespace, num_read)
+        if found is not None or request.num_fetches >= _MAX_FETCHES:
+            return found
+        num_saved = tier.num_here(tokens, namespace) - num_read
+        prefix = PrefixOnHost(num_read, num_saved, len(request.tokens), num_ahead)
+        if num_saved <= 0 or not tier.fetches_sooner(prefix, prefill_rate):
+            return None
+        fetch = tier.begin_fetch(tokens, namespace)
+        if fetch is None:
+            return None
+        request.num_fetches += 1
+        return fetch.lease.row, len(fetch.tokens)
+
+    def search_store(self, request: Request) -> None:
+        """Search the part of the request's prefix in the store that neither the device nor the host
+        has, and load it."""
+        if self.store is None:
+            return
+        tokens, namespace = request.matchable(), request.namespace
+        num_here = self.num_here(request)
+        num_read = max(num_here, self._memory.cache.peek(tokens, namespace))
+        if num_read + self._memory.page_size <= len(tokens):
+            self.store.search(request.rid, tokens, namespace, num_here)
+
+    def awaits_store(self, request: Request) -> bool:
+        """Return whether a search or a load for the request is under way on this rank."""
+        return self.store is not None and request.rid in self.store.awaited
+
+    def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
+        """Load saved prefixes from the store."""
+        if self.store is not None:
+            self.store.restore(prefixes)
+
+    def saved_trees(self) -> list[SavedTree]:
+        """The prefixes that are here, and the ones that are to be loaded."""
+        trees = [save_tree(self.tier.blocks.cache)] if self.tier is not None else []
+        return trees + ([tree_of(self.store.waiting_restores)] if self.store is not None else [])
+
+    # -- transfers ----------------------------------------------------------------------------
+
+    @property
+    def num_fetches(self) -> int:
+        """Fetches in flight: each has a lease."""
+        return len(self.tier.fetches) if self.tier is not None else 0
+
+    def fetching_rows(self) -> list[int]:
+        """The joint rows of fetches."""
+        fetches = self.tier.fetches.values() if self.tier is not None else ()
+        return [self._memory.rows.first_row + fetch.lease.row for fetch in fetches]
+
+    def drop_fetches(self) -> bool:
+        """Free the pages that fetches have taken; return whether there were any."""
+        return self.tier is not None and self.tier.drop_fetches()
+
+    @property
+    def has_work(self) -> bool:
+        """True if `take` may return transfers."""
+        return self.tier is not None and self.tier.has_work
+
+    @property
+    def is_storing(self) -> bool:
+        """True while prefixes are on their way to the store."""
+        return self.tier is not None and self.tier.is_storing
+
+    @property
+    def is_moving_out(self) -> bool:
+        """True while prefixes are on their way to the host or the store, or wait for that."""
+        return self.tier is not None and self.tier.is_moving_out
+
+    @property
+    def is_restoring(self) -> bool:
+        """True until the saved prefixes are loaded."""
+        return self.store is not None and self.store.is_restoring
+
+    def take(self) -> Transfers:
+        """The transfers to begin before the next step is planned."""
+        return self.tier.take() if self.tier is not None else Transfers()
+
+    def take_saved(self) -> list[PageTransfer]:
+        """The copies of evicted pages, which must precede the step being planned."""
+        return self.tier.take_saved() if self.tier is not None else []
+
+    def ended(self, end: TransferEnd) -> None:
+        """A transfer has ended."""
+        if self.tier is not None:
+            self.tier.ended(end)
+
+    def overdue(self, number: int) -> None:
+        """A search or load has taken too long: its request waits no more."""
+        if self.store is not None:
+            self.store.overdue(number)
+
+    # -- resets and views ---------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Keep no prefix: `HostTier.reset`."""
+        if self.tier is not None:
+            self.tier.reset()
+
+    def forget(self) -> None:
+        """The executor was reset: `HostTier.forget`."""
+        if self.tier is not None:
+            self.tier.forget()
+
+    def check_balance(self) -> None:
+        """Prove the counts of blocks. Raises `LedgerError`."""
+        if self.tier is not None:
+            check_host_balance(self.tier)
+
+    def audit(self) -> None:
+        """Prove by a full walk that every block has one owner. Raises `LedgerError`."""
+        if self.tier is not None:
+            audit_host(self.tier)
+
+    def views(self) -> list[HostPoolView]:
+        """The blocks of each pool by state."""
+        return self.tier.views() if self.tier is not None else []
+
+    @property
+    def num_waiting_copies(self) -> int:
+        """Prefixes that wait to be copied."""
+        return self.tier.num_waiting_copies if self.tier is not None else 0
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start."""
+        tier = self.tier
+        return {
+            "host_copied_pages": tier.num_copied_pages if tier else 0,
+            "host_fetched_tokens": tier.num_fetched_tokens if tier else 0,
+            "host_failed_transfers": tier.num_failed if tier else 0,
+            "store_put_blocks": tier.num_put_blocks if tier else 0,
+            "store_loaded_tokens": tier.num_loaded_tokens if tier else 0,
+        }
