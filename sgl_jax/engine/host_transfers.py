@@ -8,6 +8,7 @@ from sgl_jax.engine.prefill_meter import PrefillMeter
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.hosts.group_executor import GroupExecutor
 from sgl_jax.scheduler.record.events import (
+    FetchRate,
     PrefillRate,
     StoreOverdue,
     TakeTransfers,
@@ -22,7 +23,8 @@ _GRACE_S = 0.5
 class HostTransfers:
     """The transfers of an engine whose host's memory holds prefixes.
 
-    It also reports the speed of prompts, by which the scheduler chooses to fetch or to compute.
+    It also reports the rates by which the scheduler chooses to fetch or to compute: the ones that
+    the executor has measured, and the speed of later prompts.
     """
 
     def __init__(
@@ -34,7 +36,11 @@ class HostTransfers:
         """Requests wait `store_timeout_s` at most for a search or a load; None: until it ends."""
         self._scheduler = scheduler
         self._executor = executor
-        self._meter = PrefillMeter()
+        self._meter = PrefillMeter(executor.prefill_rate)
+        if executor.prefill_rate:
+            scheduler.handle(PrefillRate(executor.prefill_rate))
+        if executor.fetch_rate:
+            scheduler.handle(FetchRate(executor.fetch_rate))
         self._store_timeout_s = store_timeout_s
         # The searches and loads under way, oldest first, and the times by which they are overdue.
         self._due_s: dict[tuple[int, int], float] = {}

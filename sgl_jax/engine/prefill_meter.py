@@ -9,12 +9,15 @@ _LEAST_CHANGE = 0.1
 
 class PrefillMeter:
     """Sees steps as they are launched and as their results are read, in order; times in seconds of
-    any one clock."""
+    any one clock.
 
-    def __init__(self) -> None:
+    `rate` is the one that was measured and reported before, or 0.
+    """
+
+    def __init__(self, rate: float = 0.0) -> None:
         self._launched_s: dict[int, float] = {}
         self._last_end_s = 0.0
-        self._rate = self._reported = 0.0
+        self._rate = self._reported = rate
 
     def launched(self, plan: StepPlan, now_s: float) -> None:
         self._launched_s[plan.step_id] = now_s

@@ -1,4 +1,4 @@
-"""The last step of a warm-up: one greedy token on each rank, as a request would draw it.
+"""The last steps of a warm-up: one greedy token on each rank, as a request would draw it.
 
 A program that compiles may still compute nonsense: weights overflow, a kernel reads beyond its
 pages. Log-probabilities that are NaN or infinite show this before a client sees it.
@@ -13,18 +13,20 @@ from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StatePlan, StepPlan
 
-_MAX_PROMPT_TOKENS = 4
+SHORT_PROMPT = 4
 
 
-def first_token_plan(sizes: EngineSizes) -> StepPlan:
-    """On each rank a short prompt in row 1 and the first pages, which later requests overwrite."""
-    length = min(
-        *(_MAX_PROMPT_TOKENS, sizes.page_size, sizes.max_chunk_tokens),
-        *(sizes.max_context_len - 1, sizes.vocab_size),
-    )
+def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> StepPlan:
+    """On each rank a prompt in row 1 and the first pages, which later requests overwrite.
+
+    It has `num_tokens`, or as many as a step and the context hold. If pages lack, some are written
+    more than once.
+    """
+    length = min(num_tokens, sizes.max_chunk_tokens, sizes.max_context_len - 1)
+    num_pages = sizes.pages_for(length)
     admission = RowAdmission(
         row=1,
-        tokens=np.arange(length, dtype=np.int32),
+        tokens=np.arange(length, dtype=np.int32) % sizes.vocab_size,
         prompt_len=length,
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
         seed=0,
@@ -35,16 +37,23 @@ def first_token_plan(sizes: EngineSizes) -> StepPlan:
         kv_starts=np.zeros(1, np.int32),
         q_lens=np.array([length], np.int32),
         samples=np.array([True]),
-        num_pages=1,
+        num_pages=num_pages,
         num_decode=0,
         relayed=np.array([False]),
         admissions=(admission,),
         return_logprob=True,
         states=StatePlan.from_nothing(1) if sizes.state_group is not None else None,
     )
-    # Groups that share a pool need a page each.
-    paged = [not group.is_recurrent for group in sizes.groups]
-    listed = [[1 + number] if is_paged else [] for number, is_paged in enumerate(paged)]
+    # Groups that share a pool have pages of their own.
+    listed = [
+        []
+        if group.is_recurrent
+        else [
+            1 + index % (sizes.pool_pages[group.pool] - 1)
+            for index in range(number * num_pages, (number + 1) * num_pages)
+        ]
+        for number, group in enumerate(sizes.groups)
+    ]
     pages = PageChanges.listing(sizes, {(k, 1): listed for k in range(sizes.dp_size)})
     return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size, page_changes=pages)
 

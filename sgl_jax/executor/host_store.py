@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # One run of a program moves so many bytes of a rank at most, and so many pages.
 _PIECE_BYTES = 64 << 20
 _MAX_PIECE_PAGES = 64
+_NUM_TIMED = 3  # fetches: the first may take longer
 
 # The arrays of a pool: [layers, dp * pages, ...] each.
 Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -62,6 +63,7 @@ class HostStore:
     """
 
     def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
+        self._sizes = sizes
         self._pools = [
             _Pool(shapes, num_blocks, mesh)
             for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
@@ -98,6 +100,33 @@ class HostStore:
         """Compile all programs."""
         for pool in self._pools:
             pool.compile()
+
+    def measure(self, state: StepState) -> tuple[StepState, float]:
+        """Fetch a prefix of about a piece on the first rank, in place of its first pages.
+
+        Nothing else may be on its way. Returns the state in place of `state`, which is donated, and
+        the tokens a second: 0 if no layer attends to all tokens.
+        """
+        full = [group.pool for group in self._sizes.groups if group.sliding_window is None]
+        counts = [full.count(pool) for pool in range(len(self._pools))]
+        pieces = [pool.piece_pages for pool in self._pools]
+        limits = map(min, pieces, self._sizes.host_blocks, self._sizes.pool_pages)
+        shares = [most // count for most, count in zip(limits, counts, strict=True) if count]
+        num_pages = min(shares, default=0)
+        if num_pages == 0:
+            return state, 0.0
+        listed = tuple(np.arange(count * num_pages, dtype=np.int32) for count in counts)
+        move = PageTransfer(0, 0, listed, listed)
+        seconds = []
+        self.copy(state, [move])
+        for _ in range(_NUM_TIMED):
+            self.reset()
+            state = self.transfer(state, Transfers(fetches=(move,)))
+            self.wait()
+            (end,) = self.ended()
+            seconds.append(end.seconds)
+            state = self.transfer(state, Transfers(placed=(move,)))
+        return state, num_pages * self._sizes.page_size / min(seconds)
 
     def transfer(self, state: StepState, transfers: Transfers) -> StepState:
         """Begin transfers; returns the state in place of `state`, which is donated."""

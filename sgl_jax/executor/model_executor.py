@@ -60,6 +60,8 @@ from sgl_jax.models.same_model import check_same_model
 
 logger = logging.getLogger(__name__)
 
+_NUM_TIMED = 2  # steps
+
 
 class WeightsError(ValueError):
     """Other weights could not be loaded; the engine keeps the old ones."""
@@ -98,6 +100,8 @@ class ModelExecutor(Executor):
     Attributes:
         sizes: the limits of plans.
         info: the model and the settings, for people to read.
+        prefill_rate, fetch_rate: prompt tokens that a rank computes, and tokens that it fetches
+            from the host's memory, in a second, as measured by `warm_up`; else 0.
         profiler: traces the devices.
         expert_recorder: counts how often experts are chosen.
     """
@@ -150,6 +154,7 @@ class ModelExecutor(Executor):
                     self._kv_fingerprint(),
                     args.store_timeout_s,
                 )
+        self.prefill_rate = self.fetch_rate = 0.0
         self._warmup = args.warmup
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
@@ -206,8 +211,22 @@ class ModelExecutor(Executor):
                 phase.advance()
             first = self.result(self.launch(first_token_plan(self.sizes)))
             check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
+            if self._host_store is not None:
+                self._measure_rates(self._host_store)
             self.reset()
         self._watch.arm()
+
+    def _measure_rates(self, host_store: HostStore) -> None:
+        """Time the longest prompt of a step, and a fetch; both overwrite pages."""
+        plan = first_token_plan(self.sizes, self.sizes.max_chunk_tokens)
+        self.result(self.launch(plan))
+        seconds = self.time_bare_steps(plan, _NUM_TIMED) / _NUM_TIMED
+        self.prefill_rate = int(plan.ranks[0].q_lens[0]) / seconds
+        self._state, self.fetch_rate = host_store.measure(self._state)
+        logger.info(
+            "a rank computes %.0f prompt tokens a second, and fetches %.0f from the host's memory",
+            *(self.prefill_rate, self.fetch_rate),
+        )
 
     def start_background(self) -> bool:
         """Start to compile, beside the loop, the programs that `warm_up` left; False if none.

@@ -144,6 +144,11 @@ class RankHost:
         """True until the saved prefixes are loaded."""
         return self.store is not None and self.store.is_restoring
 
+    def set_fetch_rate(self, tokens_per_s: float) -> None:
+        """A fetch was timed at the start."""
+        if self.tier is not None:
+            self.tier.seconds_per_token = 1.0 / tokens_per_s
+
     def take(self) -> Transfers:
         """The transfers to begin before the next step is planned."""
         return self.tier.take() if self.tier is not None else Transfers()

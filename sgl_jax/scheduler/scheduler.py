@@ -41,6 +41,7 @@ from sgl_jax.scheduler.record.events import (
     Event,
     Expect,
     FailAll,
+    FetchRate,
     Flush,
     Pause,
     PlanStep,
@@ -130,6 +131,9 @@ class Scheduler:
                 self.ranks[event.dp_rank].host.overdue(event.number)
             case PrefillRate():
                 self._admission.prefill_rate = event.tokens_per_s
+            case FetchRate():
+                for host in self._all_ranks.hosts:
+                    host.set_fetch_rate(event.tokens_per_s)
             case Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)

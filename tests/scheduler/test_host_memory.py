@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import Flush, PrefillRate
+from sgl_jax.scheduler.record.events import FetchRate, Flush, PrefillRate
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 PROMPT = list(range(40))
@@ -107,8 +107,7 @@ def test_running_requests_take_the_pages_of_a_fetch_before_one_is_retracted() ->
 def test_a_prefix_is_computed_where_the_link_is_slower() -> None:
     driver = driver_with_prefix(fetch_policy="sooner")
     (rank,) = driver.scheduler.ranks
-    assert rank.host.tier is not None
-    rank.host.tier.seconds_per_token = 1e-3
+    driver.scheduler.handle(FetchRate(1000.0))
     driver.scheduler.handle(PrefillRate(10_000.0))
     driver.submit(generate("computed", [*PROMPT, 1], 1))
     driver.run()

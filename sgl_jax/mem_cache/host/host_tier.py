@@ -60,9 +60,9 @@ class HostTier:
     """The host's memory behind the prefix cache of `memory`.
 
     Attributes:
-        seconds_per_token: that fetches have taken of late; 0 before the first.
         fetches_sooner: the rule by which prefixes are fetched: `is_sooner`, which a measurement may
             wrap.
+        seconds_per_token: that fetches have taken of late, or one at the start; 0 if unmeasured.
         blocks: the blocks and the prefixes in them.
         store: the store behind it, if there is one.
         fetches: on their way to the device, by number.

@@ -146,6 +146,13 @@ class PrefillRate(msgspec.Struct, frozen=True, tag=True):
     tokens_per_s: float
 
 
+class FetchRate(msgspec.Struct, frozen=True, tag=True):
+    """The tokens that a rank fetches from the host's memory in a second, as measured at the start.
+    Later fetches report their own time (`TransferEnded`)."""
+
+    tokens_per_s: float
+
+
 class PlanStep(msgspec.Struct, frozen=True, tag=True):
     """Plan the next step. Its decision is a `StepPlan`, its memory taken and its lengths committed,
     or None if nothing can run. The caller must launch the step, or send `FailAll`."""
@@ -184,6 +191,7 @@ Event: TypeAlias = (
     | TransferEnded
     | StoreOverdue
     | PrefillRate
+    | FetchRate
     | PlanStep
     | ResultRead
     | TakeOutputs
