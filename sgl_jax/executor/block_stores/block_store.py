@@ -9,7 +9,7 @@ class BlockStore(Protocol):
 
     A key is the text of a fingerprint (of the model, its weights and the layout of blocks), a slash
     and a hexadecimal number. Equal keys have equal values. All methods may raise
-    OSError, and are called from one thread.
+    OSError. One thread puts while another one reads.
     """
 
     def exists(self, keys: Sequence[str]) -> list[bool]:

@@ -9,7 +9,9 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
+import secrets
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"sgl_jax KV 1\n"
 _DIGEST_BYTES = 16
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
+_LONGEST_WRITE_S = 600.0  # of one block: an older unfinished file has no writer
 _KEY = re.compile(r"[0-9a-f]+/[0-9a-f]+")
 
 
@@ -26,7 +29,7 @@ class FolderStore:
     """The blocks in `folder`, of `max_bytes` at most: see `BlockStore`.
 
     Several engines may use one folder. Each counts the files that it found at its start, and found
-    or wrote since.
+    or wrote since. A file that an engine could not finish is removed by a later start.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -35,8 +38,13 @@ class FolderStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._sizes: OrderedDict[str, int] = OrderedDict()  # by key, least recently used first
-        folder.mkdir(parents=True, exist_ok=True)
-        self._beside = Path(tempfile.mkdtemp(prefix="writing-", dir=folder))
+        self._lock = threading.RLock()  # of the sizes
+        self._unfinished = folder / "unfinished"
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        for path in self._unfinished.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another engine has moved it
+                if path.stat().st_mtime < time.time() - _LONGEST_WRITE_S:
+                    path.unlink()
         found = []
         for path in folder.glob("*/*/*"):
             key = f"{path.parts[-3]}/{path.name}"
@@ -57,16 +65,17 @@ class FolderStore:
         return [self._get(key) for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Write each value that has no file yet."""
+        """Write each value that is no larger than the store."""
         for key, value in zip(keys, values, strict=True):
             path, size = self._path(key), _HEAD_BYTES + len(value)
-            if path.exists() or size > self._max_bytes:
+            if size > self._max_bytes:
                 continue
+            self._forget(key)
             self._make_room(size)
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._beside / path.name
+            beside = self._unfinished / secrets.token_hex(8)
             try:
-                with beside.open("wb") as file:
+                with beside.open("xb") as file:
                     file.write(_MAGIC + _digest(key, value))
                     file.write(value)
                 beside.replace(path)
@@ -76,10 +85,7 @@ class FolderStore:
             self._count(key, size)
 
     def close(self) -> None:
-        """Remove the folder of unfinished files."""
-        for path in self._beside.iterdir():
-            path.unlink()
-        self._beside.rmdir()
+        """Do nothing: no file is open between calls."""
 
     def _path(self, key: str) -> Path:
         fingerprint, name = key.split("/")
@@ -105,16 +111,19 @@ class FolderStore:
 
     def _count(self, key: str, size: int) -> None:
         """The key's file was used now."""
-        self._forget(key)
-        self._sizes[key] = size
-        self._num_bytes += size
+        with self._lock:
+            self._forget(key)
+            self._sizes[key] = size
+            self._num_bytes += size
 
     def _forget(self, key: str) -> None:
-        self._num_bytes -= self._sizes.pop(key, 0)
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(key, 0)
 
     def _make_room(self, num_bytes: int) -> None:
-        while self._num_bytes + num_bytes > self._max_bytes and self._sizes:
-            self._remove(next(iter(self._sizes)))
+        with self._lock:
+            while self._num_bytes + num_bytes > self._max_bytes and self._sizes:
+                self._remove(next(iter(self._sizes)))
 
     def _remove(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)

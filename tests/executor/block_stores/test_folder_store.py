@@ -1,11 +1,13 @@
 """Blocks in files: found again by the next process, bounded, and never wrong."""
 
+import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,32 @@ def test_values_are_found_by_the_next_process(tmp_path: Path) -> None:
     assert store.get([key(2), key(3), key(1)]) == [value(2), None, value(1)]
 
 
-def test_the_first_value_of_a_key_stays(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path, GIGABYTE)
-    store.put([key(1)], [value(1)])
-    store.put([key(1)], [value(9)])
-    assert store.get([key(1)]) == [value(1)]
+def test_a_value_that_is_put_twice_counts_once(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, 2 * 350)
+    for number in (1, 2, 2):
+        store.put([key(number)], [value(number)])
+    assert store.get([key(1), key(2)]) == [value(1), value(2)]
+
+
+def test_an_unfinished_file_is_removed_once_its_writer_must_be_gone(tmp_path: Path) -> None:
+    FolderStore(tmp_path, GIGABYTE)
+    old, new = tmp_path / "unfinished" / "old", tmp_path / "unfinished" / "new"
+    for path in (old, new):
+        path.write_bytes(b"half a block")
+    os.utime(old, (time.time() - 3600,) * 2)
+    FolderStore(tmp_path, GIGABYTE)
+    assert not old.exists()
+    assert new.exists(), "an engine may be writing it"
+
+
+def test_one_thread_puts_while_another_one_reads(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, 20 * 350)
+    numbers = [random.Random(3).randrange(40) for _ in range(400)]
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(store.put, [key(n)], [value(n)]) for n in numbers]
+        jobs += [threads.submit(store.get, [key(n)]) for n in numbers]
+        assert all(job.result() is None or len(job.result()) == 1 for job in jobs)
+    assert store._num_bytes == sum(path.stat().st_size for path in tmp_path.glob("ab/*/*"))
 
 
 def test_the_least_recently_used_give_way(tmp_path: Path) -> None:
