@@ -19,14 +19,16 @@ class StoreTransfer(NamedTuple):
     """Contents that move between blocks of a rank in the host's memory and the store behind it.
 
     `keys[p][i]` names the contents of `blocks[p][i]`, for each pool p of the rank. A search moves
-    nothing, and has keys alone.
+    nothing, and has keys alone. A load that follows a search has the search's number.
     """
 
     dp_rank: int
     number: int  # of the transfer, by rank
     keys: tuple[Keys, ...]
     blocks: tuple[Int32Array, ...]
-    is_awaited: bool = True  # by a request: then a load may end early
+    is_awaited: bool = False  # by a request
+    # Set by the engine, of its monotonic clock: a load ends then with the blocks that it has.
+    end_s: float | None = None
 
 
 class TransferEnd(NamedTuple):

@@ -1,6 +1,7 @@
 """Moves pages between the devices and the host's memory as the scheduler plans it."""
 
 import time
+from collections.abc import Mapping
 
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.core.transfers import Transfers
@@ -33,7 +34,7 @@ class HostTransfers:
         executor: ModelExecutor | GroupExecutor,
         store_timeout_s: float | None,
     ) -> None:
-        """Requests wait `store_timeout_s` at most for a search or a load; None: until it ends."""
+        """Requests wait `store_timeout_s` at most for a search and its load; None: for all."""
         self._scheduler = scheduler
         self._executor = executor
         self._meter = PrefillMeter(executor.prefill_rate)
@@ -42,7 +43,7 @@ class HostTransfers:
         if executor.fetch_rate:
             scheduler.handle(FetchRate(executor.fetch_rate))
         self._store_timeout_s = store_timeout_s
-        # The searches and loads under way, oldest first, and the times by which they are overdue.
+        # The awaited searches and loads under way, and the times by which they are to end.
         self._due_s: dict[tuple[int, int], float] = {}
 
     def move(self) -> None:
@@ -50,21 +51,38 @@ class HostTransfers:
 
         Raises the errors of `ModelExecutor.transfer`.
         """
+        ended_due_s = {}
         for end in self._executor.ended_transfers():
-            self._due_s.pop((end.dp_rank, end.number), None)
+            key = end.dp_rank, end.number
+            if key in self._due_s:
+                ended_due_s[key] = self._due_s.pop(key)
             self._scheduler.handle(TransferEnded(end))
         if self._due_s:
             self._give_up_waiting(time.monotonic())
         if self._scheduler.has_transfers:
             transfers: Transfers = self._scheduler.handle(TakeTransfers())
             if self._store_timeout_s is not None:
-                due_s = time.monotonic() + self._store_timeout_s + _GRACE_S
-                for move in (*transfers.searches, *transfers.loads):
-                    self._due_s[move.dp_rank, move.number] = due_s
+                transfers = self._limited(transfers, self._store_timeout_s, ended_due_s)
             self._executor.transfer(transfers)
 
+    def _limited(
+        self, transfers: Transfers, timeout_s: float, ended_due_s: Mapping[tuple[int, int], float]
+    ) -> Transfers:
+        """Set the ends of awaited loads: a load has the time that its search has left, and its
+        number."""
+        due_s = time.monotonic() + timeout_s
+        for move in (*transfers.searches, *transfers.loads):
+            if move.is_awaited:
+                key = move.dp_rank, move.number
+                self._due_s[key] = ended_due_s.get(key, due_s)
+        loads = [
+            load._replace(end_s=self._due_s.get((load.dp_rank, load.number)))
+            for load in transfers.loads
+        ]
+        return transfers._replace(loads=tuple(loads))
+
     def _give_up_waiting(self, now_s: float) -> None:
-        late = [key for key, due_s in self._due_s.items() if due_s < now_s]
+        late = [key for key, due_s in self._due_s.items() if due_s + _GRACE_S < now_s]
         for dp_rank, number in late:
             del self._due_s[dp_rank, number]
             self._scheduler.handle(StoreOverdue(dp_rank, number))

@@ -74,11 +74,9 @@ class HostStore:
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
         self._behind: StoreTransfers | None = None
 
-    def open_store(self, store: BlockStore, fingerprint: str, load_timeout_s: float | None) -> None:
+    def open_store(self, store: BlockStore, fingerprint: str) -> None:
         """Put a store behind the host's memory; arguments as of `StoreTransfers`."""
-        self._behind = StoreTransfers(
-            store, self._pools, fingerprint, load_timeout_s, self._ended.put
-        )
+        self._behind = StoreTransfers(store, self._pools, fingerprint, self._ended.put)
 
     @property
     def has_store(self) -> bool:

@@ -149,11 +149,7 @@ class ModelExecutor(Executor):
             self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
-                self._host_store.open_store(
-                    open_block_store(args),
-                    self._kv_fingerprint(),
-                    args.store_timeout_s,
-                )
+                self._host_store.open_store(open_block_store(args), self._kv_fingerprint())
         self.prefill_rate = self.fetch_rate = 0.0
         self._warmup = args.warmup
         self._watch = CompileWatch()

@@ -1,6 +1,8 @@
-"""Moves blocks between the host's memory and a store, on a thread of its own.
+"""Moves blocks between the host's memory and a store, on threads of its own.
 
-So neither a step nor a transfer to or from the devices waits for a disk or a network.
+So neither a step nor a transfer to or from the devices waits for a disk or a network. One thread
+runs the searches and loads that requests await, the other one puts and all else: no request waits
+for a put.
 """
 
 import logging
@@ -39,7 +41,7 @@ class _Keyed(NamedTuple):
     dp_rank: int
     keys: list[list[str]]  # of each pool
     blocks: list[list[int]]
-    is_awaited: bool
+    end_s: float | None
 
     def batches(self) -> Iterator[tuple[int, list[str], list[int], slice]]:
         """The pool, keys and blocks of each part, and its place in the pool's list."""
@@ -57,9 +59,7 @@ class StoreTransfers:
         pools: the blocks in the host's memory.
         fingerprint: of the model, its weights and the layout: hexadecimal. May be replaced while
             nothing runs.
-        load_timeout_s: a load ends with the blocks that it has so long after its search or plan;
-            None: with all.
-        on_end: called on the thread with each end.
+        on_end: called with each end, on the transfer's thread.
     """
 
     def __init__(
@@ -67,15 +67,14 @@ class StoreTransfers:
         store: BlockStore,
         pools: Sequence[BlockContents],
         fingerprint: str,
-        load_timeout_s: float | None,
         on_end: Callable[[TransferEnd], object],
     ) -> None:
         self._store = store
         self._pools = pools
         self.fingerprint = fingerprint
-        self._load_timeout_s = load_timeout_s
         self._on_end = on_end
-        self._thread = ThreadPoolExecutor(1, "block store")
+        self._awaited = ThreadPoolExecutor(1, "block store, awaited")
+        self._others = ThreadPoolExecutor(1, "block store")
         self._jobs: list[Future[None]] = []
         self._rests_until_s = 0.0
 
@@ -85,7 +84,7 @@ class StoreTransfers:
         loads: Sequence[StoreTransfer],
         puts: Sequence[StoreTransfer],
     ) -> None:
-        """Begin transfers, in this order."""
+        """Begin transfers: each thread runs its own in this order."""
         self._jobs = [job for job in self._jobs if not job.done()]
         for move in searches:
             self._start(move, self._search)
@@ -101,11 +100,11 @@ class StoreTransfers:
 
     def close(self) -> None:
         """Wait for all transfers. Cannot be used again."""
-        self._thread.shutdown()
+        self._awaited.shutdown()
+        self._others.shutdown()
         self._store.close()
 
-    def _start(self, move: StoreTransfer, job: Callable[[_Keyed, float], list[BoolArray]]) -> None:
-        planned_s = time.monotonic()
+    def _start(self, move: StoreTransfer, job: Callable[[_Keyed], list[BoolArray]]) -> None:
         keyed = self._keyed(move)
 
         def run() -> None:
@@ -113,29 +112,28 @@ class StoreTransfers:
             begin_s, succeeded = time.monotonic(), False
             try:
                 if begin_s >= self._rests_until_s:
-                    found, succeeded = tuple(job(keyed, planned_s)), True
+                    found, succeeded = tuple(job(keyed)), True
             except Exception:  # of any type: a disk is full, a master has gone
                 logger.exception("the store failed; it is left alone for %.0f s", _REST_S)
                 self._rests_until_s = time.monotonic() + _REST_S
             seconds = time.monotonic() - begin_s
             self._on_end(TransferEnd(move.dp_rank, move.number, succeeded, seconds, found))
 
-        self._jobs.append(self._thread.submit(run))
+        thread = self._awaited if move.is_awaited else self._others
+        self._jobs.append(thread.submit(run))
 
     def _keyed(self, move: StoreTransfer) -> _Keyed:
         keys = [[f"{self.fingerprint}/{bytes(key).hex()}" for key in own] for own in move.keys]
         blocks = [listed.tolist() for listed in move.blocks]
-        return _Keyed(move.dp_rank, keys, blocks, move.is_awaited)
+        return _Keyed(move.dp_rank, keys, blocks, move.end_s)
 
-    def _search(self, move: _Keyed, planned_s: float) -> list[BoolArray]:
+    def _search(self, move: _Keyed) -> list[BoolArray]:
         return [np.array(self._store.exists(keys), np.bool_) for keys in move.keys]
 
-    def _load(self, move: _Keyed, planned_s: float) -> list[BoolArray]:
+    def _load(self, move: _Keyed) -> list[BoolArray]:
         found = [np.zeros(len(blocks), np.bool_) for blocks in move.blocks]
-        is_timed = move.is_awaited and self._load_timeout_s is not None
-        end_s = planned_s + (self._load_timeout_s or 0.0) if is_timed else None
         for pool, keys, blocks, part in move.batches():
-            if end_s is not None and time.monotonic() > end_s:
+            if move.end_s is not None and time.monotonic() > move.end_s:
                 break
             own = self._pools[pool]
             found[pool][part] = [
@@ -144,7 +142,7 @@ class StoreTransfers:
             ]
         return found
 
-    def _put(self, move: _Keyed, planned_s: float) -> list[BoolArray]:
+    def _put(self, move: _Keyed) -> list[BoolArray]:
         for pool, keys, blocks, _ in move.batches():
             has = self._store.exists(keys)
             new = [i for i, is_there in enumerate(has) if not is_there]

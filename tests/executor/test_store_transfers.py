@@ -1,11 +1,14 @@
 """Transfers to and from a store that fails, hangs or loses values."""
 
+import threading
 import time
 
 import numpy as np
+import pytest
 
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd
 from sgl_jax.executor.store_transfers import StoreTransfers
+from tests.waiting import until
 
 
 class Contents:
@@ -48,16 +51,14 @@ class Store:
 
 
 class Rig:
-    def __init__(self, timeout_s: float | None = None) -> None:
+    def __init__(self) -> None:
         self.store, self.contents = Store(), Contents()
         self.ends: list[TransferEnd] = []
-        self.transfers = StoreTransfers(
-            self.store, [self.contents], "ab", timeout_s, self.ends.append
-        )
+        self.transfers = StoreTransfers(self.store, [self.contents], "ab", self.ends.append)
 
-    def move(self, number: int, blocks: list[int]) -> StoreTransfer:
+    def move(self, number: int, blocks: list[int], end_s: float | None = None) -> StoreTransfer:
         keys = np.array([[block] * 17 for block in blocks], np.uint8)
-        return StoreTransfer(0, number, (keys,), (np.array(blocks, np.int32),))
+        return StoreTransfer(0, number, (keys,), (np.array(blocks, np.int32),), end_s=end_s)
 
     def wait(self) -> TransferEnd:
         self.transfers.wait()
@@ -90,15 +91,29 @@ def test_keys_are_of_the_weights_at_the_time_of_the_plan() -> None:
 
 
 def test_a_load_ends_in_time_with_what_it_has() -> None:
-    rig = Rig(timeout_s=0.05)
+    rig = Rig()
     rig.contents.blocks = dict.fromkeys(range(64), b"x")
     rig.transfers.begin([], [], [rig.move(1, list(range(64)))])
     rig.wait()
     rig.store.seconds = 0.04
-    rig.transfers.begin([], [rig.move(2, list(range(64)))], [])
+    load = rig.move(2, list(range(64)), end_s=time.monotonic() + 0.05)
+    rig.transfers.begin([], [load], [])
     (found,) = rig.wait().found
     assert found[:16].all()
     assert not found[48:].any()
+
+
+def test_no_request_waits_for_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, may_end = Rig(), threading.Event()
+    rig.store.values["ab/" + "01" * 17] = b"c"
+    monkeypatch.setattr(rig.store, "put", lambda *_: may_end.wait(10))
+    search, load = (rig.move(number, [1])._replace(is_awaited=True) for number in (2, 3))
+    rig.transfers.begin([], [], [rig.move(1, [2])])
+    rig.transfers.begin([search], [load], [])
+    until(lambda: [end.number for end in rig.ends] == [2, 3], "the load ends")
+    may_end.set()
+    assert rig.wait().number == 1
+    assert rig.contents.blocks[1] == b"c"
 
 
 def test_a_store_that_fails_is_left_alone_for_a_while() -> None:

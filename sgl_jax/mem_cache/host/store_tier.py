@@ -144,14 +144,15 @@ class StoreTier:
         self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)
         if rid is not None:
             self.awaited.add(rid)
-        self._searches_now.append(self._transfer(number, keys, is_moved, None))
+        search = self._transfer(number, keys, is_moved, None)
+        self._searches_now.append(search._replace(is_awaited=rid is not None))
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
         """The saved prefixes that are not being loaded yet."""
         return list(self._restored)
 
-    def _begin_load(self, search: _Load, is_found: BoolArray) -> bool:
+    def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
         """Load the found values of a search, up to the first page that a prefix lacks; False if
         there are none, or room lacks."""
         page_size = self._blocks.page_size
@@ -168,7 +169,6 @@ class StoreTier:
         num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
         if not search.first <= num_here < end:
             return False
-        number = self._next_number()
         blocks = self._blocks.begin_copy(number, tokens, search.namespace, is_offered)
         if blocks is None:
             return False
@@ -221,7 +221,7 @@ class StoreTier:
         elif number in self._searches:
             search = self._searches.pop(number)
             is_found = self._flags(search, end)
-            if not is_found.any() or not self._begin_load(search, is_found):
+            if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
         elif number in self._loads:
             load = self._loads.pop(number)
