@@ -2778,13 +2778,13 @@ MUTATIONS = (
     Mutation(
         "store: keys of a page alone",
         "sgl_jax/mem_cache/host/content_keys.py",
-        "        chained = hashlib.blake2b(page.tobytes(), key=chained, digest",
-        "        chained = hashlib.blake2b(page.tobytes(), digest",
+        "        chained = hashlib.blake2b(page, key=chained, digest",
+        "        chained = hashlib.blake2b(page, digest",
     ),
     Mutation(
         "store: one key for all groups",
         "sgl_jax/mem_cache/host/content_keys.py",
-        "np.arange(num_groups)[:, None]",
+        "np.arange(self._num_groups)[:, None]",
         "0",
     ),
     Mutation(

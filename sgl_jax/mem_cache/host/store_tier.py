@@ -17,7 +17,7 @@ import numpy as np
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
-from sgl_jax.mem_cache.host.content_keys import content_keys
+from sgl_jax.mem_cache.host.content_keys import ContentKeys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
@@ -62,6 +62,7 @@ class StoreTier:
             if window is not None
         }
         self._num_groups = len(groups)
+        self._keys = ContentKeys(blocks.page_size, len(groups))
         self._next_number = next_number
         self.awaited: set[str] = set()
         self.num_loaded_tokens = 0
@@ -115,7 +116,7 @@ class StoreTier:
 
         `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put.
         """
-        keys = content_keys(tokens, self._blocks.page_size, namespace, self._num_groups)
+        keys = self._keys.of(tokens, namespace)
         behind = keys[:, keys.shape[1] - values.shape[1] :]
         self._puts[number] = int(np.count_nonzero(values))
         self._puts_now.append(self._transfer(number, behind, values > 0, values))
@@ -138,7 +139,7 @@ class StoreTier:
         first = num_here // page_size
         if first * page_size == len(tokens):
             return
-        keys = content_keys(tokens, page_size, namespace, self._num_groups)[:, first:]
+        keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         number = self._next_number()
         self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)

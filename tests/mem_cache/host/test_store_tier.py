@@ -1,12 +1,14 @@
 """A store behind the host's memory: prefixes are put there, and found by their contents alone."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
-from sgl_jax.mem_cache.host.content_keys import content_keys
+from sgl_jax.mem_cache.host.content_keys import ContentKeys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
@@ -100,7 +102,7 @@ def test_a_load_that_loses_values_keeps_the_pages_before(num_lost: int) -> None:
     rank = StoringRank()
     tokens = rank.tokens(1)
     rank.store_prefix(tokens)
-    keys = content_keys(tokens, PAGE_SIZE, "", 1)[0]
+    keys = ContentKeys(PAGE_SIZE, 1).of(tokens, "")[0]
     other = StoringRank(rank.stored)
     (load,) = other.search(tokens).loads
     other.stored.difference_update(name.tobytes() for name in keys[4 - num_lost :])
@@ -167,7 +169,7 @@ def test_a_load_skips_the_pages_that_the_host_has_got_meanwhile() -> None:
     other.store_prefix(tokens[: 2 * PAGE_SIZE])
     other.end(search)
     (load,) = other.take().loads
-    expected = content_keys(tokens, PAGE_SIZE, "", 1)[0, 2:]
+    expected = ContentKeys(PAGE_SIZE, 1).of(tokens, "")[0, 2:]
     assert np.array_equal(load.keys[0], expected)
 
 
@@ -256,12 +258,28 @@ def test_only_locked_values_go_to_the_store() -> None:
 
 def test_keys_depend_on_all_tokens_before() -> None:
     tokens = np.arange(12, dtype=np.int32)
-    keys = content_keys(tokens, PAGE_SIZE, "", 2)
+    keys = ContentKeys(PAGE_SIZE, 2).of(tokens, "")
     assert keys.shape[:2] == (2, 3)
     changed = tokens.copy()
     changed[5] = 99
-    same = (keys == content_keys(changed, PAGE_SIZE, "", 2)).all(axis=2)
+    same = (keys == ContentKeys(PAGE_SIZE, 2).of(changed, "")).all(axis=2)
     assert same.tolist() == [[True, False, False]] * 2
     assert not (keys[0] == keys[1]).all(axis=1).any()
-    salted = content_keys(tokens, PAGE_SIZE, "a tenant", 2)
+    salted = ContentKeys(PAGE_SIZE, 2).of(tokens, "a tenant")
     assert not (keys == salted).all(axis=2).any()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 1024, 4096])
+def test_keys_of_a_longer_prefix_begin_with_the_same(page_size: int) -> None:
+    keys = ContentKeys(page_size, 2)
+    tokens = np.random.default_rng(0).integers(0, 9, 3 * max(page_size, 1024) + 7, np.int32)
+    hashes, chained = [], hashlib.blake2b(b"a tenant", digest_size=16).digest()
+    for first in range(0, len(tokens) - page_size + 1, page_size):
+        page = tokens[first : first + page_size].tobytes()
+        chained = hashlib.blake2b(page, key=chained, digest_size=16).digest()
+        hashes.append(chained)
+    for length in (len(tokens), len(tokens) // 2, page_size, 0, len(tokens)):
+        found = keys.of(tokens[:length], "a tenant")
+        assert found.shape == (2, length // page_size, 17)
+        assert [key.tobytes()[:16] for key in found[1]] == hashes[: length // page_size]
+    assert keys._hash_piece.cache_info().hits > 0, "no page is hashed twice"
