@@ -176,6 +176,8 @@ class HostTier:
         if length == 0:
             return
         tokens = tokens[:length]
+        if self.store is not None:
+            self.store.put_again(tokens, namespace)
         pages = memory.cache.pages_to(node)[:, : length // memory.page_size]
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
@@ -400,11 +402,10 @@ class HostTier:
     def _end_copy(self, move: PageTransfer, *, succeeded: bool) -> None:
         """Keep a copied prefix, and put its new pages into the store."""
         store, copy = self.store, self.blocks.copies[move.number]
-        put = None
-        if store is not None and store.can_put(sum(map(len, move.blocks))):
-            put = self._next_number()
+        may_put = store is not None and store.can_put(sum(map(len, move.blocks)))
+        put = self._next_number() if may_put else None
         added = self.blocks.end_copy(move.number, succeeded=succeeded, lock_for=put)
-        if store is not None and put in self.blocks.leaving:
+        if store is not None and added.size:
             store.put(put, copy.tokens, copy.namespace, added)
 
     def _measure(self, seconds_per_token: float) -> None:

@@ -10,6 +10,7 @@ A key of the store depends on all tokens up to a page's end, so no search needs 
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,11 @@ from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
-# So many blocks may be on their way to the store; further ones are not put there.
+# So many blocks may be on their way to the store; further prefixes are put there when they are used
+# again.
 _MAX_PUT_BLOCKS = 4096
+# So many pages may wait for that.
+_MAX_LEFT_OUT = 1 << 16
 # Saved prefixes that are loaded at once.
 _MAX_RESTORED = 4
 
@@ -38,6 +42,11 @@ class _Load(NamedTuple):
     keys: Keys  # [groups, pages, bytes]
     first: int
     is_moved: BoolArray
+
+
+class _Put(NamedTuple):
+    num_blocks: int
+    pages: Keys  # of the first group of layers
 
 
 class StoreTier:
@@ -69,7 +78,9 @@ class StoreTier:
         self.num_put_blocks = 0
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
-        self._puts: dict[int, int] = {}  # the number of blocks
+        self._puts: dict[int, _Put] = {}
+        # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
+        self._left_out: dict[bytes, None] = {}
         self._searches_now: list[StoreTransfer] = []
         self._loads_now: list[StoreTransfer] = []
         self._puts_now: list[StoreTransfer] = []
@@ -109,17 +120,49 @@ class StoreTier:
 
     def can_put(self, num_blocks: int) -> bool:
         """Return whether so many blocks more may be on their way."""
-        return sum(self._puts.values()) + num_blocks <= _MAX_PUT_BLOCKS
+        num_moving = sum(put.num_blocks for put in self._puts.values())
+        return not num_moving or num_moving + num_blocks <= _MAX_PUT_BLOCKS
 
-    def put(self, number: int, tokens: Int32Array, namespace: str, values: Int32Array) -> None:
+    def put(
+        self, number: int | None, tokens: Int32Array, namespace: str, values: Int32Array
+    ) -> None:
         """Put the last pages of a prefix into the store; `HostBlocks.leaving` has its lock.
 
-        `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put.
+        `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put. With
+        no `number`, for lack of room, none is put before `put_again`.
         """
         keys = self._keys.of(tokens, namespace)
         behind = keys[:, keys.shape[1] - values.shape[1] :]
-        self._puts[number] = int(np.count_nonzero(values))
-        self._puts_now.append(self._transfer(number, behind, values > 0, values))
+        put = _Put(int(np.count_nonzero(values)), behind[0, values.any(axis=0)])
+        if number is None:
+            self._leave_out(put)
+        else:
+            self._puts[number] = put
+            self._puts_now.append(self._transfer(number, behind, values > 0, values))
+
+    def put_again(self, tokens: Int32Array, namespace: str) -> None:
+        """The prefix was used: put its pages that were left out, as far as the host has them."""
+        if not self._left_out:
+            return
+        tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
+        keys = self._keys.of(tokens, namespace)[0]
+        is_left_out = np.array([key.tobytes() in self._left_out for key in keys], np.bool_)
+        if not is_left_out.any():
+            return
+        number = self._next_number()
+        values = self._blocks.begin_fetch(number, tokens, namespace)
+        values[:, ~is_left_out] = 0
+        if not self.can_put(int(np.count_nonzero(values))):
+            self._blocks.end_fetch(number)
+            return
+        for key in keys[is_left_out]:
+            del self._left_out[key.tobytes()]
+        self.put(number, tokens, namespace, values)
+
+    def _leave_out(self, put: _Put) -> None:
+        self._left_out.update(dict.fromkeys(key.tobytes() for key in put.pages))
+        for key in list(islice(self._left_out, max(len(self._left_out) - _MAX_LEFT_OUT, 0))):
+            del self._left_out[key]
 
     def drop_puts(self) -> None:
         """Undo the locks of all puts, none of which may still run."""
@@ -127,6 +170,7 @@ class StoreTier:
             self._blocks.end_fetch(number)
         self._puts.clear()
         self._puts_now.clear()
+        self._left_out.clear()
         self._restored.clear()
 
     # -- in ---------------------------------------------------------------------------------
@@ -217,7 +261,11 @@ class StoreTier:
         """A search, a load or a put has ended. One from before a reset is ignored."""
         number = end.number
         if number in self._puts:
-            self.num_put_blocks += self._puts.pop(number) * end.succeeded
+            put = self._puts.pop(number)
+            if end.succeeded:
+                self.num_put_blocks += put.num_blocks
+            else:
+                self._leave_out(put)
             self._blocks.end_fetch(number)
         elif number in self._searches:
             search = self._searches.pop(number)

@@ -8,6 +8,7 @@ import pytest
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+from sgl_jax.mem_cache.host import store_tier
 from sgl_jax.mem_cache.host.content_keys import ContentKeys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
@@ -130,6 +131,63 @@ def test_a_prefix_on_its_way_to_the_store_is_not_evicted() -> None:
     rank.end(put)
     rank.publish(rank.tokens(3))
     assert rank.take().copies
+
+
+def test_a_put_that_failed_begins_again_at_each_use() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.publish(tokens)
+    rank.end_all(rank.take())
+    for _ in range(3):  # the store is down
+        (put,) = rank.take().puts
+        assert len(put.blocks[0]) == 4
+        rank.end(put, succeeded=False)
+        assert not rank.take().puts, "before its next use"
+        rank.publish(tokens)
+    rank.put_all(rank.take())
+    assert rank.store.num_put_blocks == 4
+    rank.publish(tokens)
+    assert not rank.take().puts, "it is there"
+    assert StoringRank(rank.stored).search(tokens).loads
+
+
+def test_a_put_without_room_begins_with_a_longer_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "_MAX_PUT_BLOCKS", 4)
+    rank = StoringRank()
+    rank.publish(rank.tokens(1))
+    rank.end_all(rank.take())
+    (first,) = rank.take().puts
+    tokens = rank.tokens(2, num_pages=6)
+    rank.publish(tokens[: 2 * PAGE_SIZE])
+    rank.end_all(rank.take())
+    assert not rank.take().puts
+    rank.publish(tokens)
+    copies = rank.take()
+    assert not copies.puts, "there is no room yet"
+    rank.end(first)
+    rank.end_all(copies)
+    rank.put_all(rank.take())
+    rank.publish(tokens)
+    rank.put_all(rank.take())
+    (load,) = StoringRank(rank.stored).search(tokens).loads
+    assert len(load.blocks[0]) == 6
+
+
+def test_a_prefix_larger_than_all_puts_is_put_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "_MAX_PUT_BLOCKS", 2)
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    assert rank.store.num_put_blocks == 4
+
+
+def test_pages_that_are_left_out_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "_MAX_LEFT_OUT", 3)
+    rank = StoringRank()
+    for number in (1, 2):
+        rank.publish(rank.tokens(number, num_pages=2))
+        rank.end_all(rank.take())
+        rank.end(rank.take().puts[0], succeeded=False)
+    assert len(rank.store._left_out) == 3
 
 
 def test_a_load_takes_no_room_that_is_locked() -> None:
