@@ -441,5 +441,8 @@ class HostTier:
 
         The leases of fetches must have ended (`drop_fetches`), or been dropped with all memory.
         """
+        counts = self.num_put_blocks, self.num_loaded_tokens
         self.fetches.clear()
         self._start()
+        if self.store is not None:
+            self.store.num_put_blocks, self.store.num_loaded_tokens = counts

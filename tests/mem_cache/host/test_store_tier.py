@@ -297,6 +297,19 @@ def test_ends_from_before_a_reset_are_ignored() -> None:
     assert other.store.num_put_blocks == 0
 
 
+def test_counts_outlast_a_reset() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored)
+    (load,) = other.search(other.tokens(1)).loads
+    other.end(load)
+    for tier in (rank.tier, other.tier):
+        tier.reset()
+        tier.forget()
+    assert (rank.tier.num_put_blocks, rank.tier.num_loaded_tokens) == (4, 0)
+    assert (other.tier.num_put_blocks, other.tier.num_loaded_tokens) == (0, 16)
+
+
 def test_only_locked_values_go_to_the_store() -> None:
     groups = (*FULL_ATTENTION, CacheGroup(6, 1))
     sizes = make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0)
