@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import PageTransfer
 from sgl_jax.core.transfers import Transfers
+from sgl_jax.executor.host_store import _Pool
 from sgl_jax.executor.model_executor import ModelExecutor
 
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
@@ -40,3 +44,28 @@ def test_the_warm_up_measures_and_leaves_nothing(make_args: Callable[..., Server
     executor.transfer(Transfers(placed=(move,)))
     assert executor.compile_counts()["compiles_after_ready"] == 0
     executor.close()
+
+
+@pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 2, 1, 0)])
+def test_the_bytes_of_a_block_are_in_the_order_of_the_mesh(order: tuple[int, ...]) -> None:
+    """So an engine finds blocks that another one with other ids of devices has stored."""
+    contents = np.arange(2 * 8 * 4 * 6, dtype=np.float32).reshape(2, 8, 4, 6)
+    pages, blocks = np.array([3, 1], np.int32), np.array([1, 2], np.int32)
+    values = []
+    for devices in ((0, 1, 2, 3), order):
+        mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(2, 2), ("data", "tensor"))
+        sharding = NamedSharding(mesh, P(None, "data", None, "tensor"))
+        pool = _Pool([jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)], 3, mesh)
+        arrays = (jax.device_put(contents, sharding),)
+        pool.write(1, blocks, pool.gather(arrays, 1, pages))
+        values.append([pool.value(1, block) for block in (1, 2)])
+    assert values[0] == values[1]
+    first = contents[:, 4 + 3]  # of rank 1
+    assert values[0][0] == first[:, :, :3].tobytes() + first[:, :, 3:].tobytes()
+    # The other mesh's blocks come back from the bytes.
+    assert all(pool.set_value(1, block, values[0][block - 1]) for block in (1, 2))
+    empty = (jax.device_put(np.zeros_like(contents), sharding),)
+    (written,) = pool.scatter(empty, 1, pages, pool.read(1, blocks))
+    expected = np.zeros_like(contents)
+    expected[:, 4 + pages] = contents[:, 4 + pages]
+    assert np.array_equal(written, expected)
