@@ -4,7 +4,7 @@
 and nothing moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import PageTransfer
@@ -60,10 +60,16 @@ class RankHost:
         return int(max(self.num_here(request) - num_read, 0) * (1.0 - price))
 
     def fetch_for(
-        self, request: Request, num_read: int, num_ahead: int, prefill_rate: float
+        self,
+        request: Request,
+        num_read: int,
+        num_ahead: int,
+        prefill_rate: float,
+        make_room: Callable[[int], None],
     ) -> tuple[int, int] | None:
-        """Fetch more of the request's prefix than the `num_read` tokens on the device, if that is
-        sooner than to compute it behind `num_ahead` others.
+        """Fetch more of a fitting request's prefix than the `num_read` tokens on the device, if
+        that is sooner than to compute it behind `num_ahead` others. `make_room` evicts what the
+        request itself would, for a prefix of so many tokens.
 
         Returns the row that gets it and the length that it will have, as of a prompt in flight.
         """
@@ -73,10 +79,12 @@ class RankHost:
         found = tier.fetch_of(tokens, namespace, num_read)
         if found is not None or request.num_fetches >= _MAX_FETCHES:
             return found
-        num_saved = tier.num_here(tokens, namespace) - num_read
+        length = tier.num_here(tokens, namespace)
+        num_saved = length - num_read
         prefix = PrefixOnHost(num_read, num_saved, len(request.tokens), num_ahead)
         if num_saved <= 0 or not tier.fetches_sooner(prefix, prefill_rate):
             return None
+        make_room(length)
         fetch = tier.begin_fetch(tokens, namespace)
         if fetch is None:
             return None

@@ -212,6 +212,14 @@ class RankScheduler:
             pass
         return self.num_evicted_sessions > num_before
 
+    def evict_sessions_for_prefix(self, cursor: PrefixCursor, length: int) -> None:
+        """Evict idle sessions until a row, and the pages of a prefix of `length` tokens, of which
+        `cursor` has a part, are available, as `admit` does for a request."""
+        if self.memory.rows.num_free == 0:
+            self.evict_idle_session()
+        num_pages = self.memory.request_pages(length) - self.memory.num_pages_in_use(cursor)
+        self.evict_sessions_for(num_pages)
+
     def evict_idle_session(self) -> bool:
         """Take the memory of the session used longest ago; False if none is idle.
 

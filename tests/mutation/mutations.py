@@ -2704,6 +2704,18 @@ MUTATIONS = (
         "        return fetch.lease.row",
     ),
     Mutation(
+        "host: fetch nothing while idle sessions have all rows",
+        _RANK,
+        "            self.evict_idle_session()\n        num_pages = self",
+        "            pass\n        num_pages = self",
+    ),
+    Mutation(
+        "host: fetch nothing while idle sessions have all pages",
+        _RANK,
+        "        num_pages = self.memory.request_pages(length) - ",
+        "        num_pages = 0 * self.memory.request_pages(length) - ",
+    ),
+    Mutation(
         "host: take no notice of arriving blocks",
         _HOST_LEDGER,
         "        if arriving[pool] != allocator.num_leased:\n",

@@ -35,6 +35,32 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
     s.close_all()
 
 
+@pytest.mark.parametrize("num_rows", [4, 9])  # rows are short, or pages
+def test_idle_sessions_make_room_for_a_fetch_as_for_the_request_itself(num_rows: int) -> None:
+    num_evicted = []
+    for host_ratio in (0.0, 8.0):
+        s = talk(
+            num_rows=num_rows,
+            pool_tokens=128,
+            host_ratio=host_ratio,
+            hicache_fetch_policy="always",
+        )
+        s.driver.oracle.host.end_rate = 1.0
+        for name in "abcdef":
+            s.open(name)
+            s.say(name, [ord(name) % 50] * 30)
+        for name in "abcdef":
+            num_before = len(s.of[name].tokens) - 1
+            rid = s.say(name, [1, 2, 3])
+            assert not host_ratio or s.driver.cached[rid] == num_before // 4 * 4
+        counters = s.driver.scheduler.counters()
+        assert (counters["host_fetched_tokens"] > 100) == (host_ratio > 0)
+        num_evicted.append(counters["sessions_evicted"])
+        s.check()
+        s.close_all()
+    assert num_evicted[0] == num_evicted[1]
+
+
 def test_no_session_is_evicted_for_a_request_that_does_not_fit_even_so() -> None:
     s = talk(page_size=4, pool_tokens=128, disable_radix_cache=True, schedule_conservativeness=0.0)
     for session_id in ("a", "b", "c"):

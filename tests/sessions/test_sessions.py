@@ -21,6 +21,7 @@ def talk(
     num_rows: int = 9,
     chunk: int = 8,
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
+    host_ratio: float = 0.0,
     **config: object,
 ) -> Conversations:
     """An engine with one streaming session, "s"."""
@@ -32,6 +33,7 @@ def talk(
         max_chunk_tokens=chunk,
         max_draft_tokens=num_drafts,
         groups=groups,
+        host_ratio=host_ratio,
     )
     config = {"session_memory_fraction": 1.0} | config
     settings = SchedulerArgs(**config)  # type: ignore[arg-type]

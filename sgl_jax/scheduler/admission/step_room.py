@@ -5,6 +5,7 @@ another rank has it cached, is comparable to waiting for room there.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -184,7 +185,8 @@ class RankRoom:
         """Fetch the request's prefix from the host: `RankHost.fetch_for`."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
-        found = self.rank.host.fetch_for(request, num_read, num_ahead, prefill_rate)
+        make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
+        found = self.rank.host.fetch_for(request, num_read, num_ahead, prefill_rate, make_room)
         self._num_pages = None  # it may have taken some, and a row
         self._look()
         return found
