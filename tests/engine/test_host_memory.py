@@ -9,12 +9,13 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline_results import Generation
 from tests.waiting import until
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -39,8 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_algorithm": "NGRAM"},
     "8-bit KV": {"kv_cache_dtype": "fp8_e4m3"},
     "no overlap": {"disable_overlap_schedule": True},
+    "chunks of 8": {"chunked_prefill_size": 8},
     "write_through_selective": {"hicache_write_policy": "write_through_selective"},
     "write_back": {"hicache_write_policy": "write_back"},
+}
+SESSION_CASES = {"pages of 16": {}} | {
+    name: CASES[name]
+    for name in ("pages of 1", "drafts", "8-bit KV", "no overlap", "write_back", "chunks of 8")
 }
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5")
 
@@ -64,24 +70,82 @@ def conversations(vocab_size: int) -> list[list[list[int]]]:
     return talks
 
 
-def answers(engine: Engine) -> tuple[list[Any], list[int]]:
-    """Tokens and log-probabilities of each turn, conversations in turns, and the cached tokens."""
+Answers: TypeAlias = tuple[list[Any], list[int]]  # tokens with log-probabilities; cached tokens
+
+
+def answer(engine: Engine, prompt: list[int], **options: Any) -> Generation:
+    """The answer to one prompt, once all transfers have ended."""
+    until(lambda: not is_moving(engine), "transfers end")
+    (result,) = engine.generate(
+        input_ids=[prompt],
+        sampling_params=SAMPLING,
+        return_logprob=True,
+        progress=False,
+        **options,
+    )
+    return result
+
+
+def answers(engine: Engine) -> Answers:
+    """The answer to each turn, conversations in turns."""
     talks = conversations(engine.info["vocab_size"])
     histories: list[list[int]] = [[] for _ in talks]
-    said, cached = [], []
+    results = []
     for turn in range(NUM_TURNS):
         for number, talk in enumerate(talks):
             prompt = histories[number] + talk[turn]
-            (result,) = engine.generate(
-                input_ids=[prompt],
-                sampling_params=SAMPLING,
-                return_logprob=True,
-                progress=False,
-            )
-            said.append((result.output_ids, [each.logprob for each in result.logprobs]))
-            cached.append(result.cached_tokens)
-            histories[number] = prompt + result.output_ids
-    return said, cached
+            results.append(answer(engine, prompt))
+            histories[number] = prompt + results[-1].output_ids
+    return compared(results)
+
+
+def answers_at_once(engine: Engine) -> Answers:
+    """The answer to each turn, which all conversations begin together."""
+    talks = conversations(engine.info["vocab_size"])
+    histories: list[list[int]] = [[] for _ in talks]
+    results: list[Generation] = []
+    for turn in range(NUM_TURNS):
+        prompts = [past + talk[turn] for past, talk in zip(histories, talks, strict=True)]
+        found = engine.generate(input_ids=prompts, sampling_params=SAMPLING, return_logprob=True)
+        histories = [past + one.output_ids for past, one in zip(prompts, found, strict=True)]
+        results += found
+    return compared(results)
+
+
+def session_answers(engine: Engine) -> Answers:
+    """The answer to each turn of sessions, of which two are forks; each goes back now and then.
+
+    A turn goes back in its session at once, or after turns of more others than there are rows: so
+    both engines have evicted the session by then, or neither.
+    """
+    talks = conversations(engine.info["vocab_size"])
+    sessions = [engine.open_session(streaming=True) for _ in talks]
+    results = []
+
+    def say(session_id: str, new: list[int]) -> None:
+        results.append(answer(engine, new, session_params={"id": session_id}))
+
+    for turn in range(NUM_TURNS):
+        for number, (session_id, talk) in enumerate(zip(sessions, talks, strict=False)):
+            say(session_id, talk[turn])
+            if (turn + number) % 2:
+                engine.rollback_session(session_id, turn)
+                # The same turn once more, or another one.
+                say(session_id, talk[turn] if number % 2 else talk[turn][1:])
+        if turn == 0:
+            sessions += [engine.fork_session(each) for each in sessions[:2]]
+            talks += [[[5], *talk[1:]] for talk in talks[2:4]]
+        else:
+            engine.rollback_session(sessions[turn], 1)
+    for session_id in sessions:
+        engine.close_session(session_id)
+    return compared(results)
+
+
+def compared(results: list[Generation]) -> Answers:
+    """The parts of these that two engines have in common."""
+    said = [(each.output_ids, [one.logprob for one in each.logprobs]) for each in results]
+    return said, [each.cached_tokens for each in results]
 
 
 def check_at_rest(engine: Engine) -> None:
@@ -98,33 +162,44 @@ def check_at_rest(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+def compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Compares two engines, which share their compiled programs."""
     return partial(compare_engines, tmp_path_factory.mktemp("compiled"))
 
 
-def compare_engines(cache: Path, model: Path, **case: Any) -> None:
+def compare_engines(
+    cache: Path,
+    model: Path,
+    talk: Callable[[Engine], Answers] = answers,
+    *,
+    is_exact: bool = True,
+    **case: Any,
+) -> dict[str, int]:
+    """Both engines give the same answers; unless `is_exact`, the chunks of prompts may differ, and
+    with them the log-probabilities' last bits. Returns the small engine's counters."""
     settings = SETTINGS | {"page_size": 16, "model_path": str(model)} | case
     settings["compilation_cache_dir"] = str(cache)
     small = settings.pop("max_total_tokens", SMALL)
     with Engine(**settings, max_total_tokens=LARGE) as engine:
-        expected, most_cached = answers(engine)
+        expected, most_cached = talk(engine)
     with Engine(
         **settings, max_total_tokens=small, enable_hierarchical_cache=True, hicache_ratio=20.0
     ) as engine:
-        said, cached = answers(engine)
+        said, cached = talk(engine)
         until(lambda: not is_moving(engine), "transfers end")
-        counters = engine.server_info()["counters"]
+        counters: dict[str, int] = engine.server_info()["counters"]
         check_at_rest(engine)
     assert counters["evicted_pages"] > 0
     assert counters["host_fetched_tokens"] > 0
     assert counters["host_failed_transfers"] == 0
-    if case.get("hicache_write_policy") == "write_through_selective":
-        # A prefix that nothing has found yet is not there, and is computed in other chunks.
+    if is_exact:
+        assert cached == most_cached
+        assert said == expected
+    else:
         assert [tokens for tokens, _ in said] == [tokens for tokens, _ in expected]
-        return
-    assert cached == most_cached
-    assert said == expected
+        for (_, logprobs), (_, wanted) in zip(said, expected, strict=True):
+            assert logprobs == pytest.approx(wanted, abs=1e-4)
+    return counters
 
 
 def is_moving(engine: Engine) -> bool:
@@ -136,11 +211,33 @@ def is_moving(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("case", long_but(CASES, "two ranks"))
 def test_a_prefix_from_the_host_is_worth_the_computed_one(
-    compare: Callable[..., None], case: str
+    compare: Callable[..., Any], case: str
 ) -> None:
-    compare(GOLDEN / "qwen3", **CASES[case])
+    # With the selective policy a prefix that nothing has found yet is computed anew.
+    compare(GOLDEN / "qwen3", is_exact=case != "write_through_selective", **CASES[case])
 
 
 @pytest.mark.parametrize("family", long_but(FAMILIES, "qwen3_5"))
-def test_windows_and_states_come_back_too(compare: Callable[..., None], family: str) -> None:
+def test_windows_and_states_come_back_too(compare: Callable[..., Any], family: str) -> None:
     compare(GOLDEN / family)
+
+
+@pytest.mark.parametrize("case", long_but(SESSION_CASES, "chunks of 8"))
+def test_sessions_that_go_back_and_fork_find_their_prefixes_on_the_host(
+    compare: Callable[..., Any], case: str
+) -> None:
+    compare(GOLDEN / "qwen3", session_answers, session_memory_fraction=1.0, **SESSION_CASES[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_and_states_of_sessions_come_back_too(
+    compare: Callable[..., Any], family: str
+) -> None:
+    compare(GOLDEN / family, session_answers, session_memory_fraction=1.0)
+
+
+@pytest.mark.long
+def test_retracted_requests_find_their_prefixes_on_the_host(compare: Callable[..., Any]) -> None:
+    counters = compare(GOLDEN / "qwen3", answers_at_once, is_exact=False, test_retract=True)
+    assert counters["requests_force_retracted"] > 0
