@@ -290,7 +290,7 @@ class EngineConfig(NamedTuple):
 
     def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks of each pool of a rank in the host's memory."""
-        if not self.args.enable_hierarchical_cache or not pool_pages:
+        if not self.args.enable_hierarchical_cache or max(pool_pages, default=0) < 2:
             return ()
         ratio = self.args.hicache_ratio
         if self.args.hicache_size:
@@ -300,12 +300,12 @@ class EngineConfig(NamedTuple):
             ratio = self.args.hicache_size * 1e9 / on_device
         return tuple(1 + max(int((num - 1) * ratio), 1) for num in pool_pages)
 
-    def host_bytes(self, sizes: EngineSizes, mesh: Mesh) -> int:
-        """Bytes of all blocks in this host's memory."""
+    def host_bytes(self, sizes: EngineSizes, num_hosts: int) -> int:
+        """Bytes of all blocks in the memory of each of `num_hosts` hosts."""
         of_rank = sum(
             num * each for num, each in zip(sizes.host_blocks, self.page_bytes, strict=True)
         )
-        return of_rank * sizes.dp_size * len(mesh.local_devices) // mesh.size
+        return of_rank * sizes.dp_size // num_hosts
 
     def warnings(self, sizes: EngineSizes) -> list[str]:
         """Warnings to users about settings that work, but not well."""

@@ -145,7 +145,7 @@ class ModelExecutor(Executor):
         )
         self._host_store: HostStore | None = None
         if self.sizes.host_blocks:
-            require_host_bytes(config.host_bytes(self.sizes, self._mesh))
+            require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
             self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":

@@ -2,7 +2,7 @@
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.planner.estimate import Estimate
-from sgl_jax.planner.memory import plan_memory, smallest_fit
+from sgl_jax.planner.memory import in_gib, plan_memory, smallest_fit
 
 _MAX_WASTE = 0.1  # of a request's pages
 _MAX_COLLECTIVES = 0.3  # of a decode step
@@ -13,6 +13,12 @@ def advise(plan: Estimate) -> list[str]:
     """Sentences, the most useful first; none if nothing stands out."""
     args, config, workload = plan.request.args, plan.request.config, plan.request.workload
     found = []
+    if (host_bytes := plan.memory.host_bytes) > plan.request.topology.host_memory_bytes:
+        found.append(
+            f"prefixes take {in_gib(host_bytes)} of a host's memory, which is "
+            f"{in_gib(plan.request.topology.host_memory_bytes)}: the engine would not start; a "
+            "smaller --hicache-ratio or --hicache-size"
+        )
     if unused := plan.request.topology.num_devices - args.num_devices:
         found.append(f"{unused} devices of the slice are idle: raise --dp-size or --tp-size")
     if args.tp_size > config.num_kv_heads:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
 from sgl_jax.planner.topology import Topology
@@ -18,6 +19,7 @@ SERVER_SETTINGS = (
     *("ep_size", "ep_num_redundant_experts", "init_expert_location"),
     *("weight_sharding", "hidden_sharding", "attention_backend"),
     *("page_size", "mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
+    *("enable_hierarchical_cache", "hicache_ratio", "hicache_size"),
     *("max_running_requests", "chunked_prefill_size"),
     *("speculative_algorithm", "speculative_num_draft_tokens"),
 )
@@ -46,6 +48,8 @@ class PlanRequest:
     json: bool = False
     sweep: bool = False
     plot: Path | None = None
+    host_link_gb_s: float | None = None  # to each rank; None: its chips' links
+    store_gb_s: float = 3.0
 
 
 def known_models() -> list[str]:
@@ -79,6 +83,19 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")
     parser.add_argument("--input-len", type=int, default=1024, help="tokens of a prompt (1024)")
     parser.add_argument("--output-len", type=int, default=1024, help="tokens of an answer (1024)")
+    parser.add_argument(
+        "--host-link-gb-s",
+        type=float,
+        help="with --enable-hierarchical-cache, gigabytes a second from the host's memory to each "
+        "rank (by default 15 for each of its chips, 32 on v6e and tpu7x: their PCIe links)",
+    )
+    parser.add_argument(
+        "--store-gb-s",
+        type=float,
+        default=PlanRequest.store_gb_s,
+        help="the same from the store to the host's memory (%(default)s: an NVMe disk on four "
+        "lanes of PCIe 3)",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--sweep",
@@ -92,7 +109,11 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     try:
         for name in ("input_len", "output_len"):
             if getattr(words, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+                raise ValueError(f"{flag(name)} must be at least 1")
+        for name in ("host_link_gb_s", "store_gb_s"):
+            rate = getattr(words, name)
+            if rate is not None and not 0 < rate < float("inf"):
+                raise ValueError(f"{flag(name)} must be positive, got {rate}")
         if words.plot is not None:  # refused at once, not after minutes of compiling
             if not words.sweep:
                 raise ValueError("--plot needs --sweep")
@@ -110,7 +131,10 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
             )
     except ValueError as error:
         parser.error(str(error))
-    return PlanRequest(args, config, topology, workload, words.json, words.sweep, words.plot)
+    shown = words.json, words.sweep, words.plot
+    return PlanRequest(
+        *(args, config, topology, workload), *shown, words.host_link_gb_s, words.store_gb_s
+    )
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:

@@ -1,7 +1,7 @@
 """The estimate of one mesh: memory, two compiled steps, and the rates of the load."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
 from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory, requests_without_windows
+from sgl_jax.planner.prefix_loading import PrefixLoading, plan_loading
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.quantized_products import expert_format, quantized_products
 from sgl_jax.planner.quantized_time import conversion_bundles
@@ -61,6 +62,7 @@ class Estimate:
     # `memory.num_requests` if every layer kept every token; None where every layer does.
     requests_without_windows: int | None = None
     balance: ExpertBalance | None = None  # None without a file of loads
+    loading: PrefixLoading | None = None  # None without --enable-hierarchical-cache
 
     @property
     def max_context(self) -> int:
@@ -109,25 +111,35 @@ def make_estimate(request: PlanRequest) -> Estimate:
     prefill_bucket = engine.config.buckets.smallest(chunk)
     device = device_bytes(engine, memory, request)
 
+    def time_of(cost: ProgramCost, num_tokens: int, work: StepWork) -> StepTime:
+        return estimate_step(cost, num_tokens, work, request.config, device, request.topology.chip)
+
     def plan_step(bucket: Bucket, work: StepWork) -> StepEstimate:
         cost = _compile(engine, bucket)
-        time = estimate_step(
-            cost, bucket.tokens, work, request.config, device, request.topology.chip
-        )
+        time = time_of(cost, bucket.tokens, work)
         return StepEstimate(bucket.rows, bucket.tokens, cost, time)
+
+    def chunk_of(prompt_len: int) -> StepWork:
+        before = _visible(max(1, prompt_len // 2), request)
+        rows = max(1, chunk // prompt_len)
+        return StepWork(chunk, rows * before, chunk * before, rows)
 
     context = workload.input_len + workload.output_len // 2
     read = concurrency * _visible(context, request)
     decode = plan_step(
         decode_bucket, StepWork(concurrency, read, read, concurrency, is_prefill=False)
     )
-    before = _visible(max(1, workload.input_len // 2), request)
-    rows = max(1, chunk // workload.input_len)
-    prefill = plan_step(prefill_bucket, StepWork(chunk, rows * before, chunk * before, rows))
+    prefill = plan_step(prefill_bucket, chunk_of(workload.input_len))
+
+    def compute_s(num_tokens: int) -> float:
+        """The prompt's share of full chunks of prompts like it."""
+        time = time_of(prefill.cost, prefill.tokens, chunk_of(num_tokens))
+        return num_tokens / chunk * time.total_s
+
     # A round: `concurrency` prompts are prefilled, then all decode to their end.
     chunks = concurrency * workload.input_len / chunk
     round_s = chunks * prefill.time.total_s + workload.output_len * decode.time.total_s
-    return Estimate(
+    plan = Estimate(
         request,
         memory,
         decode,
@@ -137,6 +149,9 @@ def make_estimate(request: PlanRequest) -> Estimate:
         requests_without_windows=requests_without_windows(request),
         balance=expert_balance(engine.config),
     )
+    if not request.args.enable_hierarchical_cache:
+        return plan
+    return replace(plan, loading=plan_loading(request, engine.config, plan.max_context, compute_s))
 
 
 def expert_balance(config: EngineConfig) -> ExpertBalance | None:

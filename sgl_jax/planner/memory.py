@@ -27,6 +27,8 @@ class MemoryPlan:
     page_size: int
     kv_tokens: int  # of one request that has a rank to itself
     num_requests: int  # of the load, that the pages of a rank hold at once
+    host_bytes: int  # of the blocks in each host's memory
+    host_tokens: int  # of one prefix that has a rank's blocks to itself
 
     @property
     def num_pages(self) -> int:
@@ -72,6 +74,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     num_requests = max(0, pages) // sizes.request_pages(request.workload.tokens)
     if len(pool_pages) > 1:  # as many as windows or states have room for
         num_requests = min(num_requests, sizes.num_rows - 1)
+    host = sizes.host_blocks if pages > 0 else ()
     paged = [group for group in config.groups if not group.is_recurrent]
     token_bytes = sum(pools.layouts[group.pool].page_bytes for group in paged) // page_size
     return MemoryPlan(
@@ -86,6 +89,8 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         page_size=page_size,
         kv_tokens=sizes.tokens_within(max(0, pages)),
         num_requests=num_requests,
+        host_bytes=config.host_bytes(sizes, request.topology.num_hosts) if host else 0,
+        host_tokens=sizes.tokens_within(host[0] - 1) if host else 0,
     )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.settings import flag
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.memory import MemoryPlan, in_gib
+from sgl_jax.planner.prefix_loading import PrefixLoading
 from sgl_jax.planner.program_cost import Collective
 from sgl_jax.planner.topology import ICI_HOP_S
 
@@ -35,7 +37,8 @@ ASSUMPTIONS = (
     "kernels, between its start and its end in the compiler's schedule",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
-    "the host is never waited for",
+    "the host is never waited for; a prefix is loaded at the full rate of its links, behind no "
+    "other, from a store through the host's memory, and is computed in chunks of prompts like it",
 )
 
 _ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")
@@ -65,6 +68,7 @@ def as_text(plan: Estimate) -> str:
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
         *_window_lines(plan),
+        *_loading_lines(plan),
         "",
         *_step_lines("Decode step", plan.decode),
         "",
@@ -102,6 +106,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
         "requests_without_windows": plan.requests_without_windows,
+        "prefix_loading": plan.loading and _loading_dict(plan.loading),
         "max_context": plan.max_context,
         "requests_per_s": plan.requests_per_s,
         "output_tokens_per_s": plan.output_tokens_per_s,
@@ -118,7 +123,8 @@ def serve_command(request: PlanRequest) -> str:
     words = ["sgl-jax", "serve"]
     changed = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
     for name in dict.fromkeys((*_ALWAYS_SHOWN, *changed)):
-        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        value = getattr(args, name)
+        words += [flag(name)] if value is True else [flag(name), str(value)]
     return shlex.join(words)
 
 
@@ -159,6 +165,35 @@ def _window_lines(plan: Estimate) -> list[str]:
     return [
         f"  in memory, a rank    {held:,} of these; if every layer kept every token {full:,}{ratio}"
     ]
+
+
+def _loading_dict(loading: PrefixLoading) -> dict[str, Any]:
+    return loading._asdict() | {"times": [each._asdict() for each in loading.times]}
+
+
+def _loading_lines(plan: Estimate) -> list[str]:
+    """The prefixes in the host's memory, and the times to load one; empty without them."""
+    loading, memory = plan.loading, plan.memory
+    if loading is None:
+        return []
+    lines = [
+        "",
+        f"Prefixes in the memory of each host: {in_gib(memory.host_bytes)} of "
+        f"{in_gib(plan.request.topology.host_memory_bytes)}, {memory.host_tokens:,} tokens a rank "
+        f"beside {memory.kv_tokens:,}",
+    ]
+    for each in loading.times:
+        store = "" if each.store_s is None else f"from a store {_ms(each.store_s)}, "
+        lines.append(
+            f"  {each.tokens:,} tokens: from the host {_ms(each.host_s)}, {store}"
+            f"computed {_ms(each.compute_s)}"
+        )
+    longest = loading.times[-1].tokens
+    names = ["the host"] if loading.times[-1].store_s is None else ["the host", "a store"]
+    for name, first in zip(names, (loading.host_from, loading.store_from), strict=False):
+        found = f"from {first:,} tokens on" if first else f"for none of up to {longest:,} tokens"
+        lines.append(f"  loading from {name} is sooner than computing {found}")
+    return lines
 
 
 def _step_lines(title: str, step: StepEstimate) -> list[str]:

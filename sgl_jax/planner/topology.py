@@ -45,6 +45,10 @@ class Chip:
     ici_link_bytes_per_s: float  # of one link in one direction
     cores_in_name: int  # counted for a chip in the name of a slice
     fast_format: ActivationFormat  # that is multiplied at twice the rate of bf16
+    # Its part of its host's memory: the smallest of the machine types (cloud.google.com/tpu/docs).
+    host_memory_bytes: int
+    # PCIe, in one direction (jax-ml.github.io/scaling-book; TPU7x is counted as v6e).
+    host_link_bytes_per_s: float
     grids: tuple[tuple[int, ...], ...]  # of chips, that can be rented, the smallest first
 
     def matrix_seconds(self, flops: float, activation: ActivationFormat | None = None) -> float:
@@ -60,15 +64,21 @@ _CUBES = (
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "v5e": Chip(
-            "TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, "int8", _FLAT
+            *("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, "int8"),
+            *(48 * GIB, 15e9, _FLAT),
         ),
         "v6e": Chip(
-            "TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, "int8", _FLAT
+            *("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, "int8"),
+            *(176 * GIB, 32e9, _FLAT),
         ),
         "v5p": Chip(
-            "TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, "int8", _CUBES
+            *("TPU v5", 1, int(95.74 * GIB), 2765e9, 459e12, 1.75e9, 100e9, 2, "int8"),
+            *(112 * GIB, 15e9, _CUBES),
         ),
-        "tpu7x": Chip("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, "fp8", _CUBES),
+        "tpu7x": Chip(
+            *("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, "fp8"),
+            *(240 * GIB, 32e9, _CUBES),
+        ),
     }
 )
 
@@ -128,6 +138,11 @@ class Topology(NamedTuple):
         """The machines of the slice: a flat one of up to eight chips is one machine."""
         most = _MOST_CHIPS_OF_A_HOST if self.chip.grids is _FLAT else _CHIPS_OF_A_HOST
         return 1 if self.num_chips <= most else self.num_chips // _CHIPS_OF_A_HOST
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """The memory of each machine."""
+        return self.chip.host_memory_bytes * self.num_chips // self.num_hosts
 
     def meshes(self) -> list[tuple[int, int]]:
         """(dp_size, tp_size) of each mesh that uses the whole slice, the most ranks first."""

@@ -343,6 +343,11 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, mo
         executor.warm_up()
 
 
+def test_blocks_beyond_the_hosts_memory_are_refused_at_the_start(make_args):
+    with pytest.raises(RuntimeError, match=r"would take 1000000\..* GB that .* --hicache-ratio or"):
+        ModelExecutor(make_args(enable_hierarchical_cache=True, hicache_size=1e6))
+
+
 def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     limits = {"max_running_requests": 1, "chunked_prefill_size": 4}
     executor = ModelExecutor(make_args(warmup="plain", **limits))

@@ -36,6 +36,7 @@ CONFIG = {
 }
 LOAD = ["--input-len", "512", "--output-len", "256", "--max-running-requests", "16"]
 STEPS = ["--chunked-prefill-size", "128", "--max-total-tokens", "65536"]
+STEPS += ["--enable-hierarchical-cache"]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,24 @@ def test_what_windows_save_is_told_where_there_are_windows(plan):
     told = f"{held:,} of these; if every layer kept every token {held // 2:,}"
     assert f"{told}, {held / (held // 2):.2f} times as many" in as_text(windowed)
     assert as_dict(windowed)["requests_without_windows"] == held // 2
+
+
+def test_loading_a_prefix_is_compared_with_computing_it(plan):
+    first, last = plan.loading.times
+    assert (first.tokens, last.tokens) == (1024, 4096)
+    token_bytes = 2 * plan.memory.kv_token_bytes  # on both devices, each with a link
+    assert last.host_s == pytest.approx(4096 * token_bytes / (2 * 32e9))
+    assert last.store_s == pytest.approx(last.host_s + 4096 * token_bytes / 3e9)
+    # Chunks of 128 tokens; a longer prefix has more to attend to.
+    assert first.compute_s == pytest.approx(8 * plan.prefill.time.total_s, rel=0.05)
+    assert last.compute_s > 4 * first.compute_s
+    assert plan.memory.host_tokens == 2 * 65536
+    text, values = as_text(plan), json.loads(json.dumps(as_dict(plan)))
+    assert "of 704.00 GiB, 131,072 tokens a rank beside 65,536" in text
+    assert f"  4,096 tokens: from the host {last.host_s * 1e3:.2f} ms, from a store " in text
+    assert "loading from the host is sooner than computing from 128 tokens on" in text
+    assert values["prefix_loading"]["times"][1]["store_s"] == last.store_s
+    assert " --enable-hierarchical-cache --max-running" in values["serve_command"]
 
 
 def test_a_plan_comes_with_advice(plan):

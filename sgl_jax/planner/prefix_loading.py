@@ -1,0 +1,82 @@
+"""Loading a prefix from the host's memory, or from the store behind it, beside computing it."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.mem_cache.lease import first_page_of
+from sgl_jax.planner.arguments import PlanRequest
+
+_SHOWN_TOKENS = (1024, 8192, 32768)
+
+
+class PrefixTimes(NamedTuple):
+    """Seconds until a prefix of so many tokens is in the pages of a rank."""
+
+    tokens: int
+    host_s: float
+    store_s: float | None  # None: a store serves one host
+    compute_s: float
+
+
+class PrefixLoading(NamedTuple):
+    """Times of a few prefixes, and the tokens from which a load takes no longer than computing;
+    None where it takes longer for every prefix."""
+
+    times: tuple[PrefixTimes, ...]
+    host_from: int | None
+    store_from: int | None
+
+
+def plan_loading(
+    request: PlanRequest,
+    config: EngineConfig,
+    longest: int,
+    compute_s: Callable[[int], float],
+) -> PrefixLoading:
+    """Compare prefixes of whole pages, up to `longest` tokens; `compute_s` returns the seconds to
+    compute so many."""
+    chip, tp_size = request.topology.chip, request.args.tp_size
+    links = max(1, tp_size // chip.devices_per_chip) * chip.host_link_bytes_per_s
+    link = links if request.host_link_gb_s is None else request.host_link_gb_s * 1e9
+    has_store = request.topology.num_hosts == 1
+    page_size = config.args.page_size
+    most_pages = longest // page_size
+
+    def times(tokens: int) -> PrefixTimes:
+        num_bytes = prefix_bytes(config, tokens)
+        host_s = num_bytes / link
+        store_s = host_s + num_bytes / (request.store_gb_s * 1e9) if has_store else None
+        return PrefixTimes(tokens, host_s, store_s, compute_s(tokens))
+
+    def first(load_s: Callable[[PrefixTimes], float]) -> int | None:
+        # A token's part of a load does not grow with the prefix, its part of computing hardly falls.
+        def is_sooner(pages: int) -> bool:
+            each = times(pages * page_size)
+            return load_s(each) <= each.compute_s
+
+        pages = range(1, most_pages + 1)
+        found = bisect_left(pages, True, key=is_sooner)
+        return pages[found] * page_size if found < len(pages) else None
+
+    shown = sorted({min(tokens // page_size, most_pages) for tokens in (*_SHOWN_TOKENS, longest)})
+    return PrefixLoading(
+        tuple(times(pages * page_size) for pages in shown if pages),
+        first(lambda each: each.host_s),
+        first(lambda each: each.store_s or 0.0) if has_store else None,
+    )
+
+
+def prefix_bytes(config: EngineConfig, num_tokens: int) -> int:
+    """Bytes of the blocks of a rank that the token after `num_tokens` reads: all pages of full
+    attention, the last ones of windows, and one state."""
+    page_size, num_bytes = config.args.page_size, 0
+    for group in config.groups:
+        pages = num_tokens // page_size
+        if group.is_recurrent:
+            pages = 1
+        elif group.sliding_window is not None:
+            pages -= first_page_of(group.sliding_window, page_size, num_tokens)
+        num_bytes += pages * config.page_bytes[group.pool]
+    return num_bytes
