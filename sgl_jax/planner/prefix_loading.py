@@ -51,7 +51,7 @@ def plan_loading(
         return PrefixTimes(tokens, host_s, store_s, compute_s(tokens))
 
     def first(load_s: Callable[[PrefixTimes], float]) -> int | None:
-        # A token's part of a load does not grow with the prefix, its part of computing hardly falls.
+        # A token's part of a load does not grow with the prefix; of computing it hardly falls.
         def is_sooner(pages: int) -> bool:
             each = times(pages * page_size)
             return load_s(each) <= each.compute_s

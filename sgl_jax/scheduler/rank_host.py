@@ -68,8 +68,8 @@ class RankHost:
         make_room: Callable[[int], None],
     ) -> tuple[int, int] | None:
         """Fetch more of a fitting request's prefix than the `num_read` tokens on the device, if
-        that is sooner than to compute it behind `num_ahead` others. `make_room` evicts what the
-        request itself would, for a prefix of so many tokens.
+        that is sooner than to compute it behind `num_ahead` others. `make_room` makes room on
+        the device for a prefix of so many tokens.
 
         Returns the row that gets it and the length that it will have, as of a prompt in flight.
         """
