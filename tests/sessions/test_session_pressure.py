@@ -35,13 +35,15 @@ def test_idle_sessions_go_used_longest_ago_first_before_anything_is_retracted(ra
     s.close_all()
 
 
-@pytest.mark.parametrize("num_rows", [4, 9])  # rows are short, or pages
-def test_idle_sessions_make_room_for_a_fetch_as_for_the_request_itself(num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "pool_tokens"), [(4, 192), (9, 128)])  # rows, pages lack
+def test_idle_sessions_make_room_for_a_fetch_as_for_the_request_itself(
+    num_rows: int, pool_tokens: int
+) -> None:
     num_evicted = []
     for host_ratio in (0.0, 8.0):
         s = talk(
             num_rows=num_rows,
-            pool_tokens=128,
+            pool_tokens=pool_tokens,
             host_ratio=host_ratio,
             hicache_fetch_policy="always",
         )
@@ -54,7 +56,7 @@ def test_idle_sessions_make_room_for_a_fetch_as_for_the_request_itself(num_rows:
             rid = s.say(name, [1, 2, 3])
             assert not host_ratio or s.driver.cached[rid] == num_before // 4 * 4
         counters = s.driver.scheduler.counters()
-        assert (counters["host_fetched_tokens"] > 100) == (host_ratio > 0)
+        assert (counters["host_fetched_tokens"] > 0) == (host_ratio > 0)
         num_evicted.append(counters["sessions_evicted"])
         s.check()
         s.close_all()
