@@ -8,7 +8,7 @@ other. A request may wait for that (`awaited`).
 A key of the store depends on all tokens up to a page's end, so no search needs a tree.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -49,6 +49,14 @@ class _Put(NamedTuple):
     pages: Keys  # of the first group of layers
 
 
+class _Follower(NamedTuple):
+    """A request that waits for the search or load of another one."""
+
+    rid: str
+    tokens: Int32Array  # whole pages
+    namespace: str
+
+
 class StoreTier:
     """The store behind `blocks`.
 
@@ -78,6 +86,7 @@ class StoreTier:
         self.num_put_blocks = 0
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
+        self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by number
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
         self._left_out: dict[bytes, None] = {}
@@ -175,22 +184,46 @@ class StoreTier:
 
     # -- in ---------------------------------------------------------------------------------
 
-    def search(self, rid: str | None, tokens: Int32Array, namespace: str, num_here: int) -> None:
+    def search(
+        self,
+        rid: str | None,
+        tokens: Int32Array,
+        namespace: str,
+        num_here: int,
+        *,
+        follows: bool = True,
+    ) -> None:
         """Search the pages of a prefix behind the `num_here` tokens that are here, for request
-        `rid` or for none."""
+        `rid` or for none.
+
+        If it `follows`, and a search or a load under way has the first of these pages, it begins
+        after that, so that no page is loaded twice.
+        """
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
         first = num_here // page_size
         if first * page_size == len(tokens):
             return
+        if rid is not None:
+            self.awaited.add(rid)
+            leader = self._leader(tokens, namespace, first) if follows else None
+            if leader is not None:
+                self._followers[leader].append(_Follower(rid, tokens, namespace))
+                return
         keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         number = self._next_number()
         self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)
-        if rid is not None:
-            self.awaited.add(rid)
         search = self._transfer(number, keys, is_moved, None)
         self._searches_now.append(search._replace(is_awaited=rid is not None))
+
+    def _leader(self, tokens: Int32Array, namespace: str, first: int) -> int | None:
+        """The search or load under way, if any, that has page `first` of the prefix `tokens`."""
+        end = (first + 1) * self._blocks.page_size
+        for number, each in (*self._searches.items(), *self._loads.items()):
+            if each.namespace == namespace and np.array_equal(each.tokens[:end], tokens[:end]):
+                return number
+        return None
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
@@ -272,6 +305,7 @@ class StoreTier:
             is_found = self._flags(search, end)
             if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
+                self._search_for_followers(number, follows=False)
         elif number in self._loads:
             load = self._loads.pop(number)
             self._waits_no_more(load)
@@ -279,12 +313,25 @@ class StoreTier:
             num_pages = self._num_whole(is_found | ~load.is_moved)
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
+            self._search_for_followers(number, follows=num_pages > 0)
 
     def overdue(self, number: int) -> None:
         """A search or load has taken too long: its request waits no more."""
         late = self._searches.get(number) or self._loads.get(number)
         if late is not None:
             self._waits_no_more(late)
+            self._take_followers(number)
+
+    def _take_followers(self, number: int) -> list[_Follower]:
+        """The requests that wait for this search or load; they wait no more."""
+        followers = self._followers.pop(number, [])
+        self.awaited.difference_update(each.rid for each in followers)
+        return followers
+
+    def _search_for_followers(self, number: int, *, follows: bool) -> None:
+        for rid, tokens, namespace in self._take_followers(number):
+            num_here = self._blocks.cache.peek(tokens, namespace)
+            self.search(rid, tokens, namespace, num_here, follows=follows)
 
     def _waits_no_more(self, load: _Load) -> None:
         if load.rid is not None:

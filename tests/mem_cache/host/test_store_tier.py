@@ -280,6 +280,58 @@ def test_a_request_waits_no_more_for_what_is_overdue() -> None:
     assert other.num_here(other.tokens(1)) == 16
 
 
+def test_a_prefix_is_loaded_once_for_all_that_wait_for_it() -> None:
+    rank = StoringRank()
+    tokens, longer = rank.tokens(1), rank.tokens(1, num_pages=6)
+    rank.store_prefix(longer)
+    other = StoringRank(rank.stored, host_ratio=3.0)
+    for rid, prompt in (("a", tokens), ("b", tokens), ("c", longer), ("d", rank.tokens(2))):
+        other.store.search(rid, prompt, "", 0)
+    search, elsewhere = other.take().searches
+    assert other.store.awaited == {"a", "b", "c", "d"}
+    other.end(search)
+    other.end(elsewhere)
+    taken = other.take()
+    (load,) = taken.loads
+    assert len(load.blocks[0]) == 4
+    assert not taken.searches
+    assert other.store.awaited == {"a", "b", "c"}
+    other.end(load)
+    # The rest of the longer one is searched now.
+    assert other.store.awaited == {"c"}
+    (search,) = other.take().searches
+    other.end(search)
+    (load,) = other.take().loads
+    assert len(load.blocks[0]) == 2
+    other.end(load)
+    assert other.store.awaited == set()
+    assert other.num_here(longer) == len(longer)
+
+
+def test_after_a_miss_no_search_waits_for_another() -> None:
+    rank = StoringRank()
+    for rid in "abc":
+        rank.store.search(rid, rank.tokens(1), "", 0)
+    (search,) = rank.take().searches
+    rank.end(search)
+    searches = rank.take().searches
+    assert len(searches) == 2
+    for each in searches:
+        rank.end(each)
+    assert rank.store.awaited == set()
+
+
+def test_all_that_wait_for_an_overdue_search_wait_no_more() -> None:
+    rank = StoringRank()
+    for rid in "ab":
+        rank.store.search(rid, rank.tokens(1), "", 0)
+    (search,) = rank.take().searches
+    rank.store.overdue(search.number)
+    assert rank.store.awaited == set()
+    rank.end(search)
+    assert not rank.take().searches
+
+
 def test_ends_from_before_a_reset_are_ignored() -> None:
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
