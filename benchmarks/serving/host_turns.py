@@ -74,13 +74,13 @@ def main() -> None:
                     each.clear()
             for history in histories:
                 prompt = history + tokens(_NEW_TOKENS)
-                _settle(engine)
+                settle(engine)
                 ms, cached = first_token_ms(prompt)
                 assert cached >= words.history - engine.info["page_size"], "it is not on the host"
                 times["from the host"].append(ms)
                 ms, _ = first_token_ms([*prompt, *tokens(_NEW_TOKENS)])
                 times["on the device"].append(ms)
-                _settle(engine)
+                settle(engine)
                 assert engine.flush_cache()
                 _drop_cached_files(Path(folder))
                 ms, cached = first_token_ms(prompt)
@@ -94,7 +94,7 @@ def main() -> None:
         print(f"{name:<14} {ms:>9.1f} ms, {medians['computed'] / ms:>6.2f} times sooner")
 
 
-def _settle(engine: Engine) -> None:
+def settle(engine: Engine) -> None:
     """Wait until no copy is under way, as after a user's pause."""
     while any(
         rank["host_copies_waiting"] or any(pool["arriving_blocks"] for pool in rank["host_pools"])

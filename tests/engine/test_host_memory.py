@@ -234,10 +234,11 @@ def test_sessions_that_go_back_and_fork_find_their_prefixes_on_the_host(
 def test_windows_and_states_of_sessions_come_back_too(
     compare: Callable[..., Any], family: str
 ) -> None:
-    compare(GOLDEN / family, session_answers, session_memory_fraction=1.0)
+    compare(GOLDEN / family, session_answers, session_memory_fraction=1.0, **CASES["chunks of 8"])
 
 
 @pytest.mark.long
 def test_retracted_requests_find_their_prefixes_on_the_host(compare: Callable[..., Any]) -> None:
-    counters = compare(GOLDEN / "qwen3", answers_at_once, is_exact=False, test_retract=True)
+    settings = CASES["chunks of 8"] | {"test_retract": True}
+    counters = compare(GOLDEN / "qwen3", answers_at_once, is_exact=False, **settings)
     assert counters["requests_force_retracted"] > 0
