@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
     pool: int
     pages: Int32Array
-    values: Arrays  # [layers, dp * piece pages, ...]
+    values: Arrays  # [dp * piece pages, layers, ...]: each page in one part, as in its block
 
 
 class HostStore:
@@ -250,17 +250,19 @@ class _Pool:
         self._padding: dict[tuple[int, jax.Device], jax.Array] = {}
         for index, (pool, piece) in enumerate(zip(self._shapes, self._values, strict=True)):
             for device, part in piece.sharding.addressable_devices_indices_map(piece.shape).items():
-                self._ranks[device] = (part[1].start or 0) // self.piece_pages
-                layers, _, *page = piece.sharding.shard_shape(piece.shape)
+                self._ranks[device] = (part[0].start or 0) // self.piece_pages
+                _, *page = piece.sharding.shard_shape(piece.shape)
                 size = np.dtype(f"u{pool.dtype.itemsize}")
-                self._stored[index, device] = np.empty((num_blocks, layers, *page), size)
+                self._stored[index, device] = np.empty((num_blocks, *page), size)
         self._gather: Any = None
         self._scatter: Any = None
 
     def _of_piece(self, pool: Any) -> jax.ShapeDtypeStruct:
         layers, _, *page = pool.shape
-        shape = (layers, self._dp_size * self.piece_pages, *page)
-        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.sharding)
+        shape = (self._dp_size * self.piece_pages, layers, *page)
+        of_layers, of_pages, *of_page = pool.sharding.spec
+        sharding = self._sharding(P(of_pages, of_layers, *of_page))
+        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
     # -- programs ---------------------------------------------------------------------------
 
@@ -268,11 +270,12 @@ class _Pool:
         """Compile the programs that read and write the devices' pools."""
 
         def gather(pools: Arrays, ids: jax.Array) -> Arrays:
-            return tuple(jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools)
+            taken = [jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools]
+            return tuple(jnp.moveaxis(own, 1, 0) for own in taken)
 
         def scatter(pools: Arrays, ids: jax.Array, values: Arrays) -> Arrays:
             return tuple(
-                pool.at[:, ids[0]].set(own, mode="drop")
+                pool.at[:, ids[0]].set(jnp.moveaxis(own, 0, 1), mode="drop")
                 for pool, own in zip(pools, values, strict=True)
             )
 
@@ -280,10 +283,11 @@ class _Pool:
             (self._dp_size, self.piece_pages), jnp.int32, sharding=self._sharding(P("data"))
         )
         specs = tuple(shape.sharding.spec for shape in self._shapes)
-        self._gather = self._compiled(gather, (specs, P("data")), specs, (self._shapes, ids))
+        of_pieces = tuple(shape.sharding.spec for shape in self._values)
+        self._gather = self._compiled(gather, (specs, P("data")), of_pieces, (self._shapes, ids))
         self._scatter = self._compiled(
             scatter,
-            (specs, P("data"), specs),
+            (specs, P("data"), of_pieces),
             specs,
             (self._shapes, ids, self._values),
             donate_argnums=0,
@@ -358,7 +362,7 @@ class _Pool:
                 if self._ranks[shard.device] == dp_rank:
                     stored = self._stored[index, shard.device]
                     own = np.asarray(shard.data).view(stored.dtype)
-                    stored[blocks] = np.moveaxis(own[:, : len(blocks)], 1, 0)
+                    stored[blocks] = own[: len(blocks)]
 
     def read(self, dp_rank: int, blocks: Int32Array) -> Arrays:
         """A piece that begins with a rank's blocks, on the devices."""
@@ -374,8 +378,9 @@ class _Pool:
         for device in sharding.addressable_devices_indices_map(piece.shape):
             stored = self._stored[index, device]
             if self._ranks[device] == dp_rank:
-                own = np.zeros(sharding.shard_shape(piece.shape), stored.dtype)
-                own[:, : len(blocks)] = np.moveaxis(stored[blocks], 0, 1)
+                own = np.empty(sharding.shard_shape(piece.shape), stored.dtype)
+                # In this mode alone, the values are copied but once.
+                np.take(stored, blocks, axis=0, out=own[: len(blocks)], mode="clip")
                 parts.append(jax.device_put(own.view(piece.dtype), device))
             else:
                 parts.append(self._padded(index, piece, device))
