@@ -2746,6 +2746,18 @@ MUTATIONS = (
         "        elif",
     ),
     Mutation(
+        "store: never put again what has failed",
+        _STORE,
+        "            else:\n                self._leave_out(put)\n",
+        "",
+    ),
+    Mutation(
+        "store: keep the lock of pages that are not put again",
+        _STORE,
+        "            self._blocks.end_fetch(number)\n            return\n",
+        "            return\n",
+    ),
+    Mutation(
         "store: put without a lock",
         _BLOCKS,
         "            self.leaving[lock_for] = node\n",

@@ -23,8 +23,8 @@ from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
-# So many blocks may be on their way to the store; further prefixes are put there when they are used
-# again.
+# So many blocks may be on their way to the store; further prefixes are put there when they are
+# offered to the host again.
 _MAX_PUT_BLOCKS = 4096
 # So many pages may wait for that.
 _MAX_LEFT_OUT = 1 << 16
@@ -150,7 +150,7 @@ class StoreTier:
             self._puts_now.append(self._transfer(number, behind, values > 0, values))
 
     def put_again(self, tokens: Int32Array, namespace: str) -> None:
-        """The prefix was used: put its pages that were left out, as far as the host has them."""
+        """Put a prefix's pages that were left out, as far as the host has them."""
         if not self._left_out:
             return
         tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
