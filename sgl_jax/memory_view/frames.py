@@ -3,6 +3,9 @@
 A key frame has the code of every page, any other frame the codes that changed since the frame
 before it, both as runs [first page, count, code]. All counts are the engine's; a frame adds rates
 and marks, which need two snapshots.
+
+The pools of the host's memory follow the devices'. An arriving block has the code and state of a
+leased page, and a leaving block of a protected page.
 """
 
 import gc
@@ -15,7 +18,12 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
-from sgl_jax.metrics.engine_metrics import page_states, pool_names, row_states
+from sgl_jax.metrics.engine_metrics import (
+    host_block_states,
+    page_states,
+    pool_names,
+    row_states,
+)
 
 Snapshot = Mapping[str, Any]
 Mark = Mapping[str, Any]
@@ -115,7 +123,7 @@ class FrameBuilder:
         }
 
     def _rank(self, rank: Snapshot) -> dict[str, Any]:
-        leases = _rows_of(rank["leases"])
+        names, leases = pool_names(rank), _rows_of(rank["leases"])
         for lease in leases:
             lease["tokens_per_s"] = self._rates.of_request(lease["rid"])
             self._add_text(lease)
@@ -127,8 +135,12 @@ class FrameBuilder:
             "num_running": rank["num_running"],
             "num_waiting": rank["num_waiting"],
             "pools": [
-                {"name": name, "num_pages": pool["total_pages"], "pages": page_states(pool)}
-                for name, pool in zip(pool_names(rank), rank["pools"], strict=True)
+                {"name": name, "is_host": False, "pages": page_states(pool)}
+                for name, pool in zip(names, rank["pools"], strict=True)
+            ]
+            + [
+                {"name": f"host {name}", "is_host": True, "pages": _host_states(pool)}
+                for name, pool in zip(names, rank["host_pools"], strict=False)
             ],
             "rows": row_states(rank),
             "leases": leases,
@@ -143,7 +155,7 @@ class FrameBuilder:
             for pool, facts in enumerate(rank["pools"]):
                 codes = self._codes[dp_rank][pool]
                 differs = codes != before[dp_rank][pool] if before else np.ones(len(codes), bool)
-                pools.append({**facts, "runs": runs(codes, differs)})
+                pools.append({**facts, "num_pages": len(codes), "runs": runs(codes, differs)})
             ranks.append({**rank, "pools": pools})
         return {**self._frame, "is_key": not before, "ranks": ranks}
 
@@ -240,8 +252,16 @@ def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
 
 def _codes_of(snapshot: Snapshot) -> list[list[Int32Array]]:
     return [
-        [np.frombuffer(codes, np.int32) for codes in rank["codes"]] for rank in snapshot["ranks"]
+        [np.frombuffer(codes, np.int32) for codes in (*rank["codes"], *rank["host_codes"])]
+        for rank in snapshot["ranks"]
     ]
+
+
+def _host_states(pool: Snapshot) -> dict[str, int]:
+    """Blocks in the host's memory by the state of a page that is drawn alike."""
+    states = host_block_states(pool)
+    arriving, leaving = states.pop("arriving"), states.pop("leaving")
+    return {**states, "leased": arriving, "cached_protected": leaving, "session_held": 0}
 
 
 def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

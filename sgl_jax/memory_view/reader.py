@@ -18,10 +18,19 @@ from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
 from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.dump import namespace_hash
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.host.host_ledger import check_host_balance
 from sgl_jax.mem_cache.ledger import find_imbalance
 from sgl_jax.mem_cache.ledger_walk import find_defects
-from sgl_jax.mem_cache.pages.page_allocator import TREE, describe_owner, each_page
+from sgl_jax.mem_cache.pages.page_allocator import (
+    TREE,
+    PageAllocator,
+    describe_owner,
+    each_page,
+)
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -33,6 +42,7 @@ from sgl_jax.sessions.streaming import StreamingSession
 LOCKED = -3
 # Listed at most, so that the time of a snapshot is bounded: nodes of all ranks together.
 MAX_NODES = 4096
+MAX_BLOCKS = 1 << 18  # of each pool in the host's memory
 MAX_WAITING = 64
 MAX_SESSIONS = 256
 MAX_TURNS = 64
@@ -76,24 +86,20 @@ class MemoryReader:
     def describe_page(self, message: DescribePage) -> PageDescription:
         """Raises `InvalidRequestError` if there is no such page."""
         rank = self._rank_of(message.dp_rank)
-        memory = rank.memory
-        check_between("pool", message.pool, 0, len(memory.allocators) - 1)
+        memory, num_pools = rank.memory, len(rank.memory.allocators)
+        num_host_pools = len(rank.host.blocks.allocators) if rank.host else 0
+        check_between("pool", message.pool, 0, num_pools + num_host_pools - 1)
+        if rank.host is not None and message.pool >= num_pools:
+            return _describe_block(rank.host.blocks, message.pool - num_pools, message.page)
         allocator = memory.allocators[message.pool]
         check_between("page", message.page, 0, allocator.num_pages - 1)
         owner = int(allocator.owners()[message.page])
         tokens = rid = node = None
         if owner == TREE:
-            node, tokens = _node_of(memory, message.pool, message.page)
+            node, tokens = _node_of(memory.cache, message.pool, message.page)
         elif owner > 0:
             tokens = _tokens_of(memory, message.pool, message.page, owner)
             rid = rank.running.rids[owner] or None
-        moves = allocator.transitions()
-        of_page = [
-            PageMove(move.clock, move.action, describe_owner(mover))
-            for move in moves
-            for page, mover in each_page(move)
-            if page == message.page
-        ]
         return PageDescription(
             owner=describe_owner(owner),
             tokens=tokens,
@@ -102,9 +108,7 @@ class MemoryReader:
             node=None if node is None else node.node_id,
             num_locks=int(memory.locked[message.pool].num_locks()[message.page]),
             last_access=None if node is None else node.last_access,
-            clock=allocator.clock,
-            moves=of_page,
-            is_whole=not moves or moves[0].clock == 1,
+            **_history(allocator, message.page),
         )
 
     def find_prefix(self, message: FindPrefix) -> PrefixFound:
@@ -123,8 +127,7 @@ class MemoryReader:
         return self._scheduler.ranks[dp_rank]
 
     def _rank(self, rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
-        memory = rank.memory
-        defect = find_imbalance(memory, len(rank.running))
+        memory, host, defect = rank.memory, rank.host, _defect(rank)
         return {
             **memory.view().as_dict(),
             "defect": defect,
@@ -132,7 +135,12 @@ class MemoryReader:
             "num_running": len(rank.running),
             "num_waiting": self._scheduler.num_waiting_for(rank.dp_rank),
             "counters": rank.counters(),
-            "codes": [_codes(memory, pool).tobytes() for pool in range(len(memory.allocators))],
+            "codes": [
+                _codes(allocator, locked.num_locks())
+                for allocator, locked in zip(memory.allocators, memory.locked, strict=True)
+            ],
+            "host_pools": [view._asdict() for view in host.views()] if host else [],
+            "host_codes": _block_codes(host.blocks) if host else [],
             "leases": _leases(rank, has_tokens),
         }
 
@@ -174,11 +182,31 @@ class MemoryReader:
         return listed, len(store) - len(listed)
 
 
-def _codes(memory: RankMemory, pool: int) -> Int32Array:
+def _codes(allocator: PageAllocator, num_locks: Int32Array) -> bytes:
     """The owner of each page, int32[num_pages], with `LOCKED` pages of the tree."""
-    codes = memory.allocators[pool].owners()
-    codes[(codes == TREE) & (memory.locked[pool].num_locks() > 0)] = LOCKED
-    return codes
+    codes = allocator.owners()
+    codes[(codes == TREE) & (num_locks > 0)] = LOCKED
+    return codes.tobytes()
+
+
+def _block_codes(blocks: HostBlocks) -> list[bytes]:
+    """The same of the first blocks of each pool in the host's memory."""
+    most = MAX_BLOCKS * np.dtype(np.int32).itemsize
+    return [
+        _codes(allocator, blocks.num_locks(pool))[:most]
+        for pool, allocator in enumerate(blocks.allocators)
+    ]
+
+
+def _defect(rank: RankScheduler) -> str | None:
+    """The first counts of a rank that disagree, of its pages or its blocks."""
+    defect = find_imbalance(rank.memory, rank.num_leases)
+    if defect is None and rank.host is not None:
+        try:
+            check_host_balance(rank.host)
+        except LedgerError as error:
+            return str(error)
+    return defect
 
 
 def _defect_pages(memory: RankMemory) -> list[tuple[int, int]]:
@@ -334,20 +362,51 @@ def _runs(is_set: BoolArray) -> list[list[int]]:
     return [[first, end - first] for first, end in zip(firsts, ends, strict=True)]
 
 
+def _describe_block(blocks: HostBlocks, pool: int, block: int) -> PageDescription:
+    """The description of a block in the host's memory. Its tree is not shown."""
+    allocator = blocks.allocators[pool]
+    check_between("page", block, 0, allocator.num_pages - 1)
+    owner = int(allocator.owners()[block])
+    node, tokens = _node_of(blocks.cache, pool, block) if owner == TREE else (None, None)
+    return PageDescription(
+        owner=describe_owner(owner, "transfer"),
+        tokens=tokens,
+        rid=None,
+        session_id=None,
+        node=None,
+        num_locks=int(blocks.num_locks(pool)[block]),
+        last_access=None if node is None else node.last_access,
+        **_history(allocator, block, "transfer"),
+    )
+
+
+def _history(allocator: PageAllocator, page: int, holder: str = "row") -> dict[str, Any]:
+    """The moves of a page, for its description."""
+    moves = allocator.transitions()
+    of_page = [
+        PageMove(move.clock, move.action, describe_owner(mover, holder))
+        for move in moves
+        for moved, mover in each_page(move)
+        if moved == page
+    ]
+    is_whole = not moves or moves[0].clock == 1
+    return {"clock": allocator.clock, "moves": of_page, "is_whole": is_whole}
+
+
 def _node_of(
-    memory: RankMemory, pool: int, page: int
+    cache: RadixCache, pool: int, page: int
 ) -> tuple[TreeNode | None, tuple[int, int] | None]:
     """The node that holds a page of the tree, and the page's tokens."""
-    nodes = memory.cache.nodes()
-    for component in memory.cache.tree.components:
+    nodes, page_size = cache.nodes(), cache.tree.page_size
+    for component in cache.tree.components:
         if component.pool != pool:
             continue
         places = np.flatnonzero(component.pages_of(nodes) == page)
         if len(places):
             ends = np.cumsum([len(node.values[component.index]) for node in nodes])
             index = int(np.searchsorted(ends, places[0], side="right"))
-            last = nodes[index].end - (int(ends[index]) - 1 - int(places[0])) * memory.page_size
-            return nodes[index], (last - memory.page_size, last)
+            last = nodes[index].end - (int(ends[index]) - 1 - int(places[0])) * page_size
+            return nodes[index], (last - page_size, last)
     return None, None
 
 

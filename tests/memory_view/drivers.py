@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from sgl_jax.core.messages import ForkSession, OpenSession, RollbackSession, SessionTurn
-from tests.memory_view.test_reader import shared_prompts, with_windows
+from tests.memory_view.test_reader import shared_prompts, with_host, with_windows
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.test_states import make_driver as make_driver_with_states
 
@@ -54,6 +54,7 @@ def large_driver() -> Driver:
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "two ranks": busy_driver,
     "windows": with_windows,
+    "host": with_host,
     "states": lambda: shared_prompts(make_driver_with_states(num_pages=24)),
     "65,536 pages": large_driver,
 }

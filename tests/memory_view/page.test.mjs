@@ -42,6 +42,9 @@ test("a code and the idle rows give the kind of a page", async () => {
   isIdle[7] = true;
   const kinds = [0, -1, -2, -3, 4, 7].map((code) => kindOf(code, isIdle));
   assert.deepEqual(kinds, [FREE, RESERVED, CACHED, PROTECTED, RUNNING, SESSION]);
+  const { HOST_KINDS } = await load("palette.js");
+  const names = kinds.map((kind) => HOST_KINDS[kind].name);
+  assert.deepEqual(names, ["free", "reserved", "cached", "leaving", "arriving", undefined]);
 });
 
 test("runs of frames add up, and an instant replaces the numbers of the frame", async () => {

@@ -15,6 +15,7 @@ Frame = dict[str, Any]
 DASH = "\N{EN DASH}"
 STATES = ("free", "leased", "cached_evictable", "cached_protected", "session_held", "reserved")
 WORDS = ("free", "running", "cached", "protected", "sessions", "reserved")
+HOST_WORDS = ("free", "arriving", "cached", "leaving", None, "reserved")
 # One pixel of each cell, in the middle of its upper edge, as rgb of each page of a rank's map.
 CELLS = """([rank, numPages]) => {
   const canvas = document.querySelectorAll("#maps canvas")[rank];
@@ -31,8 +32,10 @@ CELLS = """([rank, numPages]) => {
 COLOURS = {
     "free": 0xE7E9EC,
     "running": 0x0072B2,
+    "arriving": 0x0072B2,
     "cached": 0x009E73,
     "protected": 0x009E73,
+    "leaving": 0x009E73,
     "sessions": 0xE69F00,
     "reserved": 0xCC79A7,
 }
@@ -49,13 +52,20 @@ def go_to(page: Any, number: int) -> None:
 
 
 def kinds_of(frame: Frame, rank: int, pool: int) -> list[str]:
-    """The kind of each page, and its row if it has one."""
-    leases = frame["ranks"][rank]["leases"]
+    """The kind of each page, and its row or transfer if it has one."""
+    leases, facts = frame["ranks"][rank]["leases"], frame["ranks"][rank]["pools"][pool]
     idle = {lease["row"] for lease in leases if lease["is_idle"]}
-    words = {0: "free", -1: "reserved", -2: "cached", -3: "protected"}
+    words = {0: "free", -1: "reserved", -2: "cached"}
+    words[-3] = "leaving" if facts["is_host"] else "protected"
+
+    def words_of(code: int) -> str:
+        if facts["is_host"]:
+            return f"arriving, transfer {code}"
+        return f"{'sessions' if code in idle else 'running'}, row {code}"
+
     return [
-        words[code] if code <= 0 else f"{'sessions' if code in idle else 'running'}, row {code}"
-        for _, count, code in frame["ranks"][rank]["pools"][pool]["runs"]
+        words[code] if code <= 0 else words_of(code)
+        for _, count, code in facts["runs"]
         for _ in range(count)
     ]
 
@@ -88,15 +98,19 @@ def test_each_number_is_the_frames(
             for pool, facts in enumerate(rank["pools"]):
                 line = page.locator(f"li[data-rank='{rank['dp_rank']}'][data-pool='{pool}']")
                 pages = facts["pages"]
-                terms = [f"{WORDS[i]} {pages[state]:,}" for i, state in enumerate(STATES)]
+                words = zip(HOST_WORDS if facts["is_host"] else WORDS, STATES, strict=True)
+                terms = [f"{word} {pages[state]:,}" for word, state in words if word]
                 sentence = f"Rank {rank['dp_rank']}, {facts['name']}: closed: {' + '.join(terms)}"
                 assert line.locator("p").inner_text() == f"{sentence} = {pages['total']:,}"
                 for state, count in pages.items():
+                    if facts["is_host"] and state == "session_held":
+                        assert count == 0
+                        continue
                     value = line.locator(f"[data-state='{state}']").get_attribute("data-value")
                     assert value == str(count)
 
 
-@pytest.mark.parametrize("name", long_but(DRIVERS, "two ranks", "states"))
+@pytest.mark.parametrize("name", long_but(DRIVERS, "two ranks", "host"))
 def test_every_page_is_drawn_and_listed(
     name: str, recording_of: RecordingOf, open_page: OpenPage
 ) -> None:
@@ -242,3 +256,36 @@ def test_an_instant_of_the_timeline_is_shown_in_the_head(
     page.keyboard.press("End")
     page.keyboard.press("Enter")
     page.wait_for_selector(f"html[data-number='{len(samples) - 1}']", state="attached")
+
+
+def test_blocks_of_the_hosts_memory_have_a_legend_and_details(
+    recording_of: RecordingOf, open_page: OpenPage
+) -> None:
+    recording = recording_of("host")
+    contents = [content_of(recording, number)["frame"] for number in range(len(recording.frames))]
+    kinds = [kinds_of(frame, 0, 2) for frame in contents]
+    number = next(i for i, own in enumerate(kinds) if "leaving" in own)
+    page = open_page(recording.url)
+    go_to(page, number)
+    assert page.locator("#host-legend li").all_inner_texts() == [
+        "Blocks in the host's memory:",
+        "free",
+        "arriving: a transfer writes it",
+        "cached: reusable until evicted",
+        "leaving: cached, and a transfer reads it",
+        "reserved: never given out",
+    ]
+    page.locator("#pool").select_option("host full")
+    page.mouse.move(0, 0)
+    block = kinds[number].index("leaving")
+    canvas = page.locator("#maps canvas").first
+    canvas.focus()
+    page.keyboard.press("Home")
+    for _ in range(block):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    details = page.locator("#page-details")
+    details.get_by_text("1 lock").wait_for()
+    assert details.inner_text().startswith(f"Rank 0, host full: block {block}, leaving")
+    details.get_by_text("take, transfer").first.wait_for()
+    assert details.get_by_role("button").all_inner_texts() == ["Unpin"]

@@ -19,6 +19,7 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionTurn,
 )
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -61,7 +62,23 @@ def with_windows() -> Driver:
     return shared_prompts(Driver(make_sizes(num_pages=24, groups=groups)))
 
 
+def with_host() -> Driver:
+    """Prefixes with windows go to the host's memory and come back, by slow transfers."""
+    groups = (*FULL_ATTENTION, CacheGroup(8, 1))
+    sizes = make_sizes(dp_size=2, num_pages=24, groups=groups, host_ratio=2.0)
+    driver = Driver(sizes, SchedulerArgs(hicache_fetch_policy="always"))
+    driver.oracle.host.end_rate = 0.2
+    shared_prompts(driver)
+    for i in range(12):
+        driver.submit(generate(f"again{i}", [i % 6] * 24 + [i], 4))
+        for _ in range(6):
+            driver.step()
+    driver.run()
+    return driver
+
+
 DRIVERS = {
+    "prefixes in the host's memory": with_host,
     "full attention, two ranks, retracts, sessions": eventful_driver,
     "one rank that is short of pages": lambda: shared_prompts(Driver(make_sizes(num_pages=20))),
     "windows": with_windows,
@@ -112,6 +129,26 @@ def test_the_pages_add_up_to_the_engines_own_counts(name: str) -> None:
             assert set(codes_of(rank, 0)[codes_of(rank, 0) > 0].tolist()) <= set(leases["row"])
     assert kinds["leased_pages"] > 20
     assert kinds["protected_pages"] > 20
+
+
+def test_the_blocks_of_the_hosts_memory_add_up_while_they_come_and_go() -> None:
+    kinds = Counter[str]()
+    for snapshot in snapshots(with_host()):
+        for rank in snapshot["ranks"]:
+            assert rank["defect"] is None
+            for pool, raw in zip(rank["host_pools"], rank["host_codes"], strict=True):
+                codes = np.frombuffer(raw, np.int32)
+                found = {
+                    "total_blocks": len(codes),
+                    "free_blocks": int((codes == FREE).sum()),
+                    "reserved_blocks": int((codes == RESERVED).sum()),
+                    "cached_blocks": int(np.isin(codes, [TREE, LOCKED]).sum()),
+                    "leaving_blocks": int((codes == LOCKED).sum()),
+                    "arriving_blocks": int((codes > 0).sum()),
+                }
+                assert found == pool
+                kinds.update(name for name, count in found.items() if count)
+    assert min(kinds["leaving_blocks"], kinds["arriving_blocks"]) > 20, kinds
 
 
 @pytest.mark.parametrize("name", DRIVERS)
@@ -340,6 +377,60 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
     for wrong in ({"dp_rank": 1}, {"pool": 1}, {"page": 40}):
         with pytest.raises(InvalidRequestError, match="must be in"):
             reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))
+
+
+def test_a_block_is_described_by_its_prefix_and_its_moves() -> None:
+    driver = with_host()
+    reader, rank = MemoryReader(driver.scheduler), driver.scheduler.ranks[1]
+    assert rank.host is not None
+    blocks = rank.host.blocks
+    blocks.allocators[1].alloc(1, owner=999)
+    nodes = blocks.cache.nodes()
+    for pool, (allocator, component) in enumerate(
+        zip(blocks.allocators, blocks.cache.tree.components, strict=True)
+    ):
+        places = {
+            page: node.end - len(node.key) + 4 * index
+            for node in nodes
+            for index, page in enumerate(node.values[component.index].tolist())
+        }
+        for block, owner in enumerate(allocator.owners().tolist()):
+            found = reader.describe_page(DescribePage(dp_rank=1, pool=2 + pool, page=block))
+            held = (places[block], places[block] + 4) if owner == TREE else None
+            assert (found.tokens, found.node, found.rid, found.num_locks) == (held, None, None, 0)
+            names = {TREE: "tree", FREE: "free", RESERVED: "reserved", 999: "transfer 999"}
+            assert found.owner == names[owner]
+            assert bool(found.moves) or owner in (FREE, RESERVED)
+            assert not any("row" in move.owner for move in found.moves)
+            assert (found.last_access is None) == (owner != TREE)
+    for wrong in ({"pool": 4}, {"pool": 2, "page": 49}):
+        with pytest.raises(InvalidRequestError, match="must be in"):
+            reader.describe_page(DescribePage(**{"dp_rank": 1, "page": 1, **wrong}))
+
+
+def test_blocks_that_do_not_add_up_are_a_defect_of_the_rank() -> None:
+    driver = with_host()
+    reader, (_, rank) = MemoryReader(driver.scheduler), driver.scheduler.ranks
+    assert rank.host is not None
+    rank.host.blocks.allocators[0].alloc(1, owner=999)
+    defects = [each["defect"] for each in reader.read(ReadMemory())["ranks"]]
+    words = "host memory of rank 1: copies have 0 blocks, 1 are owned"
+    assert defects == [None, words]
+
+
+def test_the_blocks_that_are_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_BLOCKS", 5)
+    snapshot = MemoryReader(with_host().scheduler).read(ReadMemory())
+    pools = FrameBuilder().add(snapshot, 0.0)["ranks"][0]["pools"]
+    assert [pool["name"] for pool in pools] == [
+        "full",
+        "window 8",
+        "host full",
+        "host window 8",
+    ]
+    assert [pool["is_host"] for pool in pools] == [False, False, True, True]
+    assert [pool["num_pages"] for pool in pools] == [24, pools[1]["pages"]["total"], 5, 5]
+    assert pools[2]["pages"]["total"] == 49
 
 
 def test_a_history_is_not_whole_once_older_moves_are_forgotten() -> None:

@@ -2469,8 +2469,20 @@ MUTATIONS = (
     Mutation(
         "view: show pages that leases have locked as evictable",
         _READER,
-        "    codes[(codes == TREE) & (memory.locked[pool].num_locks() > 0)] = LOCKED\n",
+        "    codes[(codes == TREE) & (num_locks > 0)] = LOCKED\n",
         "",
+    ),
+    Mutation(
+        "view: a lease of a fetch from the host is a defect",
+        _READER,
+        "find_imbalance(rank.memory, rank.num_leases)",
+        "find_imbalance(rank.memory, len(rank.running))",
+    ),
+    Mutation(
+        "view: show no lock of a prefix that a copy continues",
+        "sgl_jax/mem_cache/host/host_blocks.py",
+        "(*self.leaving.values(), *(copy.node for copy in self.copies.values()))",
+        "tuple(self.leaving.values())",
     ),
     Mutation(
         "view: list no session whose turn runs among those with pages",
@@ -2494,8 +2506,8 @@ MUTATIONS = (
     Mutation(
         "view: a history seems whole after moves were forgotten",
         _READER,
-        "is_whole=not moves or moves[0].clock == 1",
-        "is_whole=True",
+        "is_whole = not moves or moves[0].clock == 1",
+        "is_whole = True",
     ),
     Mutation(
         "view: count output from before a retract in a rate",

@@ -10,6 +10,7 @@ leaving. Nothing else locks them, except that a copy locks the prefix which it c
 from the store fills blocks as a copy from the device does.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,17 @@ class HostBlocks:
             return (values[values > 0],)
         in_pools = [values[numbers].reshape(-1) for numbers in self.groups_of]
         return tuple(listed[listed > 0] for listed in in_pools)
+
+    def num_locks(self, pool: int) -> Int32Array:
+        """The locks on each block of a pool but the null block, int32[num_blocks]."""
+        counts = np.zeros(self.allocators[pool].num_pages, np.int32)
+        tree = self.cache.tree
+        ends = (*self.leaving.values(), *(copy.node for copy in self.copies.values()))
+        for node in chain.from_iterable(tree.path_to(end) for end in ends if end is not None):
+            for component in tree.components:
+                if component.pool == pool:
+                    counts[node.values[component.index]] = node.locks[component.index]
+        return counts
 
     def begin_copy(
         self, number: int, tokens: Int32Array, namespace: str, is_offered: BoolArray

@@ -29,8 +29,8 @@ _IN_WORDS = {
 }
 
 
-def describe_owner(owner: int) -> str:
-    return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"row {owner}")
+def describe_owner(owner: int, holder: str = "row") -> str:
+    return {FREE: "free", RESERVED: "reserved", TREE: "tree"}.get(owner, f"{holder} {owner}")
 
 
 def each_page(move: Transition) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 /** The head and the balance: numbers of the frame, as they are. */
 
 import { byId, clockTime, count, element, pageRanges, rate, setNumber, setText } from "./format.js";
-import { KINDS } from "./palette.js";
+import { HOST_KINDS, KINDS } from "./palette.js";
 
 const TOTALS = [
   ["step", "step", count],
@@ -23,9 +23,11 @@ export class Head {
       this.#totals.set(name, value);
       byId("totals").append(element("div", {}, element("dt", {}, words), value));
     }
-    for (const { state, name, meaning } of KINDS) {
-      const words = meaning ? `${name}: ${meaning}` : name;
-      byId("legend").append(element("li", {}, element("i", { data: { kind: state } }), words));
+    for (const [id, kinds] of [["legend", KINDS], ["host-legend", HOST_KINDS]]) {
+      for (const { state, name, meaning } of kinds.filter((kind) => kind.name)) {
+        const words = meaning ? `${name}: ${meaning}` : name;
+        byId(id).append(element("li", {}, element("i", { data: { kind: state } }), words));
+      }
     }
   }
 
@@ -46,8 +48,9 @@ export class Head {
   #build({ frame }, shape) {
     this.#shape = shape;
     this.#lines = frame.ranks.flatMap((rank) =>
-      rank.pools.map((pool, index) => makeLine(rank.dp_rank, index, pool.name)),
+      rank.pools.map((pool, index) => makeLine(rank.dp_rank, index, pool)),
     );
+    byId("host-legend").hidden = !frame.ranks[0].pools.some((pool) => pool.is_host);
     byId("ranks").replaceChildren(...this.#lines.map((line) => line.root));
   }
 
@@ -59,14 +62,15 @@ export class Head {
   }
 }
 
-function makeLine(dpRank, pool, name) {
+function makeLine(dpRank, pool, { name, is_host: isHost }) {
   const verdict = element("b", { className: "verdict" });
   const defect = element("span", { className: "defect" });
   const bar = element("div", { className: "bar", ariaHidden: "true" });
   const sum = element("span", { className: "sum" });
   const numbers = new Map();
   const parts = new Map();
-  KINDS.forEach(({ state, name: words }, kind) => {
+  const kinds = (isHost ? HOST_KINDS : KINDS).filter((kind) => kind.name);
+  kinds.forEach(({ state, name: words }, kind) => {
     const number = element("b", { data: { state } });
     const part = element("i", { data: { kind: state } });
     numbers.set(state, number);

@@ -3,7 +3,7 @@
 import { byId, clockTime, count, duration, rate, setText } from "./format.js";
 import { Head } from "./head.js";
 import { PageMaps } from "./page_maps.js";
-import { KINDS, onTheme } from "./palette.js";
+import { HOST_KINDS, KINDS, onTheme } from "./palette.js";
 import { Player } from "./recording.js";
 import { Sessions } from "./sessions.js";
 import { State } from "./state.js";
@@ -40,7 +40,8 @@ const tree = new TreeView(() => {});
 const sessions = new Sessions(select);
 const drawings = [timeline, maps, strips, tree, sessions];
 
-const PAGE_HEADINGS = [...KINDS.map((kind) => kind.name), "total"];
+const namesOf = ({ name }, kind) => [...new Set([name, HOST_KINDS[kind].name ?? name])].join(" / ");
+const PAGE_HEADINGS = [...KINDS.map(namesOf), "total"];
 const pageCells = (pages) => [...KINDS.map((kind) => count(pages[kind.state])), count(pages.total)];
 const tables = [
   new LiveTable("balance", "Pages by rank and pool",

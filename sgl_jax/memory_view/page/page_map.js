@@ -1,8 +1,8 @@
 /** The map of one pool of one rank: a cell a page, painted only where pages changed. */
 
 import { fit, setSlider, watch } from "./canvas.js";
-import { count, element } from "./format.js";
-import { KINDS, VERMILION, kindOf, theme } from "./palette.js";
+import { count, element, plural } from "./format.js";
+import { HOST_KINDS, KINDS, VERMILION, kindOf, theme } from "./palette.js";
 
 const CELL_SIZES = [24, 18, 12, 9, 6, 3];
 const TEXELS = 3; // along an edge of a cell, before scaling
@@ -40,6 +40,7 @@ export class PageMap {
   cursor = -1;
   outlined = 0; // a row: its pages have an outline
   defects = []; // pages
+  isHost = false; // the pages are blocks in the host's memory
 
   /** `on.point(page or null)` and `on.pin(page)` follow pointer and keys. */
   constructor(dpRank, on) {
@@ -53,7 +54,8 @@ export class PageMap {
   }
 
   /** Paints the pages whose code or kind differs from the painted one. */
-  update(codes, isIdle, { outlined, defects }) {
+  update(codes, isIdle, { isHost, outlined, defects }) {
+    this.isHost = isHost;
     const isNew = this.#fitGrid(codes.length);
     const changed = [];
     const { shown, kinds } = this;
@@ -85,14 +87,15 @@ export class PageMap {
     this.grid = null;
   }
 
-  /** Kind and row of a page's owner, in words. */
+  /** Kind and row, or transfer, of a page's owner, in words. */
   ownerOf(page) {
     const code = this.shown[page];
-    return KINDS[this.kinds[page]].name + (code > 0 ? `, row ${code}` : "");
+    const [kinds, holder] = this.isHost ? [HOST_KINDS, "transfer"] : [KINDS, "row"];
+    return kinds[this.kinds[page]].name + (code > 0 ? `, ${holder} ${code}` : "");
   }
 
   wordsOf(page) {
-    return `page ${count(page)}, ${this.ownerOf(page)}`;
+    return `${this.#noun} ${count(page)}, ${this.ownerOf(page)}`;
   }
 
   /** Zooms around a point of the canvas, the cursor if none is given. */
@@ -123,6 +126,10 @@ export class PageMap {
     this.#outline(context, this.#pagesOfRow(this.outlined), theme.ink, 1.5);
     this.#outline(context, this.defects, VERMILION, 2.5);
     if (this.cursor >= 0) this.#outline(context, [this.cursor], theme.ink, 2);
+  }
+
+  get #noun() {
+    return this.isHost ? "block" : "page";
   }
 
   get #hasMarks() {
@@ -232,7 +239,7 @@ export class PageMap {
 
   #describe() {
     const last = this.shown.length - 1;
-    const words = this.cursor < 0 ? `${count(last + 1)} pages` : this.wordsOf(this.cursor);
+    const words = this.cursor < 0 ? plural(last + 1, this.#noun) : this.wordsOf(this.cursor);
     setSlider(this.#canvas, this.cursor, last, words);
   }
 

@@ -41,8 +41,10 @@ export class PageMaps {
     }
     for (const map of this.#maps) {
       const { selected, pool } = state;
-      map.update(state.codes[map.dpRank][pool], state.idleRows(map.dpRank), {
-        outlined: (selected?.dpRank === map.dpRank && selected.row) || 0,
+      const isHost = ranks[map.dpRank].pools[pool].is_host;
+      map.update(state.codes[map.dpRank][pool], isHost ? [] : state.idleRows(map.dpRank), {
+        isHost,
+        outlined: (!isHost && selected?.dpRank === map.dpRank && selected.row) || 0,
         defects: ranks[map.dpRank].defect_pages.filter(([p]) => p === pool).map(([, page]) => page),
       });
     }

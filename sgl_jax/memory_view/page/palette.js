@@ -10,6 +10,16 @@ export const KINDS = [
   kind("session_held", "sessions", "kept for an idle session", "#e69f00", "### ooo ###"),
   kind("reserved", "reserved", "never given out", "#cc79a7", "o#o #o# o#o"),
 ];
+const HOST_NAMES = {
+  leased: ["arriving", "a transfer writes it"],
+  cached_protected: ["leaving", "cached, and a transfer reads it"],
+  session_held: [], // none
+};
+/** The same kinds with their names for blocks in the host's memory. */
+export const HOST_KINDS = KINDS.map((each) => {
+  const [name, meaning] = HOST_NAMES[each.state] ?? [each.name, each.meaning];
+  return { ...each, name, meaning };
+});
 export const [FREE, RUNNING, CACHED, PROTECTED, SESSION, RESERVED] = KINDS.keys();
 
 export const VERMILION = "#d55e00";

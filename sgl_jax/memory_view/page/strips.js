@@ -14,7 +14,9 @@ export function wordsOf(lease) {
   const words = [
     `rank ${lease.dpRank} row ${lease.row}`,
     `${count(shared)} | ${count(committed)} | ${count(allocated)}`,
-    lease.is_idle ? "idle" : `${rate(lease.tokens_per_s)} tokens/s`,
+    lease.is_idle ? "idle"
+      : lease.rid === null ? "prefix on its way from the host"
+      : `${rate(lease.tokens_per_s)} tokens/s`,
     lease.num_retractions > 0 && plural(lease.num_retractions, "retract"),
     lease.rid,
     lease.session_id && `session ${lease.session_id}`,
