@@ -20,7 +20,6 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
-from sgl_jax.mem_cache.host.host_ledger import check_host_balance
 from sgl_jax.mem_cache.ledger import find_imbalance
 from sgl_jax.mem_cache.ledger_walk import find_defects
 from sgl_jax.mem_cache.pages.page_allocator import (
@@ -87,10 +86,11 @@ class MemoryReader:
         """Raises `InvalidRequestError` if there is no such page."""
         rank = self._rank_of(message.dp_rank)
         memory, num_pools = rank.memory, len(rank.memory.allocators)
-        num_host_pools = len(rank.host.blocks.allocators) if rank.host else 0
+        tier = rank.host.tier
+        num_host_pools = len(tier.blocks.allocators) if tier is not None else 0
         check_between("pool", message.pool, 0, num_pools + num_host_pools - 1)
-        if rank.host is not None and message.pool >= num_pools:
-            return _describe_block(rank.host.blocks, message.pool - num_pools, message.page)
+        if tier is not None and message.pool >= num_pools:
+            return _describe_block(tier.blocks, message.pool - num_pools, message.page)
         allocator = memory.allocators[message.pool]
         check_between("page", message.page, 0, allocator.num_pages - 1)
         owner = int(allocator.owners()[message.page])
@@ -127,7 +127,7 @@ class MemoryReader:
         return self._scheduler.ranks[dp_rank]
 
     def _rank(self, rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
-        memory, host, defect = rank.memory, rank.host, _defect(rank)
+        memory, tier, defect = rank.memory, rank.host.tier, _defect(rank)
         return {
             **memory.view().as_dict(),
             "defect": defect,
@@ -139,8 +139,8 @@ class MemoryReader:
                 _codes(allocator, locked.num_locks())
                 for allocator, locked in zip(memory.allocators, memory.locked, strict=True)
             ],
-            "host_pools": [view._asdict() for view in host.views()] if host else [],
-            "host_codes": _block_codes(host.blocks) if host else [],
+            "host_pools": [view._asdict() for view in rank.host.views()],
+            "host_codes": _block_codes(tier.blocks) if tier is not None else [],
             "leases": _leases(rank, has_tokens),
         }
 
@@ -201,9 +201,9 @@ def _block_codes(blocks: HostBlocks) -> list[bytes]:
 def _defect(rank: RankScheduler) -> str | None:
     """The first counts of a rank that disagree, of its pages or its blocks."""
     defect = find_imbalance(rank.memory, rank.num_leases)
-    if defect is None and rank.host is not None:
+    if defect is None:
         try:
-            check_host_balance(rank.host)
+            rank.host.check_balance()
         except LedgerError as error:
             return str(error)
     return defect

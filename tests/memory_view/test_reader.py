@@ -382,8 +382,8 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
 def test_a_block_is_described_by_its_prefix_and_its_moves() -> None:
     driver = with_host()
     reader, rank = MemoryReader(driver.scheduler), driver.scheduler.ranks[1]
-    assert rank.host is not None
-    blocks = rank.host.blocks
+    assert rank.host.tier is not None
+    blocks = rank.host.tier.blocks
     blocks.allocators[1].alloc(1, owner=999)
     nodes = blocks.cache.nodes()
     for pool, (allocator, component) in enumerate(
@@ -411,8 +411,8 @@ def test_a_block_is_described_by_its_prefix_and_its_moves() -> None:
 def test_blocks_that_do_not_add_up_are_a_defect_of_the_rank() -> None:
     driver = with_host()
     reader, (_, rank) = MemoryReader(driver.scheduler), driver.scheduler.ranks
-    assert rank.host is not None
-    rank.host.blocks.allocators[0].alloc(1, owner=999)
+    assert rank.host.tier is not None
+    rank.host.tier.blocks.allocators[0].alloc(1, owner=999)
     defects = [each["defect"] for each in reader.read(ReadMemory())["ranks"]]
     words = "host memory of rank 1: copies have 0 blocks, 1 are owned"
     assert defects == [None, words]
