@@ -106,6 +106,7 @@ def test_bursts_of_decode_steps_change_no_figure(excerpt):
     assert in_bursts.num_plans < one_by_one.num_plans / 4
 
 
+@pytest.mark.long
 def test_bursts_change_little_when_memory_is_short(excerpt):
     """An engine with six times the work that it can do, which retracts requests."""
     traffic = Traffic(excerpt, 1, speedup=4.0)
@@ -265,6 +266,7 @@ def test_all_requests_are_served(policy, excerpt):
     assert 0 < values["busy_mean"] <= values["busy_max"] <= 1
 
 
+@pytest.mark.long
 def test_figures_do_not_depend_on_the_number_of_processes(excerpt):
     shape = shape_of(excerpt[:60], num_engines=4, copies=2, num_tokens=100_000)
     one, two = (run_fleet("prefix_aware", shape, num) for num in (1, 2))

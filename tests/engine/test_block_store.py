@@ -88,13 +88,15 @@ def test_a_second_engine_finds_what_the_first_one_stored(tmp_path: Path, case: s
     assert [each[2] for each in found] == [each[2] for each in expected]
 
 
-@pytest.mark.parametrize("family", long_but(FAMILIES, "gemma3"))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
 def test_windows_and_states_are_stored_too(tmp_path: Path, family: str) -> None:
     expected, found, counters = two_engines(settings_with(tmp_path, GOLDEN / family))
     assert counters["store_loaded_tokens"] > 0
     assert found == expected
 
 
+@pytest.mark.long
 def test_blocks_of_other_weights_are_not_found(tmp_path: Path) -> None:
     settings = settings_with(tmp_path, GOLDEN / "qwen3", load_format="dummy")
     prompt = conversations(200)[0][0]

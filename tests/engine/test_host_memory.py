@@ -217,7 +217,8 @@ def test_a_prefix_from_the_host_is_worth_the_computed_one(
     compare(GOLDEN / "qwen3", is_exact=case != "write_through_selective", **CASES[case])
 
 
-@pytest.mark.parametrize("family", long_but(FAMILIES, "qwen3_5"))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
 def test_windows_and_states_come_back_too(compare: Callable[..., Any], family: str) -> None:
     compare(GOLDEN / family)
 

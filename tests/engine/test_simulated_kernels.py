@@ -62,6 +62,7 @@ def greedy_on_two_devices(**settings):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_simulated_kernels_serve_the_tokens_that_xla_does():
     expected = greedy("xla")
     assert expected[0][0].startswith("It is")

@@ -35,9 +35,8 @@ def served(executor):
     return Driver(executor, rows).run(6)
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"tp_size": 2}, pytest.param({"dp_size": 2}, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("mesh", [{"tp_size": 2}, {"dp_size": 2}], ids=str)
+@pytest.mark.long
 def test_a_record_places_the_experts_of_the_next_server(make_executor, tmp_path, mesh):
     own = {
         "model_path": str(FAMILY),

@@ -209,10 +209,8 @@ def test_padding_has_lines_on_no_chip(layout, monkeypatch):
     assert sum(num_used) == 2 * is_token.sum()
 
 
-LONG = [pytest.param(choose, marks=pytest.mark.long) for choose in (any_tokens, an_idle_rank)]
-
-
-@pytest.mark.parametrize("choose", [one_chips_experts_alone, *LONG])
+@pytest.mark.parametrize("choose", [one_chips_experts_alone, any_tokens, an_idle_rank])
+@pytest.mark.long
 def test_the_tpus_kernels_simulated(choose):
     params = weights(has_biases=False)
     layout = Layout(2, 1, over_ranks=True)

@@ -129,6 +129,7 @@ def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: P
     assert share >= 0.95
 
 
+@pytest.mark.long
 def test_a_changed_save_is_not_restored(tmp_path: Path) -> None:
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         begin(Client(server), 3)

@@ -31,6 +31,7 @@ def wide_model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_phases_come_in_order_and_count_up_to_their_totals(wide_model: Path) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []  # status, progress
     with running_server(REAL, wide_model, *FLAGS) as server:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_no_index_is_out_of_range_in_random_runs(tmp_path: Path) -> None:
     # In a folder of their own: those kept for serving are compiled without the checks.
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}

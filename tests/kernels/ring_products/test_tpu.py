@@ -159,6 +159,7 @@ def check_in_both_modes():
         run_and_check(OVER_FOUR, 0, multiply(OVER_FOUR, mode))
 
 
+@pytest.mark.long
 def test_without_a_fault_the_case_that_they_are_seeded_into_passes():
     check_in_both_modes()
 
