@@ -7,8 +7,7 @@ and nothing moves.
 from collections.abc import Callable, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.core.step_plan import PageTransfer
-from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
 from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
@@ -133,37 +132,9 @@ class RankHost:
         return self.tier is not None and self.tier.drop_fetches()
 
     @property
-    def has_work(self) -> bool:
-        """True if `take` may return transfers."""
-        return self.tier is not None and self.tier.has_work
-
-    @property
-    def is_storing(self) -> bool:
-        """True while prefixes are on their way to the store."""
-        return self.tier is not None and self.tier.is_storing
-
-    @property
-    def is_moving_out(self) -> bool:
-        """True while prefixes are on their way to the host or the store, or wait for that."""
-        return self.tier is not None and self.tier.is_moving_out
-
-    @property
     def is_restoring(self) -> bool:
         """True until the saved prefixes are loaded."""
         return self.store is not None and self.store.is_restoring
-
-    def set_fetch_rate(self, tokens_per_s: float) -> None:
-        """A fetch was timed at the start."""
-        if self.tier is not None:
-            self.tier.seconds_per_token = 1.0 / tokens_per_s
-
-    def take(self) -> Transfers:
-        """The transfers to begin before the next step is planned."""
-        return self.tier.take() if self.tier is not None else Transfers()
-
-    def take_saved(self) -> list[PageTransfer]:
-        """The copies of evicted pages, which must precede the step being planned."""
-        return self.tier.take_saved() if self.tier is not None else []
 
     def ended(self, end: TransferEnd) -> None:
         """A transfer has ended."""

@@ -35,7 +35,7 @@ class Outlook(NamedTuple):
 class Ranks:
     """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows.
 
-    `hosts` are the ranks' memories on the host, if there are any.
+    `host_tiers` are the ranks' memories on the host, if there are any.
     """
 
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
@@ -64,7 +64,7 @@ class Ranks:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
-        self.hosts = [rank.host for rank in self.ranks if rank.host.tier is not None]
+        self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self._join(self._active_parts)

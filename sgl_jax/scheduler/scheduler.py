@@ -103,7 +103,7 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
-        self._has_store = any(host.store for host in self._all_ranks.hosts)
+        self._has_store = any(tier.store for tier in self._all_ranks.host_tiers)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
@@ -132,8 +132,8 @@ class Scheduler:
             case PrefillRate():
                 self._admission.prefill_rate = event.tokens_per_s
             case FetchRate():
-                for host in self._all_ranks.hosts:
-                    host.set_fetch_rate(event.tokens_per_s)
+                for tier in self._all_ranks.host_tiers:
+                    tier.seconds_per_token = 1.0 / event.tokens_per_s
             case Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
@@ -210,12 +210,12 @@ class Scheduler:
 
     def saved_trees(self) -> list[SavedTree]:
         """The prefixes of each rank that has a host's memory, and the ones that it is to load."""
-        return [tree for host in self._all_ranks.hosts for tree in host.saved_trees()]
+        return [tree for rank in self.ranks for tree in rank.host.saved_trees()]
 
     @property
     def is_restoring(self) -> bool:
         """True until all saved prefixes are loaded."""
-        return any(host.is_restoring for host in self._all_ranks.hosts)
+        return any(rank.host.is_restoring for rank in self.ranks)
 
     def _search_store(self, rid: str) -> None:
         """Search a new request's prefix in the store, on the rank whose host has most of it, or
@@ -405,21 +405,21 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """True if `TakeTransfers` may return any."""
-        return any(host.has_work for host in self._all_ranks.hosts)
+        return any(tier.has_work for tier in self._all_ranks.host_tiers)
 
     @property
     def is_storing(self) -> bool:
         """True while prefixes are on their way to the store behind the host's memory."""
-        return any(host.is_storing for host in self._all_ranks.hosts)
+        return any(tier.is_storing for tier in self._all_ranks.host_tiers)
 
     @property
     def is_moving_out(self) -> bool:
         """True while prefixes are on their way to the host's memory or the store, or wait for
         that."""
-        return any(host.is_moving_out for host in self._all_ranks.hosts)
+        return any(tier.is_moving_out for tier in self._all_ranks.host_tiers)
 
     def _take_transfers(self) -> Transfers:
-        taken = [host.take() for host in self._all_ranks.hosts]
+        taken = [tier.take() for tier in self._all_ranks.host_tiers]
         return Transfers(*(tuple(chain(*each)) for each in zip(*taken, strict=True)))
 
     # -- views ------------------------------------------------------------------------------

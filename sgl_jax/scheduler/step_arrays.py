@@ -54,7 +54,7 @@ def build_plan(
             builders, pairwise(bounds.tolist()), shares.tolist(), strict=True
         )
     )
-    saved = [move for host in ranks.hosts for move in host.take_saved()]
+    saved = [move for tier in ranks.host_tiers for move in tier.take_saved()]
     plan = StepPlan(step_id, plans, pages, bool(shares["is_masked"].any()), tuple(saved))
     commit_rows(tables, ranks.memories, rows["row"], rows["kv_end"])
     for builder in builders:
