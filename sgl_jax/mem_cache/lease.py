@@ -12,6 +12,7 @@ group's window, neither its own nor the tree's.
 takes a namespace, so none can use another.
 """
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool
@@ -107,3 +108,13 @@ class KVLease:
 def first_page_of(window: int, page_size: int, num_tokens: int) -> int:
     """The first page that the token after `num_tokens` reads through a window."""
     return max(num_tokens - window + 1, 0) // page_size
+
+
+def num_pages_read(group: CacheGroup, page_size: int, num_tokens: int) -> int:
+    """The pages, or the one state, of a prefix of whole pages that its next token reads."""
+    if group.is_recurrent:
+        return 1
+    num_pages = num_tokens // page_size
+    if group.sliding_window is None:
+        return num_pages
+    return num_pages - first_page_of(group.sliding_window, page_size, num_tokens)

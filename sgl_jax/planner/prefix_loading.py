@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.mem_cache.lease import first_page_of
+from sgl_jax.mem_cache.lease import num_pages_read
 from sgl_jax.planner.arguments import PlanRequest
 
 _SHOWN_TOKENS = (1024, 8192, 32768)
@@ -71,12 +71,7 @@ def plan_loading(
 def prefix_bytes(config: EngineConfig, num_tokens: int) -> int:
     """Bytes of the blocks of a rank that the token after `num_tokens` reads: all pages of full
     attention, the last ones of windows, and one state."""
-    page_size, num_bytes = config.args.page_size, 0
-    for group in config.groups:
-        pages = num_tokens // page_size
-        if group.is_recurrent:
-            pages = 1
-        elif group.sliding_window is not None:
-            pages -= first_page_of(group.sliding_window, page_size, num_tokens)
-        num_bytes += pages * config.page_bytes[group.pool]
-    return num_bytes
+    return sum(
+        num_pages_read(group, config.args.page_size, num_tokens) * config.page_bytes[group.pool]
+        for group in config.groups
+    )

@@ -13,7 +13,7 @@ from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.step_time import RankLoad, StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
-from sgl_jax.mem_cache.tree.window_component import lookback_pages
+from sgl_jax.mem_cache.lease import num_pages_read
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 
 
@@ -70,12 +70,8 @@ class FetchChoices:
     def _num_blocks(self, num_tokens: int) -> list[int]:
         """The blocks of each pool that a prefix of so many tokens needs."""
         counts = [0] * len(self._sizes.host_blocks)
-        page_size = self._sizes.page_size
         for group in self._sizes.groups:
-            window, num_pages = group.sliding_window, num_tokens // page_size
-            if window is not None:
-                num_pages = min(num_pages, lookback_pages(window, page_size))
-            counts[group.pool] += num_pages
+            counts[group.pool] += num_pages_read(group, self._sizes.page_size, num_tokens)
         return counts
 
     def totals(self) -> dict[str, float]:
