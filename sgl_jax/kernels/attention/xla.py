@@ -5,7 +5,7 @@ dynamic trip count. Softmax is online (arXiv 2205.14135): keys are met a block a
 partial results of blocks are merged.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,27 @@ SHORT_QUERIES = 4
 LEFT_TO_SHORT = 32  # queries of a row that are not worth a large block
 
 
-class _Layer(NamedTuple):
-    """One layer of the cache, read by blocks of pages."""
+class CachedLayer(Protocol):
+    """One layer of a cache, read by blocks of pages."""
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of one head's value."""
+        ...
+
+    def keys_and_values(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V, float32 [..., kv_heads, n * page_size, numbers], of pages int32 [..., n]."""
+        ...
+
+
+class _Heads(NamedTuple):
+    """A layer whose KV heads have a key and a value each, of equal size."""
 
     kv_cache: jax.Array  # as in `api`
     layer: jax.Array  # int32 []
@@ -46,9 +65,15 @@ class _Layer(NamedTuple):
     def page_size(self) -> int:
         return self.kv_cache.shape[3]
 
-    def read(self, pages: jax.Array, part: int) -> jax.Array:
-        """K, part 0, or V, part 1: float32 [..., kv_heads, n * page_size, head_dim] of pages,
-        int32 [..., n]."""
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    def keys_and_values(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self._read(pages, 0), self._read(pages, 1)
+
+    def _read(self, pages: jax.Array, part: int) -> jax.Array:
+        """K, part 0, or V, part 1."""
         size = self.head_dim if self.is_packed else self.kv_heads
         where = slice(part * size, (part + 1) * size)
         if self.is_packed:
@@ -65,7 +90,7 @@ class _Partial(NamedTuple):
 
     m: jax.Array  # [..., kv_heads, queries] greatest score
     l: jax.Array  # [..., kv_heads, queries] sum of exp(score - m)
-    acc: jax.Array  # [..., kv_heads, queries, head_dim] values, weighted by exp(score - m)
+    acc: jax.Array  # [..., kv_heads, queries, value_dim] values, weighted by exp(score - m)
 
 
 def ragged_paged_attention(
@@ -79,15 +104,25 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.RaggedPagedAttention`."""
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
-    cached = _Layer(kv_cache, layer, q.shape[2])
+    return attend_cached(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
+
+
+def attend_cached(
+    q: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
+) -> jax.Array:
+    """Attention of q [T, q_heads, D] to a layer that has this step's tokens:
+    [T, q_heads, value_dim] in the dtype of q."""
     # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
     # ascending order, and later rows overwrite the results past a row's end.
     padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
-        jnp.zeros_like(padded), _decode(q, cached, batch, options), 0, axis=0
+        jnp.zeros((*padded.shape[:2], cached.value_dim), q.dtype),
+        _decode(q, cached, batch, options),
+        0,
+        axis=0,
     )
     out = _prefill(padded, out, cached, batch, options)
-    return out[: q.shape[0]], kv_cache
+    return out[: q.shape[0]]
 
 
 def write_kv(
@@ -102,9 +137,10 @@ def write_kv(
 
 
 def _decode(
-    q: jax.Array, cached: _Layer, batch: AttentionBatch, options: ScoreOptions
+    q: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
-    """Attention of the decode rows' tokens, which come first; [max_decode_tokens, q_heads, D].
+    """Attention of the decode rows' tokens, which come first:
+    [max_decode_tokens, q_heads, value_dim].
 
     Drafted tokens are looked at one by one, as if each were a row of its own. The blocks of keys of
     all tokens form one list, token after token. Each turn of the loop takes the next DECODE_BLOCKS
@@ -143,14 +179,15 @@ def _decode(
         )
 
     sinks = None if options.sinks is None else options.sinks.reshape(queries.shape[1:3])
-    nothing = _nothing((num_tokens + DECODE_BLOCKS, *queries.shape[1:]), sinks)
+    shape = num_tokens + DECODE_BLOCKS, *queries.shape[1:-1], cached.value_dim
+    nothing = _nothing(shape, sinks)
     state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
     out = state.acc / jnp.maximum(state.l, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out[:num_tokens].reshape(num_tokens, *q.shape[1:]).astype(q.dtype)
+    return out[:num_tokens].reshape(num_tokens, q.shape[1], -1).astype(q.dtype)
 
 
 def _prefill(
-    q: jax.Array, out: jax.Array, cached: _Layer, batch: AttentionBatch, options: ScoreOptions
+    q: jax.Array, out: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
     """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
@@ -180,7 +217,7 @@ class _QueryBlocks(NamedTuple):
 
     num_queries: int
     table: "_BlockTable"
-    cached: _Layer
+    cached: CachedLayer
     batch: AttentionBatch
     options: ScoreOptions
 
@@ -214,9 +251,10 @@ class _QueryBlocks(NamedTuple):
         sinks = self.options.sinks
         if sinks is not None:
             sinks = jnp.repeat(sinks, self.num_queries).reshape(kv_heads, -1)
-        nothing = _nothing(queries.shape, sinks)
+        value_dim = self.cached.value_dim
+        nothing = _nothing((*queries.shape[:-1], value_dim), sinks)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
-        result = (state.acc / state.l[..., None]).reshape(-1, self.num_queries, head_dim)
+        result = (state.acc / state.l[..., None]).reshape(-1, self.num_queries, value_dim)
         result = result.transpose(1, 0, 2).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
@@ -257,7 +295,7 @@ def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
 
 
 def _nothing(shape: tuple[int, ...], sinks: jax.Array | None) -> _Partial:
-    """Attention over no keys yet, for queries of `shape`; sinks broadcast over all but the last.
+    """Attention over no keys yet, a result of `shape`; sinks broadcast over all but the last.
 
     A sink is one more key, always visible, whose value is zero.
     """
@@ -270,7 +308,7 @@ def _nothing(shape: tuple[int, ...], sinks: jax.Array | None) -> _Partial:
 
 def _attend(
     queries: jax.Array,
-    cached: _Layer,
+    cached: CachedLayer,
     pages: jax.Array,
     seen: jax.Array,
     used: jax.Array,
@@ -282,13 +320,14 @@ def _attend(
     [..., keys]: which slots hold a token that some query sees; others may hold anything, NaN
     included.
     """
-    scores = jnp.einsum("...hqd,...hkd->...hqk", queries, cached.read(pages, 0))
+    keys, values = cached.keys_and_values(pages)
+    scores = jnp.einsum("...hqd,...hkd->...hqk", queries, keys)
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(seen, scores, MASKED)
     m = scores.max(axis=-1)
     weights = jnp.exp(scores - m[..., None])
-    values = jnp.where(used[..., None, :, None], cached.read(pages, 1), 0)
+    values = jnp.where(used[..., None, :, None], values, 0)
     acc = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
     return _Partial(m, weights.sum(axis=-1), acc)
 

@@ -1,0 +1,68 @@
+"""Latent attention in plain XLA: for CPUs, and for any platform without a kernel.
+
+Always absorbed: `attention.xla`'s loops over one KV head whose keys are the cache's rows, and whose
+values are the same rows' latents.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.cache_dtype import as_cached, as_float32
+from sgl_jax.kernels.attention.xla import attend_cached
+from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+
+
+class _Latents(NamedTuple):
+    """One layer of latents, as one KV head."""
+
+    kv_cache: jax.Array  # as in `interface`
+    layer: jax.Array  # int32 []
+    value_dim: int  # the latent's rank
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_cache.shape[3]
+
+    def keys_and_values(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blocks = self.kv_cache.at[self.layer, pages, 0].get(mode="promise_in_bounds")
+        rows = as_float32(blocks).reshape(*pages.shape[:-1], 1, -1, blocks.shape[-1])
+        return rows, rows[..., : self.value_dim]
+
+
+def latent_attention(
+    queries: LatentQueries,
+    latents: jax.Array,
+    up: UpProjections,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `interface.PagedLatentAttention`."""
+    kv_cache = write_latents(latents, kv_cache, layer, batch)
+    absorbed = jnp.einsum("thn,hnr->thr", queries.nope, up.keys)
+    parts = absorbed, queries.rope
+    spare = kv_cache.shape[4] - sum(part.shape[2] for part in parts)
+    q = jnp.pad(jnp.concatenate(parts, axis=2), ((0, 0), (0, 0), (0, spare)))
+    cached = _Latents(kv_cache, layer, up.values.shape[1])
+    found = attend_cached(q, cached, batch, ScoreOptions(scale))
+    return jnp.einsum("thr,hrv->thv", found, up.values), kv_cache
+
+
+def write_latents(
+    latents: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
+) -> jax.Array:
+    """Scatter latents [T, rank + rope_dim] to their slots; padding goes to the null page."""
+    page_size, row_size = kv_cache.shape[3:]
+    pages = batch.page_table[batch.token_rows, batch.positions // page_size]
+    pages = jnp.where(batch.valid, pages, NULL_PAGE)
+    rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
+    slots = kv_cache.at[layer, pages, 0, batch.positions % page_size]
+    return slots.set(as_cached(rows, kv_cache.dtype), mode="promise_in_bounds")

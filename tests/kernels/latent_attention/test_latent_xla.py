@@ -1,0 +1,71 @@
+"""The XLA latent attention against float64, on ragged batches drawn at random."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
+from tests.kernels.attention.problems import LAYER, Case, cases
+from tests.kernels.latent_attention.problems import (
+    SCALE,
+    LatentProgram,
+    build,
+    expected,
+    make_batch,
+)
+
+PROGRAMS = (
+    LatentProgram(page_size=1, max_drafts=3),
+    LatentProgram(page_size=16),
+    LatentProgram(page_size=128, heads=3, nope_dim=4, value_dim=24, tokens=200, max_len=300),
+)
+
+
+@partial(jax.jit, static_argnames="program")
+def attend(problem, program):
+    return latent_attention_implementation("xla")(
+        problem.queries,
+        problem.latents,
+        problem.up,
+        problem.kv_cache,
+        jnp.int32(LAYER),
+        make_batch(problem, program),
+        SCALE,
+    )
+
+
+def check(case, atol):
+    problem = build(case)
+    out, cache = attend(problem, case.program)
+    expected_out, expected_cache = expected(problem, case.program)
+    num_tokens = problem.q_lens.sum()
+    found = np.asarray(out[:num_tokens], np.float64)
+    np.testing.assert_allclose(found, expected_out[:num_tokens], rtol=0, atol=atol)
+    assert np.isfinite(np.asarray(out, np.float64)).all()
+    # All pages but the null page, which padding may fill with anything.
+    found = case.program.numbers(np.asarray(cache))[:, 1:]
+    np.testing.assert_allclose(found, expected_cache[:, 1:], rtol=0, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(PROGRAMS))
+def test_agrees_with_float64_on_any_ragged_batch(case):
+    """Unused slots and the null page hold NaN, so any read of them would show."""
+    check(case, 2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [("bfloat16", None), ("float32", jnp.int8)])
+def test_latents_are_attended_to_as_the_cache_holds_them(dtype, cache_dtype):
+    program = LatentProgram(dtype=jnp.dtype(dtype), cache_dtype=cache_dtype)
+    check(
+        Case(program, [(100, 1), (17, 1)], [(90, 40)], 0, seed=3), 0.03 if not cache_dtype else 2e-5
+    )
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        latent_attention_implementation("cuda")
