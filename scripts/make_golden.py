@@ -21,6 +21,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -99,6 +103,26 @@ SHARED_EXPERT = {
     "shared_expert_intermediate_size": 24,
 }
 
+# Heads of unequal parts; YaRN with both of its scales, its original context shorter than prompts.
+LATENTS = SMALL | {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 32,
+}
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
         LlamaForCausalLM,
@@ -194,6 +218,72 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
         ),
     ),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**HYBRID | SHARED_EXPERT)),
+    # Latents, from here on. Queries without a latent of their own, as of V2-Lite.
+    "deepseek_v2_lite": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(
+            **LATENTS,
+            num_hidden_layers=3,
+            q_lora_rank=None,
+            first_k_dense_replace=1,
+            n_routed_experts=5,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            rope_parameters=YARN,
+        ),
+    ),
+    "deepseek_v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(
+            **LATENTS,
+            num_hidden_layers=2,
+            q_lora_rank=20,
+            first_k_dense_replace=0,
+            n_routed_experts=6,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            topk_method="group_limited_greedy",
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        ),
+    ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **LATENTS,
+            num_hidden_layers=5,
+            q_lora_rank=20,
+            first_k_dense_replace=2,
+            n_routed_experts=12,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    # One group, more experts than chips divide, one dense layer.
+    "kimi_k2": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **LATENTS,
+            num_hidden_layers=3,
+            q_lora_rank=20,
+            first_k_dense_replace=1,
+            n_routed_experts=7,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            rms_norm_eps=1e-2,
+            routed_scaling_factor=2.827,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
 }
 
 
@@ -216,6 +306,9 @@ def randomise(model: PreTrainedModel) -> None:
             weight.data = torch.randn_like(weight)
         if name.endswith("A_log"):
             weight.data = torch.empty_like(weight).uniform_(0.005, 0.2).log()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
 
 
 def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -51,12 +51,14 @@ from quantized_formats import (
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     FineGrainedFP8Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
@@ -71,7 +73,11 @@ SIZES = COMMON | {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 dense = partial(Qwen3Config, **SIZES)
 moe = partial(Qwen3MoeConfig, norm_topk_prob=True, **SIZES | EXPERTS)
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 MOE_GATES = [f"model.layers.{layer}.mlp.gate" for layer in range(SIZES["num_hidden_layers"])]
 
 
@@ -125,7 +131,7 @@ def int4(group: int, symmetric: bool = True) -> QuantizationArgs:
 
 
 def blocks(config: PretrainedConfig, quantization: dict[str, Any]) -> Scheme:
-    ignored = tuple(quantization["modules_to_not_convert"])
+    ignored = tuple(quantization.get("modules_to_not_convert", ("lm_head",)))
     return Scheme(
         config, quantization, lambda _, weight: encode_blocks(weight), decode_blocks, ignored
     )
@@ -206,6 +212,27 @@ WRITTEN_BY_QWEN = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
+WRITTEN_BY_DEEPSEEK = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+# Blocks are cut by the ends of both latents, and lie across the rows of two heads.
+LATENTS = {
+    "head_dim": 8,
+    "kv_lora_rank": 160,
+    "q_lora_rank": 136,
+    "qk_nope_head_dim": 40,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 48,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 160,
+}
 DOWN_OF_LAST = r"re:.*layers\.1\.mlp\.down_proj"
 
 SCHEMES: dict[str, Scheme] = {
@@ -228,6 +255,9 @@ SCHEMES: dict[str, Scheme] = {
     "moe_ct_int8_weight_only": compressed(moe(), "int-quantized", INT8),
     "moe_fp8_block": blocks(moe(**EXPERT_BLOCK_SIZES), WRITTEN_BY_QWEN),
     "moe_ct_int4_group32": compressed(moe(), "pack-quantized", int4(32)),
+    "latent_fp8_block": blocks(
+        DeepseekV3Config(**SIZES | LATENTS | {"num_key_value_heads": 4}), WRITTEN_BY_DEEPSEEK
+    ),
 }
 # No input is within two millionths of a boundary of two fp8 roundings: float32 rounds alike.
 SEEDS = {"ct_fp8_dynamic": 123, "ct_fp8_kv_scales": 146}
@@ -235,7 +265,7 @@ SEEDS = {"ct_fp8_dynamic": 123, "ct_fp8_kv_scales": 146}
 
 def is_quantized(name: str, scheme: Scheme) -> bool:
     """True for the matrix of a module that the scheme quantizes."""
-    if not name.endswith("_proj.weight"):
+    if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
         return False
     module = name.removesuffix(".weight")
     patterns = [own.removeprefix("re:") for own in scheme.ignored if own.startswith("re:")]
@@ -385,7 +415,7 @@ def make(folder: Path, scheme: Scheme, seed: int) -> None:
 
 
 def main() -> None:
-    Qwen3RMSNorm.forward = Qwen3MoeRMSNorm.forward = wide_norm
+    Qwen3RMSNorm.forward = Qwen3MoeRMSNorm.forward = DeepseekV3RMSNorm.forward = wide_norm
     root, names = Path(sys.argv[1]), sys.argv[2:] or SCHEMES
     for seed, (name, scheme) in enumerate(SCHEMES.items()):
         if name in names:

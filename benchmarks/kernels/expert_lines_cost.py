@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.kernels.expert_lines.interface import ChooseExperts
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, Router, RouterRule, lines_at_once
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, Router, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
 from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gather, xla_sort
 from sgl_jax.layers.moe import silu_gated
@@ -52,14 +53,17 @@ def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     norm, layer = (
         jax.ShapeDtypeStruct(*own) for own in (((HIDDEN,), jnp.bfloat16), ((), jnp.int32))
     )
-    rule = RouterRule(1e-6, from_one=False, top_k=TOP_K, norm_topk_prob=True)
+    choice = ExpertChoice(TOP_K, norm_topk_prob=True)
     is_token = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
     x, results = (jax.ShapeDtypeStruct((n, HIDDEN), jnp.bfloat16) for n in (tokens, size))
     inner = jax.ShapeDtypeStruct((size, INNER), jnp.bfloat16)
     routed = [x, norm, matrices, layer, is_token]
 
     def choose_by(choose: ChooseExperts) -> Callable[..., Any]:
-        return lambda x, norm, matrices, *rest: choose(x, Router(rule, norm, matrices, None), *rest)
+        def run(x: Any, norm: Any, matrices: Any, *rest: Any) -> Any:
+            return choose(x, Router(choice, 1e-6, False, norm, matrices, None), *rest)
+
+        return run
 
     return {
         "choice by XLA": (choose_by(xla_choose), routed),

@@ -28,6 +28,11 @@ from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.latent_attention.interface import (
+    PagedLatentAttention,
+    latent_attention_implementation,
+)
+from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.kernels.ring_products.interface import ring_products_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
@@ -77,18 +82,13 @@ class EngineConfig(NamedTuple):
             for name, none in (("ep_size", 1), ("expert_distribution_recorder_mode", "none")):
                 if (value := getattr(args, name)) != none:
                     raise ValueError(f"{flag(name)} {value} needs a model with experts")
+        if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
+            raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
         pool_layouts = tuple(
-            KVPoolLayout(
-                num_layers=num_layers[pool],
-                num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
-                page_size=args.page_size,
-                head_dim=model.head_dim,
-                dtype=cache_dtype(args.kv_cache_dtype),
-            )
-            for pool in range(len(num_layers))
+            _pool_layout(args, model, num_layers[pool]) for pool in range(len(num_layers))
         )
         limits = step_limits(args)
         buckets = choose_buckets(limits, platform)
@@ -132,6 +132,7 @@ class EngineConfig(NamedTuple):
             counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
+            attend_latents=self._latent_attention,
             qkv_heads=qkv_heads_implementation(
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
@@ -155,6 +156,11 @@ class EngineConfig(NamedTuple):
             defers_sum=on_tpu and self.args.tp_size > 1,
             splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
+
+    @property
+    def _latent_attention(self) -> PagedLatentAttention:
+        backend = self.args.attention_backend if self.model.latent else "xla"
+        return latent_attention_implementation(backend)
 
     @property
     def _counts_experts(self) -> bool:
@@ -310,7 +316,8 @@ class EngineConfig(NamedTuple):
     def warnings(self, sizes: EngineSizes) -> list[str]:
         """Warnings to users about settings that work, but not well."""
         texts = []
-        if self.args.kv_cache_dtype == _EIGHT_BITS and not self._has_kv_scales:
+        unscaled = self.args.kv_cache_dtype == _EIGHT_BITS and not self._has_kv_scales
+        if unscaled and self.model.latent is None:
             texts.append(
                 "K and V are cached in 8 bits as they are, at most 448: "
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
@@ -377,6 +384,19 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             f"{model.max_position_embeddings} positions"
         )
     return dataclasses.replace(args, context_length=context_len)
+
+
+def _pool_layout(args: ServerArgs, model: ModelConfig, num_layers: int) -> KVPoolLayout:
+    """The layout of a pool with so many of the model's layers."""
+    own = model.latent
+    return KVPoolLayout(
+        num_layers=num_layers,
+        num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+        page_size=args.page_size,
+        head_dim=latent_row_size(own.rank, own.rope_dim) if own else model.head_dim,
+        dtype=cache_dtype(args.kv_cache_dtype),
+        is_latent=own is not None,
+    )
 
 
 def _state_layout(

@@ -141,13 +141,28 @@ class FusedHeads(Source):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of each head in a tensor [num_rows, ...]: `size` rows from first + head * stride on."""
+    """Rows of each head in a tensor [num_rows, ...]: every `step`-th row from first + head * stride
+    on, `size` in all."""
 
     name: str
     num_rows: int
     first: int
     stride: int
     size: int
+    step: int = 1
+
+    def every_second(self, first: int) -> "HeadRows":
+        """Half of these rows: from the `first`, 0 or 1, on."""
+        size, step = self.size // 2, 2 * self.step
+        return replace(self, first=self.first + first * self.step, size=size, step=step)
+
+    def of_heads(self, heads: range, inputs: Index, tensors: Tensors, prefix: str) -> NDArray[Any]:
+        """Neighbouring heads' rows of the part `inputs`: [heads, size, *inputs]."""
+        start, stop = (self.first + head * self.stride for head in (heads[0], heads[-1]))
+        span = (self.size - 1) * self.step + 1
+        rows = tensors.read(prefix + self.name, (slice(start, stop + span), *inputs))
+        firsts = range(0, len(heads) * self.stride, self.stride)
+        return np.stack([rows[first : first + span : self.step] for first in firsts])
 
 
 @dataclass(frozen=True)
@@ -185,13 +200,35 @@ class ByHead(Source):
         *inputs, columns = index
         assert columns.start % self.width == columns.stop % self.width == 0
         heads = range(columns.start // self.width, columns.stop // self.width)
-
-        def read(part: HeadRows) -> NDArray[Any]:
-            """[heads, part.size, *inputs]"""
-            start, stop = (part.first + head * part.stride for head in (heads[0], heads[-1]))
-            rows = tensors.read(prefix + part.name, (slice(start, stop + part.size), *inputs))
-            firsts = range(0, len(heads) * part.stride, part.stride)
-            return np.stack([rows[first : first + part.size] for first in firsts])
-
-        by_head = np.concatenate([read(part) for part in self.parts], axis=1)
+        parts = [part.of_heads(heads, tuple(inputs), tensors, prefix) for part in self.parts]
+        by_head = np.concatenate(parts, axis=1)
         out[...] = np.moveaxis(by_head.reshape(-1, *by_head.shape[2:]), 0, -1)
+
+
+@dataclass(frozen=True)
+class HeadMatrices(Source):
+    """A matrix for each head, [num_heads, size, inputs], of a tensor [rows, inputs]."""
+
+    part: HeadRows
+    num_heads: int
+    inputs: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.num_heads, self.part.size, self.inputs
+
+    @property
+    def input_axis(self) -> int:
+        return 2
+
+    def quantized(self, part: MatrixPart) -> Source:
+        rows = replace(self.part, name=part.name(self.part.name))
+        return replace(self, part=rows, inputs=part.inputs(self.inputs))
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        return {prefix + self.part.name: (self.part.num_rows, self.inputs)}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        heads, rows, inputs = index
+        by_head = self.part.of_heads(range(heads.start, heads.stop), (inputs,), tensors, prefix)
+        out[...] = by_head[:, rows]

@@ -18,12 +18,12 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
 from sgl_jax.kernels.expert_lines.lines import (
     ExpertLines,
     Gated,
     Router,
-    RouterRule,
     in_parts,
     lines_at_once,
 )
@@ -38,6 +38,8 @@ from sgl_jax.layers.mesh_axes import (
 )
 from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.sources import Source
 
 
 def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -117,16 +119,17 @@ def join_counts(parts: Sequence[jax.Array | None]) -> jax.Array | None:
 
 
 class SharedExpert(nnx.Module):
-    """An expert that serves every token, by a weight of its own for each."""
+    """An expert that serves every token, in some models by a weight of its own for each."""
 
-    def __init__(self, expert: GatedMLP, gate: Linear) -> None:
+    def __init__(self, expert: GatedMLP, gate: Linear | None) -> None:
         """`gate` is [hidden, 1]."""
         self.expert = expert
         self.gate = gate
 
     def own_part(self, x: jax.Array) -> jax.Array:
         """This chip's part of the expert's result, [T, hidden] as x."""
-        return jax.nn.sigmoid(self.gate(x)) * self.expert.own_part(x)
+        own = self.expert.own_part(x)
+        return own if self.gate is None else jax.nn.sigmoid(self.gate(x)) * own
 
 
 class MixtureOfExperts(nnx.Module):
@@ -141,21 +144,22 @@ class MixtureOfExperts(nnx.Module):
         down: ExpertLinear,
         *,
         num_experts: int,
-        top_k: int,
-        norm_topk_prob: bool,
+        choice: ExpertChoice,
+        choice_bias: Source | None = None,
         moves: LineMoves = XLA_MOVES,
         gated: Gated = silu_gated,
         shared: SharedExpert | None = None,
     ) -> None:
         """`router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
-        three have biases or none. Their rows may be longer than hidden, by zeros."""
+        three have biases or none. Their rows may be longer than hidden, by zeros. `choice_bias`,
+        [experts], is added to the router's scores for the choice alone."""
         self.router = router
         self.gate = gate
         self.up = up
         self.down = down
         self.num_experts = num_experts
-        self.top_k = top_k
-        self.norm_topk_prob = norm_topk_prob
+        self.choice = choice
+        self.choice_bias = None if choice_bias is None else parameter(choice_bias, jnp.float32)
         self.moves = moves
         self.gated = gated
         self.shared = shared
@@ -186,12 +190,13 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This chip's part of the sums [T, hidden] without biases of `down`, and the weights and
         numbers of the tokens' experts, [top_k, T]; see `__call__`."""
-        router, bias = self.router.weight, self.router.bias
+        router, biases = self.router.weight, (self.router.bias, self.choice_bias)
         assert isinstance(router, nnx.Param)
-        rule = RouterRule(norm.eps, norm.from_one, self.top_k, self.norm_topk_prob)
 
         def choose(matrices: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            own = Router(rule, norm.weight[...], matrices, None if bias is None else bias[...])
+            constants = self.choice, norm.eps, norm.from_one
+            arrays = [None if bias is None else bias[...] for bias in biases]
+            own = Router(*constants, norm.weight[...], matrices, *arrays)
             return self.moves.choose(x, own, layer, is_token)
 
         x, weights, experts = use_stacks((router,), choose)
@@ -242,7 +247,7 @@ class MixtureOfExperts(nnx.Module):
 
         axes = self.gate.expert_axes
         num_chips = 1 if axes is None else lax.axis_size(axes)
-        size = lines_at_once(len(x), self.top_k, num_chips)
+        size = lines_at_once(len(x), self.choice.top_k, num_chips)
         return in_parts(lines, size, sums, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     def _inner(self, x: jax.Array, lines: ExpertLines) -> jax.Array:

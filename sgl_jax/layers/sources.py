@@ -204,6 +204,56 @@ class Slice(OfPart):
 
 
 @dataclass(frozen=True)
+class Transposed(OfPart):
+    """Matrices [..., in, out] of a part [..., out, in]."""
+
+    @property
+    def shape(self) -> Shape:
+        return _swapped(self.part.shape)
+
+    @property
+    def input_axis(self) -> int:
+        last = len(self.shape) - 1
+        return {last: last - 1, last - 1: last}[self.part.input_axis]
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        self.part.fill(out.swapaxes(-2, -1), _swapped(index), tensors, prefix)
+
+
+@dataclass(frozen=True)
+class Dequantized(OfPart):
+    """The numbers of a part that a checkpoint has quantized: values times scales, of `group` inputs
+    each, or of all."""
+
+    group: int | None
+
+    @property
+    def _parts(self) -> tuple[Source, Source]:
+        values, scales = (
+            self.part.quantized(MatrixPart(kind, self.group)) for kind in ("values", "scales")
+        )
+        return values, scales
+
+    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+        values, scales = self._parts
+        return values.tensors(prefix) | scales.tensors(prefix)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        values, scales = self._parts
+        axis, within = self.input_axis, index[self.input_axis]
+        size = self.group or self.shape[axis]
+        groups = slice(within.start // size, -(-within.stop // size))
+        factors = np.empty(
+            _with_axis(out.shape, axis, groups.stop - groups.start), dtype=np.float32
+        )
+        scales.fill(factors, _with_axis(index, axis, groups), tensors, prefix)
+        numbers = np.empty(out.shape, np.float32)
+        values.fill(numbers, index, tensors, prefix)
+        own = np.arange(within.start, within.stop) // size - groups.start
+        out[...] = numbers * np.take(factors, own, axis)
+
+
+@dataclass(frozen=True)
 class EitherWay(OfPart):
     """A part, or `other`, which has the same shape: a checkpoint has the tensors of one of them."""
 

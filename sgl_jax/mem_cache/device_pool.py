@@ -34,23 +34,27 @@ class KVPoolLayout(NamedTuple):
     page_size: int  # tokens
     head_dim: int
     dtype: jnp.dtype  # of the array; int8 holds the bits of 8-bit floats
+    # One row a token for all heads of a chip, in place of K and V: `head_dim` is the row's size,
+    # and `num_kv_heads` counts the chips, each of which has the row.
+    is_latent: bool = False
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
         """One layer of a page: [2 * kv_heads, page_size, head_dim], K heads then V heads.
 
         If K and V of a head together fill a memory row, they share it on every platform: [kv_heads,
-        page_size, 2 * head_dim].
+        page_size, 2 * head_dim]. Latents are [chips, page_size, row size].
         """
+        if self.is_latent:
+            return self.num_kv_heads, self.page_size, self.head_dim
         if 2 * self.head_dim == _LANES:
             return self.num_kv_heads, self.page_size, _LANES
         return 2 * self.num_kv_heads, self.page_size, self.head_dim
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, K and V of all layers and heads."""
-        tokens = self.num_layers * 2 * self.num_kv_heads * self.page_size
-        return tokens * self.head_dim * self.dtype.itemsize
+        """Bytes of one page, all layers."""
+        return self.num_layers * math.prod(self.page_shape) * self.dtype.itemsize
 
 
 def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:

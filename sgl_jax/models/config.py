@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.latents import LatentConfig
 from sgl_jax.core.recurrence import GatedDeltaConfig
-from sgl_jax.models.config_defaults import architecture_name, completed, is_hybrid
+from sgl_jax.models.config_defaults import (
+    architecture_name,
+    completed,
+    has_latents,
+    is_hybrid,
+)
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -25,7 +31,13 @@ from sgl_jax.models.config_fields import (
     positive_int,
     switch,
 )
-from sgl_jax.models.layer_specs import LayerSpec, MoeConfig, RopeConfig, read_layers
+from sgl_jax.models.layer_specs import (
+    LayerSpec,
+    MoeConfig,
+    RopeConfig,
+    read_layers,
+    score_factor,
+)
 from sgl_jax.models.quantization import AT_LOAD, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
 
@@ -53,8 +65,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # of latent attention one: all heads read the same rows
+    head_dim: int  # of a query
     intermediate_size: int
     rms_norm_eps: float
     max_position_embeddings: int
@@ -88,6 +100,16 @@ class ModelConfig:
     def recurrence(self) -> GatedDeltaConfig | None:
         """The shape of the recurrent layers; None without such layers."""
         return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
+
+    @property
+    def latent(self) -> LatentConfig | None:
+        """The shape of latent attention, which all layers have or none."""
+        return self.layers[0].latent
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Numbers of the part of a head that has a rotation."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """Layers by the tokens they need: full attention, then the widest window first, then
@@ -158,6 +180,8 @@ class ModelConfig:
         _refuse_unsupported(raw)
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
+        if has_latents(raw):
+            raw |= {"num_key_value_heads": 1, "head_dim": _latent_head_dim(raw)}
         num_kv_heads = positive_int(raw, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise ModelConfigError(
@@ -165,7 +189,7 @@ class ModelConfig:
                 f"({num_kv_heads})"
             )
         head_dim = positive_int(raw, "head_dim", default=hidden_size // num_heads)
-        if head_dim % 2:
+        if head_dim % 2 and not has_latents(raw):
             raise ModelConfigError(f"head_dim must be even, got {head_dim}")
         max_positions = positive_int(raw, "max_position_embeddings")
         vocab_size = positive_int(raw, "vocab_size")
@@ -188,7 +212,7 @@ class ModelConfig:
             activation=_activation(raw),
             attention_bias=switch(raw, "attention_bias"),
             attention_gate=switch(raw, "attn_output_gate"),
-            score_scale=positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5,
+            score_scale=_score_scale(raw, head_dim),
             score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
             logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
             quantization=quantization,
@@ -230,7 +254,7 @@ def _layers(
     layers = read_layers(raw, max_positions)
     if quantization is not None:
         layers = _quantized(layers, quantization)
-    for rope in {spec.rope for spec in layers if spec.rope}:
+    for rope in {spec.rope for spec in layers if spec.rope and not spec.latent}:
         if rope.num_dims(head_dim) % 2 or not rope.num_dims(head_dim):
             raise ModelConfigError(
                 f"partial_rotary_factor ({rope.share}) of head_dim ({head_dim}) must be an even "
@@ -239,6 +263,15 @@ def _layers(
     if all(spec.recurrence for spec in layers):
         raise ModelConfigError("layer_types must name a full_attention layer")
     return layers
+
+
+def _latent_head_dim(raw: Mapping[str, Any]) -> int:
+    return positive_int(raw, "qk_nope_head_dim") + positive_int(raw, "qk_rope_head_dim")
+
+
+def _score_scale(raw: Mapping[str, Any], head_dim: int) -> float:
+    scale: float = positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5
+    return scale * score_factor(raw) if has_latents(raw) else scale
 
 
 def _quantized(

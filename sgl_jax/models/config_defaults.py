@@ -66,6 +66,28 @@ _QWEN3_NEXT = _HYBRID | {
     "shared_expert_intermediate_size": 512,
 }
 _QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8}
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "rms_norm_eps": 1e-6,
+}
+_DEEPSEEK_V2 = _DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
 # The other name of a field, where an architecture has one.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -77,6 +99,8 @@ _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+        "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
         "GptOssForCausalLM": _GPT_OSS,
@@ -132,3 +156,8 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """True for architectures with recurrent layers."""
     return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})
+
+
+def has_latents(raw: Mapping[str, Any]) -> bool:
+    """True for architectures with latent attention."""
+    return "kv_lora_rank" in _DEFAULTS.get(architecture_name(raw), {})

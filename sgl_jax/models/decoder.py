@@ -6,6 +6,7 @@ stretch of equal periods is run by one `lax.scan`, so compile time does not grow
 cache is carried through and updated in place.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
+from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
+from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
@@ -59,6 +62,7 @@ class BuildOptions(NamedTuple):
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
     attend: RaggedPagedAttention = xla_attention.ragged_paged_attention
+    attend_latents: PagedLatentAttention = xla_latent_attention.latent_attention
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
@@ -118,6 +122,7 @@ class Architecture(NamedTuple):
     body: str = "model."  # prefix of all tensors but the head's
     head: str = "lm_head"
     spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter needs
+    has_further_layers: bool = False  # a checkpoint's layers after the last are not read
 
 
 class CausalLM(nnx.Module):
@@ -239,7 +244,7 @@ class CausalLM(nnx.Module):
         ]
 
     def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
-        size = self.config.head_dim
+        size = self.config.rope_head_dim
         return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
 
     def _run(
@@ -304,4 +309,7 @@ class CausalLM(nnx.Module):
         """True for tensors that a checkpoint may hold although no parameter needs them."""
         own = self.architecture
         tied_head = self.lm_head is None and tensor == f"{own.head}.weight"
+        layer = re.match(rf"{re.escape(own.body)}layers\.(\d+)\.", tensor)
+        if own.has_further_layers and layer and int(layer[1]) >= self.config.num_layers:
+            return True
         return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)

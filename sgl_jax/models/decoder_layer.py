@@ -13,6 +13,7 @@ from sgl_jax.kernels.ring_products.interface import RingProducts
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.hidden_columns import are_supported, gather_multiply, multiply_scatter
+from sgl_jax.layers.latent_attention import LatentAttention
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over, scatter_sum
 from sgl_jax.layers.mlp import GatedMLP
@@ -30,7 +31,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         input_norm: RMSNorm,
-        attention: Attention | GatedDeltaNet,
+        attention: Attention | LatentAttention | GatedDeltaNet,
         post_attention_norm: RMSNorm,
         mlp: GatedMLP | MixtureOfExperts,
         *,

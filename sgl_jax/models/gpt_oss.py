@@ -81,8 +81,7 @@ def _experts(
             quantized=quantization_of(spec, options, down),
         ),
         num_experts=experts,
-        top_k=moe.top_k,
-        norm_topk_prob=moe.norm_topk_prob,
+        choice=moe.choice,
         moves=options.move_lines,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
     )

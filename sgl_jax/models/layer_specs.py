@@ -11,8 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.latents import LatentConfig
 from sgl_jax.core.recurrence import GatedDeltaConfig
-from sgl_jax.models.config_defaults import is_hybrid
+from sgl_jax.models.config_defaults import has_latents, is_hybrid
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     is_int,
@@ -28,6 +30,8 @@ LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
 _FULL: LayerKind = "full_attention"
 _SLIDING: LayerKind = "sliding_attention"
 _LINEAR: LayerKind = "linear_attention"
+# Routers of DeepSeek's models: topk_method and scoring_func.
+_ROUTERS = (("greedy", "softmax"), ("group_limited_greedy", "softmax"), ("noaux_tc", "sigmoid"))
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts: the router chooses the `top_k` most probable experts for each token."""
+    """Mixture of experts: a router chooses some of them for each token."""
 
     num_experts: int
-    top_k: int
+    choice: ExpertChoice
     intermediate_size: int
-    norm_topk_prob: bool  # the chosen experts' weights are scaled to sum to 1
     swiglu_limit: float | None = None  # gates and values are clamped to it, see `clamped_swiglu`
     swiglu_alpha: float = 1.0  # of the clamped gates' sigmoid
-    # Width of an expert that serves every token, times the sigmoid of a product with the token.
-    shared_intermediate_size: int | None = None
+    shared_intermediate_size: int | None = None  # width of an expert that serves every token
+    gates_shared: bool = True  # its result is multiplied by the sigmoid of a product with the token
+    has_choice_bias: bool = False  # the router has biases that matter for the choice alone
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class LayerSpec:
     sliding_window: int | None  # None: attention to all tokens, or a recurrence
     moe: MoeConfig | None  # None: a dense feed-forward layer
     recurrence: GatedDeltaConfig | None = None  # None: attention
+    latent: LatentConfig | None = None  # of latent attention
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
@@ -121,6 +126,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     has_windows = _SLIDING in kinds and switch(raw, "use_sliding_window", default=True)
     window = positive_int(raw, "sliding_window") if has_windows else None
     moe, recurrence = _moe(raw), _recurrence(raw) if _LINEAR in kinds else None
+    latent = _latent(raw) if has_latents(raw) else None
     is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
     return tuple(
         LayerSpec(
@@ -128,6 +134,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             sliding_window=window if kind == _SLIDING else None,
             moe=moe if sparse else None,
             recurrence=recurrence if kind == _LINEAR else None,
+            latent=latent,
         )
         for kind, sparse in zip(kinds, is_sparse, strict=True)
     )
@@ -218,15 +225,12 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
         raise ModelConfigError(f"rope_theta must be above 1 with rope type yarn, got {theta!r}")
     factor = positive_float(own, "factor")
 
-    def growth(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     attention_factor = optional_float(own, "attention_factor")
     if attention_factor is None:
         above, below = (optional_float(own, name) for name in ("mscale", "mscale_all_dim"))
         if above is None or below is None:
             above, below = 1.0, 0.0
-        attention_factor = growth(above) / growth(below)
+        attention_factor = _yarn_growth(factor, above) / _yarn_growth(factor, below)
     return RopeConfig(
         theta,
         "yarn",
@@ -239,7 +243,37 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
     )
 
 
+def score_factor(raw: Mapping[str, Any]) -> float:
+    """The factor of latent attention's scores for contexts that YaRN stretches; 1 without it."""
+    own = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
+    if own.get("rope_type", own.get("type", "default")) == "default":
+        return 1.0
+    weight = optional_float(own, "mscale_all_dim")
+    return 1.0 if weight is None else _yarn_growth(positive_float(own, "factor"), weight) ** 2
+
+
+def _yarn_growth(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _latent(raw: Mapping[str, Any]) -> LatentConfig:
+    rope_dim = positive_int(raw, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise ModelConfigError(f"qk_rope_head_dim must be even, got {rope_dim}")
+    if not switch(raw, "rope_interleave"):
+        raise ModelConfigError("rope_interleave = False is not supported")
+    return LatentConfig(
+        rank=positive_int(raw, "kv_lora_rank"),
+        nope_dim=positive_int(raw, "qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=positive_int(raw, "v_head_dim"),
+        query_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
+    )
+
+
 def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    if has_latents(raw):
+        return _deepseek_moe(raw)
     # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
     count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     if raw.get(count_name) is None:
@@ -252,14 +286,57 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         )
     return MoeConfig(
         num_experts=num_experts,
-        top_k=top_k,
+        choice=ExpertChoice(top_k, switch(raw, "norm_topk_prob")),
         intermediate_size=positive_int(raw, "moe_intermediate_size"),
-        norm_topk_prob=switch(raw, "norm_topk_prob"),
         swiglu_limit=optional_float(raw, "swiglu_limit"),
         swiglu_alpha=positive_float(raw, "swiglu_alpha", default=1.0),
         shared_intermediate_size=(
             positive_int(raw, "shared_expert_intermediate_size") if is_hybrid(raw) else None
         ),
+    )
+
+
+def _deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    if raw.get("n_routed_experts") is None:
+        return None
+    num_experts = positive_int(raw, "n_routed_experts")
+    top_k, width = (positive_int(raw, x) for x in ("num_experts_per_tok", "moe_intermediate_size"))
+    method, scores = raw.get("topk_method"), raw.get("scoring_func")
+    if (method, scores) not in _ROUTERS:
+        known = ", ".join(f"{one} with {other}" for one, other in _ROUTERS)
+        raise ModelConfigError(
+            f"topk_method and scoring_func must be one of {known}; got {method!r}, {scores!r}"
+        )
+    has_groups = method != "greedy" and (raw.get("n_group") or 1) != 1
+    num_groups, top_groups = (
+        positive_int(raw, name) if has_groups else 1 for name in ("n_group", "topk_group")
+    )
+    if num_experts % num_groups or not top_groups <= num_groups:
+        raise ModelConfigError(
+            f"n_group ({num_groups}) must divide n_routed_experts ({num_experts}), and topk_group "
+            f"({top_groups}) must not exceed it"
+        )
+    if top_k > num_experts // num_groups * top_groups:
+        raise ModelConfigError(
+            f"num_experts_per_tok ({top_k}) must not exceed the experts of topk_group groups "
+            f"({num_experts // num_groups * top_groups})"
+        )
+    shared = raw.get("n_shared_experts") or 0
+    return MoeConfig(
+        num_experts=num_experts,
+        choice=ExpertChoice(
+            top_k,
+            switch(raw, "norm_topk_prob"),
+            has_sigmoid_scores=scores == "sigmoid",
+            num_groups=num_groups,
+            top_groups=top_groups,
+            best_of_group=2 if method == "noaux_tc" else 1,
+            scale=positive_float(raw, "routed_scaling_factor", default=1.0),
+        ),
+        intermediate_size=width,
+        shared_intermediate_size=width * positive_int(raw, "n_shared_experts") if shared else None,
+        gates_shared=False,
+        has_choice_bias=method == "noaux_tc",
     )
 
 
@@ -284,7 +361,17 @@ def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
 
 
 def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`."""
+    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`; or all
+    after the first `first_k_dense_replace`."""
+    if has_latents(raw):
+        first = raw.get("first_k_dense_replace") or 0
+        if not is_int(first) or not 0 <= first <= num_layers:
+            raise ModelConfigError(
+                f"first_k_dense_replace must be in [0, {num_layers}], got {first!r}"
+            )
+        if (every := positive_int(raw, "moe_layer_freq", default=1)) != 1:
+            raise ModelConfigError(f"moe_layer_freq must be 1, got {every}")
+        return [layer >= first for layer in range(num_layers)]
     step = positive_int(raw, "decoder_sparse_step", default=1)
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(

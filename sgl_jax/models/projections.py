@@ -1,8 +1,10 @@
 """Linear layers of a model, quantized where its checkpoint has them so."""
 
+import math
+
 from sgl_jax.layers.linear import Linear, Split
 from sgl_jax.layers.quantized_matrix import Quantized
-from sgl_jax.layers.sources import Source
+from sgl_jax.layers.sources import Dequantized, Source
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.layer_specs import LayerSpec
@@ -23,6 +25,22 @@ def linear(
     """
     quantized = quantization_of(spec, options, weight)
     return Linear(weight, options.dtype, split, bias, quantized)
+
+
+def as_floats(spec: LayerSpec, weight: Source) -> Source:
+    """`weight` as floats, for a matrix that no quantized product uses.
+
+    Raises ModelConfigError for a scheme whose numbers are not values times scales.
+    """
+    rule = _rule(spec, weight)
+    if rule is None or rule.stored.packing == "float":
+        return weight
+    scheme = rule.scheme
+    if scheme.has_zero_points or scheme.has_input_order:
+        module = next(iter(weight.tensors())).removesuffix(".weight")
+        raise ModelConfigError(f"{module} is quantized as {scheme.name}, which is not supported")
+    inputs = weight.shape[weight.input_axis]
+    return Dequantized(weight, scheme.group_size and math.gcd(scheme.group_size, inputs))
 
 
 def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Quantized | None:

@@ -21,13 +21,15 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
     }
 )
 
+_SHARED_EXPERT = ("shared_expert", "shared_experts")  # Qwen's and DeepSeek's name
 # The parts of a layer that checkpoints quantize, relative to it; experts stand for all others.
 MODULES = (
     *(f"self_attn.{x}_proj" for x in "qkvo"),
+    *(f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
     *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
     *(f"mlp.experts.0.{x}_proj" for x in ("gate", "up", "down")),
     *(f"mlp.experts.{x}_proj" for x in ("gate_up", "down")),
-    *(f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")),
+    *(f"mlp.{x}.{y}_proj" for x in _SHARED_EXPERT for y in ("gate", "up", "down")),
     *(f"linear_attn.in_proj_{x}" for x in ("qkvz", "qkv", "z", "ba", "b", "a")),
     "linear_attn.out_proj",
 )

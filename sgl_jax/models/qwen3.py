@@ -63,18 +63,27 @@ def mixture_of_experts(
         matrices("up", inwards=True),
         matrices("down", inwards=False),
         num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        norm_topk_prob=moe.norm_topk_prob,
+        choice=moe.choice,
+        choice_bias=_choice_bias(moe),
         moves=options.move_lines,
-        shared=_shared_expert(config, spec, moe.shared_intermediate_size, options),
+        shared=_shared_expert(config, spec, moe, options),
     )
 
 
 def _shared_expert(
-    config: ModelConfig, spec: LayerSpec, width: int | None, options: BuildOptions
+    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
 ) -> SharedExpert | None:
+    width = moe.shared_intermediate_size
     if width is None:
         return None
+    if not moe.gates_shared:
+        return SharedExpert(gated_mlp(config, spec, options, "mlp.shared_experts.", width), None)
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))
+
+
+def _choice_bias(moe: MoeConfig) -> Source | None:
+    if not moe.has_choice_bias:
+        return None
+    return Tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,))

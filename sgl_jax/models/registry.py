@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
+from sgl_jax.models.deepseek import DEEPSEEK
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
@@ -14,6 +15,8 @@ from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": DEEPSEEK,
+        "DeepseekV3ForCausalLM": DEEPSEEK,
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),

@@ -158,11 +158,11 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
     tokens, devices = tokens * memory.expert_ranks, memory.expert_devices
     touched = experts_touched(tokens, moe)
     experts = -(-(moe.num_experts + memory.expert_copies) // devices)
-    lines = tokens * moe.top_k / devices
+    lines = tokens * moe.choice.top_k / devices
     inner = moe.intermediate_size // (memory.tp_size if devices == 1 else 1)
     products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize
-    room = lines_at_once(tokens, moe.top_k, devices)
+    room = lines_at_once(tokens, moe.choice.top_k, devices)
     tile = choose_tiles(room, experts, config.hidden_size, inner, itemsize).lines
     # A tile that does not end where a group does is visited by the next group, too.
     visits = experts * touched + math.ceil(lines / tile) - 1
@@ -184,7 +184,7 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
 
 def experts_touched(tokens: int, moe: MoeConfig) -> float:
     """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
-    return 1.0 - (1.0 - moe.top_k / moe.num_experts) ** tokens
+    return 1.0 - (1.0 - moe.choice.top_k / moe.num_experts) ** tokens
 
 
 class LineBundles(NamedTuple):
@@ -226,20 +226,20 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
         return 0.0
     count, call = LINE_BUNDLES[chip.device_kind], HEADS_CYCLES[chip.device_kind].call
     share, width = max(tokens, LANES) / 256, config.hidden_size / 2048
-    routed = (count.routed * width + count.choose * moe.top_k / 8) * moe.num_experts / 128
+    routed = (count.routed * width + count.choose * moe.choice.top_k / 8) * moe.num_experts / 128
     cycles = call + (count.norm * width + routed) * share
     tokens *= memory.expert_ranks
-    own = tokens * moe.top_k / memory.expert_devices
+    own = tokens * moe.choice.top_k / memory.expert_devices
     if tokens > UNDIVIDED_TOKENS:
-        room = lines_at_once(tokens, moe.top_k, memory.expert_devices)
-        cycles += _SORTS * tokens * moe.top_k * count.sorted_key
-        cycles += (room + tokens * moe.top_k) * width * count.gathered_row
+        room = lines_at_once(tokens, moe.choice.top_k, memory.expert_devices)
+        cycles += _SORTS * tokens * moe.choice.top_k * count.sorted_key
+        cycles += (room + tokens * moe.choice.top_k) * width * count.gathered_row
     else:
         inner = moe.intermediate_size / (memory.tp_size if memory.expert_devices == 1 else 1)
         tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width
         cycles += (count.once + tiles * count.tile) * block + tiles * count.gate * inner / 768
         experts = (moe.num_experts + memory.expert_copies) / memory.expert_devices
-        share = max(tokens, LANES) / 256 * moe.top_k / 8
+        share = max(tokens, LANES) / 256 * moe.choice.top_k / 8
         cycles += share * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
     layers = sum(spec.moe is not None for spec in config.layers)
     return layers * cycles / chip.clock_hz

@@ -13,7 +13,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 # By default two pools, two groups in one pool, and states.
-FAMILIES = ("gemma3", "gpt_oss", *long("qwen3_moe_mixed", "mistral", "qwen2_windows"))
+LATENTS = ("deepseek_v3", *long("deepseek_v2_lite", "deepseek_v2", "kimi_k2"))
+FAMILIES = ("gemma3", "gpt_oss", *LATENTS, *long("qwen3_moe_mixed", "mistral", "qwen2_windows"))
 STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 WITH_STATES = (STATES[0], *long(*STATES[1:]))
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
@@ -82,8 +83,7 @@ def mixture_of_experts(
         experts("up", transposed=True),
         experts("down", transposed=False),
         num_experts=5,
-        top_k=2,
-        norm_topk_prob=norm_topk_prob,
+        choice=ExpertChoice(2, norm_topk_prob),
         moves=moves,
         gated=gated,
         shared=shared,

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from sgl_jax.layers.head_sources import ByHead, FusedHeads, HeadRows, Heads, Reordered
-from sgl_jax.layers.sources import Tensor
+from sgl_jax.layers.head_sources import (
+    ByHead,
+    FusedHeads,
+    HeadMatrices,
+    HeadRows,
+    Heads,
+    Reordered,
+)
+from sgl_jax.layers.sources import Tensor, Transposed
 
 HIDDEN = 5
 SIZES = {"q": 16, "k": 8, "v": 8}
@@ -91,3 +98,26 @@ def test_dimensions_of_queries_and_keys_lie_as_they_are_turned():
     reordered = Reordered(Tensor("k", (8,)), heads.order)
     found = part(reordered, Arrays({"layer.k": named["k"]}), slice(2, 6))
     np.testing.assert_array_equal(found, named["k"][order][2:6])
+
+
+def test_pairs_that_lie_side_by_side_are_read_as_halves(stored):
+    rows, tensors = stored
+    pairs = HeadRows("together", 18, 2, 6, 4)
+    source = ByHead((pairs.every_second(0), pairs.every_second(1)), 3, (HIDDEN,))
+    found = part(source, tensors, slice(0, HIDDEN), slice(4, 12))
+    expected = rows[1:, [2, 4, 3, 5]]
+    np.testing.assert_array_equal(found, expected.reshape(8, HIDDEN).T)
+
+
+@pytest.mark.parametrize("heads", [(0, 3), (1, 2)])
+def test_each_heads_rows_may_be_a_matrix(stored, heads):
+    rows, tensors = stored
+    source = HeadMatrices(HeadRows("together", 18, 2, 6, 4), 3, HIDDEN)
+    assert source.shape == (3, 4, HIDDEN)
+    index = slice(*heads), slice(1, 4), slice(1, HIDDEN)
+    expected = rows[slice(*heads), 3:6, 1:]
+    np.testing.assert_array_equal(part(source, tensors, *index), expected)
+    transposed = Transposed(source)
+    assert (transposed.shape, transposed.input_axis) == ((3, HIDDEN, 4), 1)
+    found = part(transposed, tensors, index[0], index[2], index[1])
+    np.testing.assert_array_equal(found, expected.swapaxes(1, 2))

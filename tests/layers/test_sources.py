@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.layers.sources import (
+    Dequantized,
     EitherWay,
     InSlots,
     Padded,
@@ -100,3 +101,17 @@ def having(names):
 
 def test_rows_are_made_longer_where_that_takes_little():
     assert [row_size(size) for size in (64, 100, 1152, 2880)] == [64, 100, 1152, 2944]
+
+
+@pytest.mark.parametrize("group", [2, None])
+def test_quantized_numbers_are_read_as_floats(group):
+    rng = np.random.default_rng(0)
+    values = rng.integers(-9, 9, (4, 6)).astype(np.int8)
+    scales = rng.normal(size=(4, 3 if group else 1)).astype(np.float32)
+    source = Dequantized(Tensor("w", (4, 6)), group)
+    names = [f"layer.w:{kind}/{group or 'all'}" for kind in ("values", "scales")]
+    assert source.tensors("layer.") == dict(zip(names, (values.shape, scales.shape), strict=True))
+    tensors = Arrays(zip(names, (values, scales), strict=True))
+    whole = values * np.repeat(scales, group or 6, axis=1)
+    for index in ((slice(0, 4), slice(0, 6)), (slice(1, 3), slice(1, 4))):
+        np.testing.assert_array_equal(part(source, tensors, index), whole[index])

@@ -16,7 +16,6 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.mesh_axes import join_shares
 from sgl_jax.mem_cache.device_pool import (
     STATE_POOL_SPECS,
@@ -79,7 +78,8 @@ class Server:
             weight_sharding=weight_sharding,
             attention_backend=attention_backend,
         )
-        options = EngineConfig.resolve(args, config, "cpu").build_options
+        resolved = EngineConfig.resolve(args, config, "cpu")
+        options = resolved.build_options
         if unrolled_layers is not None:  # as on TPUs that share a rank
             options = options._replace(
                 separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
@@ -90,11 +90,10 @@ class Server:
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, detect_format(folder))
         self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-max_len // page_size)
-        kv_heads = replicated_kv_heads(config.num_heads, config.num_kv_heads, tp)
         groups = [group for group in config.cache_groups() if not group.is_recurrent]
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
         layers = {group.pool: len(group.layers) for group in groups}
-        page = (2 * kv_heads, page_size, config.head_dim)
+        (page,) = {layout.page_shape for layout in resolved.pool_layouts}
         self.pools = self._make_pools(
             [(layers[pool], dp * num_pages, *page) for pool in range(len(layers))]
         )

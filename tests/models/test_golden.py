@@ -14,7 +14,13 @@ from tests.models.golden_server import GOLDEN, Chunk, Server, assert_close, gold
 
 WITH_WINDOWS = ("mistral", "qwen2_windows", "gemma3", "gpt_oss")
 WITH_STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", *WITH_WINDOWS, *WITH_STATES)
+WITH_LATENTS = ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "kimi_k2")
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed"),
+    *WITH_WINDOWS,
+    *WITH_STATES,
+    *WITH_LATENTS,
+)
 
 
 class Setup(NamedTuple):
@@ -64,6 +70,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("gpt_oss", EXPERTS_OVER_RANKS),
         ("qwen3_moe_mixed", WHOLE_EXPERTS_BESIDE_COLUMNS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
+        ("deepseek_v3", EXPERTS_OVER_RANKS),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
             for family, setup in (
@@ -105,6 +112,14 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("qwen3_next", EXPERTS_OVER_RANKS),
                 ("gpt_oss_mxfp4", COPIED_EXPERTS),
                 ("qwen3_moe_mixed", COPIED_EXPERTS_OVER_RANKS),
+                *[(family, ONE_PAGE_A_ROW) for family in WITH_LATENTS],
+                *[(family, TWO_CHIPS) for family in WITH_LATENTS],
+                ("deepseek_v2_lite", TWO_RANKS),
+                ("deepseek_v2_lite", UNROLLED),
+                ("deepseek_v3", SPLIT_WEIGHTS),
+                ("deepseek_v3", COLUMNS),
+                ("kimi_k2", EXPERTS_OVER_RANKS),
+                ("kimi_k2", COPIED_EXPERTS_OVER_RANKS),
                 ("qwen3_moe", SIMULATED_TPU),
                 ("gemma3", SIMULATED_TPU),
                 ("gpt_oss", SIMULATED_TPU),
@@ -118,7 +133,8 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     prompt, greedy = data["prompt"], data["greedy"]
     server = Server(GOLDEN / family, **setup._asdict())
     # These add biases to the experts' sums, or normalise the terms that they add.
-    assert server.has_columns == (setup.in_columns and family not in ("gpt_oss", "gemma3"))
+    without_columns = ("gpt_oss", "gemma3", *WITH_LATENTS)
+    assert server.has_columns == (setup.in_columns and family not in without_columns)
     # Request 0 prefills in three chunks. Beside it, request 1 prefills in one, then decodes.
     bounds = (0, 7, 23, len(prompt))
     positions = len(prompt)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.models.config import (
     CacheGroup,
     ModelConfig,
@@ -29,7 +30,7 @@ def test_rope_is_read_in_every_spelling(spelling):
 def test_experts_are_counted_in_either_spelling(name):
     moe = read(**{name: 6}, num_experts_per_tok=2, moe_intermediate_size=16).moe
     assert moe is not None
-    assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (6, 2, 16)
+    assert (moe.num_experts, moe.choice.top_k, moe.intermediate_size) == (6, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
         attention_factor=0.1 * math.log(32) + 1,
     )
     assert ropes(config) == (rope, rope)
-    assert config.moe == MoeConfig(6, 2, 48, True, 7.0, 1.702)
+    assert config.moe == MoeConfig(6, ExpertChoice(2, True), 48, 7.0, 1.702)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,19 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, Router, RouterRule
+from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, Router
 from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
 from sgl_jax.layers.moe import silu_gated
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, num_kernels, struct
 
 EXPERTS = 128
-RULE = RouterRule(1e-6, from_one=False, top_k=8, norm_topk_prob=True)
+CHOICE = ExpertChoice(top_k=8, norm_topk_prob=True)
 
 
 def routed(num_own, x, norm, matrices, layer, is_token, first):
     """All that a chip does with lines of its experts, but their products."""
-    router = Router(RULE, norm, matrices, bias=None)
+    router = Router(CHOICE, 1e-6, False, norm, matrices, bias=None)
     x, weights, experts = tpu_choose(x, router, layer, is_token)
     lines = tpu_sort(experts, first, num_own)
     gathered = tpu_gather(x, lines)

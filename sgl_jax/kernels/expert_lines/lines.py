@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.core.expert_choice import ExpertChoice
+
 # Tokens whose lines are all taken at once: the TPU's kernels skip unused lines, and a loop costs
 # more than the room for them.
 UNDIVIDED_TOKENS = 512
@@ -24,22 +26,16 @@ _MULTIPLE = 64  # of lines: the smallest tile of the TPU's grouped product
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class RouterRule(NamedTuple):
-    """Constants of a router."""
-
-    eps: float  # of the norm, as `from_one`: see `rms_normalised`
-    from_one: bool
-    top_k: int
-    norm_topk_prob: bool  # weights are parts of the softmax over the chosen experts, not over all
-
-
 class Router(NamedTuple):
     """A router, and the norm of its inputs."""
 
-    rule: RouterRule
+    choice: ExpertChoice
+    eps: float  # of the norm, as `from_one`: see `rms_normalised`
+    from_one: bool
     norm: jax.Array  # [hidden]
     matrices: jax.Array  # [layers, hidden, experts]
     bias: jax.Array | None  # [experts]
+    choice_bias: jax.Array | None = None  # float32 [experts], added to scores for the choice alone
 
 
 class ExpertLines(NamedTuple):

@@ -4,27 +4,58 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
 from sgl_jax.kernels.rms_norm import rms_normalised
+
+LEAST_SUM = 1e-20  # keeps the quotient of weights that all round to zero finite
 
 
 def xla_choose(
     x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `interface.ChooseExperts`."""
-    rule = router.rule
-    normalised = rms_normalised(x, router.norm, rule.eps, rule.from_one)
+    choice = router.choice
+    normalised = rms_normalised(x, router.norm, router.eps, router.from_one)
     logits = normalised @ lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
     if router.bias is not None:
         logits += router.bias
     logits = logits.astype(jnp.float32)
-    if rule.norm_topk_prob:  # the other experts' part of the softmax cancels
-        chosen, experts = lax.top_k(logits, rule.top_k)
-        weights = jax.nn.softmax(chosen.T, axis=0)
+    if choice.is_plain and router.choice_bias is None:
+        weights, experts = _most_probable(logits, choice)
     else:
-        chosen, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), rule.top_k)
-        weights = chosen.T
+        weights, experts = _best_scored(logits, choice, router.choice_bias)
     return normalised, weights, jnp.where(is_token, experts.T, logits.shape[1])
+
+
+def _most_probable(logits: jax.Array, choice: ExpertChoice) -> tuple[jax.Array, jax.Array]:
+    """(weights [top_k, T], experts [T, top_k]) of a plain choice."""
+    if choice.norm_topk_prob:  # the other experts' part of the softmax cancels
+        chosen, experts = lax.top_k(logits, choice.top_k)
+        return jax.nn.softmax(chosen.T, axis=0), experts
+    chosen, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), choice.top_k)
+    return chosen.T, experts
+
+
+def _best_scored(
+    logits: jax.Array, choice: ExpertChoice, choice_bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The same of any choice."""
+    scores = (
+        jax.nn.sigmoid(logits) if choice.has_sigmoid_scores else jax.nn.softmax(logits, axis=-1)
+    )
+    ranked = scores if choice_bias is None else scores + choice_bias
+    if choice.num_groups > 1:
+        in_groups = ranked.reshape(len(ranked), choice.num_groups, -1)
+        best = lax.top_k(in_groups, choice.best_of_group)[0].sum(axis=-1)
+        groups = lax.top_k(best, choice.top_groups)[1]
+        is_chosen = jnp.any(groups[:, None] == jnp.arange(choice.num_groups)[:, None], axis=-1)
+        ranked = jnp.where(is_chosen[..., None], in_groups, -jnp.inf).reshape(ranked.shape)
+    experts = lax.top_k(ranked, choice.top_k)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=-1).T
+    if choice.norm_topk_prob:
+        weights /= weights.sum(axis=0) + LEAST_SUM
+    return weights * choice.scale, experts
 
 
 def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:

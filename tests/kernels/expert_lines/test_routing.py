@@ -10,20 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.expert_lines.lines import Router, RouterRule
+from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.kernels.expert_lines.lines import Router
 from sgl_jax.kernels.expert_lines.tpu import routing
 from sgl_jax.kernels.expert_lines.xla import xla_choose, xla_sort
 from tests.kernels.simulation import EAGER, MODES, simulate
 
-RULE = RouterRule(1e-6, from_one=False, top_k=3, norm_topk_prob=True)
+EPS = 1e-6
+CHOICE = ExpertChoice(top_k=3, norm_topk_prob=True)
 # Experts, those chosen, and tokens.
 SIZES = ((4, 2, 1), (8, 3, 40), (60, 4, 64), (128, 8, 24))
 
 
-def choose(interpret, rule):
+def choose(interpret, choice, from_one=False):
     @jax.jit
-    def run(x, norm, matrices, bias, is_token):
-        router = Router(rule, norm, matrices, bias)
+    def run(x, norm, matrices, bias, is_token, choice_bias=None):
+        router = Router(choice, EPS, from_one, norm, matrices, bias, choice_bias)
         with force_tpu_interpret_mode(interpret):
             return routing.tpu_choose(x, router, jnp.int32(1), is_token)
 
@@ -56,10 +58,11 @@ def draw_tokens(num_experts, num_tokens, levels, seed, dtype=np.float32):
     return x, np.full(num_experts, 2.0, dtype), matrices, bias, is_token
 
 
-def check_choice(case, rule, run):
+def check_choice(case, choice, run, from_one=False):
     found = simulate(run, *case)
-    x, norm, matrices, bias, is_token = map(jnp.array, case)
-    expected = xla_choose(x, Router(rule, norm, matrices, bias), jnp.int32(1), is_token)
+    x, norm, matrices, bias, is_token, *choice_bias = map(jnp.array, case)
+    router = Router(choice, EPS, from_one, norm, matrices, bias, *choice_bias)
+    expected = xla_choose(x, router, jnp.int32(1), is_token)
     rtol = 1e-5 if case[0].dtype == np.float32 else 2.0**-5  # XLA rounds logits once more
     for own, other in zip(found[:2], expected[:2], strict=True):
         own, other = (np.asarray(part, np.float64) for part in (own, other))
@@ -94,21 +97,39 @@ def check_places(experts, first, num_own, run):
 def test_the_most_probable_experts_are_chosen(mode, size, levels, seed):
     num_experts, top_k, num_tokens = size
     # Every combination of both, in one size each: each rule is a program.
-    rule = RouterRule(1e-6, top_k in (3, 4), top_k, norm_topk_prob=top_k in (2, 4))
+    choice, from_one = ExpertChoice(top_k, norm_topk_prob=top_k in (2, 4)), top_k in (3, 4)
     case = draw_tokens(num_experts, num_tokens, levels, seed)
-    check_choice(case, rule, compiled_choose(MODES[mode], rule))
+    check_choice(case, choice, compiled_choose(MODES[mode], choice, from_one), from_one)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ExpertChoice(4, True, True, num_groups=4, top_groups=2, best_of_group=2, scale=2.5),
+        ExpertChoice(6, False, num_groups=8, top_groups=3, best_of_group=1, scale=16.0),
+        ExpertChoice(3, False, True),
+    ],
+    ids=["sigmoid in groups", "softmax in groups", "sigmoid"],
+)
+@settings(max_examples=2, deadline=None)
+@given(st.sampled_from((3, 10**6)), st.integers(0, 2**32 - 1))
+def test_experts_are_chosen_by_score_and_bias_within_the_best_groups(choice, levels, seed):
+    case = draw_tokens(32, 40, levels, seed)
+    rng = np.random.default_rng(seed)
+    choice_bias = rng.normal(size=32).astype(np.float32)
+    check_choice((*case, choice_bias), choice, compiled_choose(EAGER, choice))
 
 
 def test_hidden_states_of_16_bits():
     case = draw_tokens(8, 40, 3, seed=7, dtype=jnp.bfloat16)
-    check_choice(case, RULE, compiled_choose(EAGER, RULE))
+    check_choice(case, CHOICE, compiled_choose(EAGER, CHOICE))
 
 
 def test_a_router_without_biases():
     *case, is_token = draw_tokens(8, 40, 10**6, seed=8)
     case[3] = None
-    _, _, experts = simulate(compiled_choose(EAGER, RULE), *case, is_token)
-    chosen = np.argsort(-case[0], axis=1, kind="stable")[:, : RULE.top_k].T
+    _, _, experts = simulate(compiled_choose(EAGER, CHOICE), *case, is_token)
+    chosen = np.argsort(-case[0], axis=1, kind="stable")[:, : CHOICE.top_k].T
     np.testing.assert_array_equal(experts, np.where(is_token, chosen, 8))
 
 
@@ -136,7 +157,7 @@ def test_a_chip_may_have_all_experts_or_one_and_none_of_the_tokens():
 
 def test_blocks_of_tokens_are_chosen_for_in_turn(monkeypatch):
     monkeypatch.setattr(routing, "_BLOCK_TOKENS", 128)
-    check_choice(draw_tokens(8, 300, 3, seed=2), RULE, choose(EAGER, RULE))
+    check_choice(draw_tokens(8, 300, 3, seed=2), CHOICE, choose(EAGER, CHOICE))
 
 
 def test_longer_steps_are_sorted_by_xla():
@@ -149,9 +170,9 @@ def test_longer_steps_are_sorted_by_xla():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
     case = draw_tokens(8, 40, 10**6, seed=4)
-    expected = simulate(compiled_choose(EAGER, RULE), *case)
+    expected = simulate(compiled_choose(EAGER, CHOICE), *case)
     case[0][7] = bad
-    normalised, weights, experts = simulate(compiled_choose(EAGER, RULE), *case)
+    normalised, weights, experts = simulate(compiled_choose(EAGER, CHOICE), *case)
     others = np.arange(40) != 7
     np.testing.assert_array_equal(normalised[others], expected[0][others])
     np.testing.assert_array_equal(weights[:, others], expected[1][:, others])
@@ -163,7 +184,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
 def test_a_router_that_is_not_finite_spoils_the_weights_of_all_tokens():
     case = draw_tokens(8, 40, 10**6, seed=10)
     case[3][2] = np.nan
-    _, weights, experts = simulate(compiled_choose(EAGER, RULE), *case)
+    _, weights, experts = simulate(compiled_choose(EAGER, CHOICE), *case)
     assert np.all(np.isnan(weights))
     np.testing.assert_array_equal(
         experts[:, case[4]], np.arange(3)[:, None] + 0 * experts[:, case[4]]
@@ -173,7 +194,7 @@ def test_a_router_that_is_not_finite_spoils_the_weights_of_all_tokens():
 def test_experts_of_equal_infinite_logits_are_unlike():
     x, norm, matrices, bias, is_token = draw_tokens(8, 5, 3, seed=9)
     case = x, norm, matrices, np.full_like(bias, -np.inf), np.ones_like(is_token)
-    _, _, experts = simulate(compiled_choose(EAGER, RULE), *case)
+    _, _, experts = simulate(compiled_choose(EAGER, CHOICE), *case)
     np.testing.assert_array_equal(experts, [[0] * 5, [1] * 5, [2] * 5])
 
 
@@ -203,13 +224,13 @@ def choose_the_last_of_equals(monkeypatch):
 
 
 def leave_out_the_norm(monkeypatch):
-    monkeypatch.setattr(routing, "_normalised", lambda x, weight, rule: x)
+    monkeypatch.setattr(routing, "_normalised", lambda x, weight, eps, from_one: x)
 
 
 @pytest.mark.parametrize("fault", [choose_the_last_of_equals, leave_out_the_norm])
 def test_a_seeded_fault_of_the_choice_is_noticed(fault, monkeypatch):
     case = draw_tokens(8, 40, 3, seed=6)
-    check_choice(case, RULE, choose(EAGER, RULE))
+    check_choice(case, CHOICE, choose(EAGER, CHOICE))
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        check_choice(case, RULE, choose(EAGER, RULE))
+        check_choice(case, CHOICE, choose(EAGER, CHOICE))

@@ -15,13 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.expert_lines.lines import (
-    UNDIVIDED_TOKENS,
-    ExpertLines,
-    Router,
-    RouterRule,
-)
-from sgl_jax.kernels.expert_lines.xla import xla_sort
+from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, ExpertLines, Router
+from sgl_jax.kernels.expert_lines.xla import LEAST_SUM, xla_sort
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
@@ -38,8 +34,9 @@ def tpu_choose(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `interface.ChooseExperts`. NaN among a token's logits makes its weights NaN."""
     (num_tokens, hidden), num_experts = x.shape, router.matrices.shape[2]
-    block, shape = min(_BLOCK_TOKENS, num_tokens), (router.rule.top_k, num_tokens)
-    bias = jnp.zeros(num_experts) if router.bias is None else router.bias
+    block, shape = min(_BLOCK_TOKENS, num_tokens), (router.choice.top_k, num_tokens)
+    zeros = jnp.zeros(num_experts)
+    biases = [zeros if own is None else own for own in (router.bias, router.choice_bias)]
     rows = pl.BlockSpec((block, hidden), lambda number, _: (number, 0))
 
     def columns(height: int) -> pl.BlockSpec:
@@ -50,7 +47,14 @@ def tpu_choose(
 
     matrix = pl.BlockSpec((1, hidden, num_experts), lambda number, layer: (layer[0], 0, 0))
     kernel = pl.pallas_call(
-        partial(_choose, rule=router.rule),
+        partial(
+            _choose,
+            choice=router.choice,
+            # A plain choice has the order of logits, and a softmax over the chosen is enough.
+            ranks_logits=router.choice.is_plain and router.choice_bias is None,
+            eps=router.eps,
+            from_one=router.from_one,
+        ),
         name=CHOOSE_NAME,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -60,17 +64,16 @@ def tpu_choose(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(num_tokens, block),),
-            in_specs=[rows, whole(1, hidden), matrix, whole(num_experts, 1), columns(1)],
-            out_specs=[rows, *[columns(router.rule.top_k)] * 2],
+            in_specs=[rows, whole(1, hidden), matrix, whole(2, num_experts, 1), columns(1)],
+            out_specs=[rows, *[columns(router.choice.top_k)] * 2],
+            scratch_shapes=[pltpu.VMEM((num_experts, block), jnp.float32)],
         ),
         compiler_params=_OPTIONS,
     )
     factors = router.norm.astype(jnp.float32)[None]
-    biases = bias.astype(jnp.float32)[:, None]
+    both = jnp.stack(biases).astype(jnp.float32)[..., None]
     is_token = is_token.astype(jnp.int32)[None]
-    normalised, weights, experts = kernel(
-        layer[None], x, factors, router.matrices, biases, is_token
-    )
+    normalised, weights, experts = kernel(layer[None], x, factors, router.matrices, both, is_token)
     return normalised, weights, experts
 
 
@@ -79,44 +82,98 @@ def _choose(
     x: Any,
     norm: Any,
     matrix: Any,
-    bias: Any,
+    biases: Any,
     is_token: Any,
     normalised: Any,
     weights: Any,
     experts: Any,
+    ranks: Any,
     *,
-    rule: RouterRule,
+    choice: ExpertChoice,
+    ranks_logits: bool,
+    eps: float,
+    from_one: bool,
 ) -> None:
     """x [T, hidden] into normalised, and weights and experts [top_k, T]."""
-    values = _normalised(x[...], norm[...], rule)
+    values = _normalised(x[...], norm[...], eps, from_one)
     normalised[...] = values
-    logits = product(matrix[0], values, (0, 1)) + bias[...]
+    logits = product(matrix[0], values, (0, 1)) + biases[0]
     # A sum with NaN is NaN. Such a token takes the first experts, with weights of NaN.
     is_spoiled = jnp.isnan(jnp.sum(logits, axis=0, keepdims=True))
     logits = jnp.where(is_spoiled, 0.0, logits)
+    if ranks_logits:
+        scores = ranked = logits
+    else:
+        scores = _scores(logits, choice)
+        # Through memory: the simulator's compiler would compute a sum anew wherever it is compared
+        # with its own maximum, and round it otherwise.
+        ranks[...] = scores + biases[1]
+        ranked = _in_groups(ranks[...], choice)
     number = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     taken, chosen = number < 0, []
-    for k in range(rule.top_k):
-        most = jnp.max(jnp.where(taken, -jnp.inf, logits), axis=0, keepdims=True)
-        is_most = (logits == most) & ~taken
-        first = jnp.min(jnp.where(is_most, number, len(logits)), axis=0, keepdims=True)
+    for k in range(choice.top_k):
+        most, first = _greatest(jnp.where(taken, -jnp.inf, ranked), ~taken, number)
         taken |= number == first
         experts[k : k + 1] = jnp.where(is_token[...] > 0, first, len(logits))
+        if not ranks_logits:
+            most = jnp.sum(jnp.where(number == first, scores, 0.0), axis=0, keepdims=True)
         chosen.append(most)
-    shares = [jnp.exp(most - chosen[0]) for most in chosen]
-    total = sum(shares)
-    if not rule.norm_topk_prob:
+    shares = [jnp.exp(most - chosen[0]) for most in chosen] if ranks_logits else chosen
+    if choice.norm_topk_prob:
+        total = sum(shares) + LEAST_SUM
+    elif ranks_logits:
         total = jnp.sum(jnp.exp(logits - chosen[0]), axis=0, keepdims=True)
+    else:
+        total = 1.0
     total = jnp.where(is_spoiled, jnp.nan, total)
     for k, share in enumerate(shares):
-        weights[k : k + 1] = share / total
+        weights[k : k + 1] = choice.scale * share / total
 
 
-def _normalised(x: Any, weight: Any, rule: RouterRule) -> Any:
+def _greatest(values: Any, is_allowed: Any, number: Any) -> tuple[Any, Any]:
+    """The greatest of each column, and the lowest number of an allowed row with it: [1, T]."""
+    most = jnp.max(values, axis=0, keepdims=True)
+    is_most = (values == most) & is_allowed
+    return most, jnp.min(jnp.where(is_most, number, len(values)), axis=0, keepdims=True)
+
+
+def _scores(logits: Any, choice: ExpertChoice) -> Any:
+    if choice.has_sigmoid_scores:
+        return jax.nn.sigmoid(logits)
+    shares = jnp.exp(logits - jnp.max(logits, axis=0, keepdims=True))
+    return shares / jnp.sum(shares, axis=0, keepdims=True)
+
+
+def _in_groups(ranked: Any, choice: ExpertChoice) -> Any:
+    """ranked [experts, T], minus infinity outside of a token's groups."""
+    if choice.num_groups == 1:
+        return ranked
+    size = len(ranked) // choice.num_groups
+    groups = [ranked[first : first + size] for first in range(0, len(ranked), size)]
+    best = [_sum_of_greatest(own, choice.best_of_group) for own in groups]
+    for i, own in enumerate(groups):
+        better = [(best[j] > best[i]) | ((best[j] == best[i]) & (j < i)) for j in range(len(best))]
+        is_chosen = sum(x.astype(jnp.int32) for x in better) < choice.top_groups
+        groups[i] = jnp.where(is_chosen, own, -jnp.inf)
+    return jnp.concatenate(groups, axis=0)
+
+
+def _sum_of_greatest(values: Any, count: int) -> Any:
+    """The sum of the `count` greatest of each column, [1, T]."""
+    number = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    total = jnp.zeros_like(values[:1])
+    for _ in range(count):
+        most, first = _greatest(values, number >= 0, number)
+        total += most
+        values = jnp.where(number == first, -jnp.inf, values)
+    return total
+
+
+def _normalised(x: Any, weight: Any, eps: float, from_one: bool) -> Any:
     """See `rms_normalised`; weight [1, hidden] is float32."""
     wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + rule.eps)
-    if rule.from_one:
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
+    if from_one:
         return (scaled * (1.0 + weight)).astype(x.dtype)
     return (scaled.astype(x.dtype).astype(jnp.float32) * weight).astype(x.dtype)
 

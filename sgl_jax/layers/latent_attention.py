@@ -1,0 +1,86 @@
+"""Self-attention to latents: one row a token for all heads (arXiv 2405.04434).
+
+Heads are split over the tensor axis. A latent is not: each chip of a rank computes and keeps the
+rows of all the rank's tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from sgl_jax.core.latents import LatentConfig
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
+from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+from sgl_jax.layers.layer_weights import use_weights
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.rotary import Rotation, rotate
+from sgl_jax.layers.sources import Source
+
+
+class LatentAttention(nnx.Module):
+    """Rotary attention whose keys and values are made from a compressed latent of each token.
+
+    One product makes all that a token's hidden state is compressed to: the latent of its queries,
+    if they have one, the latent that is kept, and the rotated part of its key.
+    """
+
+    def __init__(
+        self,
+        sizes: LatentConfig,
+        down: Linear,
+        queries: Linear,
+        up: tuple[Source, Source],
+        output: Linear,
+        *,
+        dtype: DTypeLike,
+        query_norm: RMSNorm | None,
+        latent_norm: RMSNorm,
+        scale: float,
+        attend: PagedLatentAttention,
+    ) -> None:
+        """`queries`, split by its outputs, makes each head's query, first the part without a
+        position, from the queries' latent after `query_norm`, or from the hidden state. `up` are
+        the sources of `UpProjections`; `output` is split by its inputs. Rotated parts are in the
+        order of `rotate`."""
+        self.sizes = sizes
+        self.down = down
+        self.queries = queries
+        self.key_up, self.value_up = (parameter(own, dtype, TENSOR_AXIS) for own in up)
+        self.output = output
+        self.query_norm = query_norm
+        self.latent_norm = latent_norm
+        self.scale = scale
+        self.attend = attend
+
+    def __call__(
+        self,
+        x: jax.Array,
+        by: Rotation,
+        batch: AttentionBatch,
+        kv_cache: jax.Array,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new latents)."""
+        sizes, down = self.sizes, self.down(x)
+        query_rank = sizes.query_rank or 0
+        query_latent, latent, key = jnp.split(down, [query_rank, query_rank + sizes.rank], axis=1)
+        queries = self.queries(x if self.query_norm is None else self.query_norm(query_latent))
+        by_head = queries.reshape(len(x), -1, sizes.query_dim)
+        nope, rope = jnp.split(by_head, [sizes.nope_dim], axis=2)
+        rotated_key = rotate(key[:, None], by)[:, 0]
+        latents = jnp.concatenate([self.latent_norm(latent), rotated_key], axis=1)
+        out, kv_cache = self.attend(
+            LatentQueries(nope, rotate(rope, by)),
+            latents,
+            use_weights((self.key_up, self.value_up), UpProjections),
+            kv_cache,
+            layer,
+            batch,
+            self.scale,
+        )
+        return self.output(out.reshape(len(x), -1)), kv_cache

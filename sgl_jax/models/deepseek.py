@@ -1,0 +1,97 @@
+"""DeepSeek V2, V3, R1 and Kimi K2: latent attention, dense layers first, then experts."""
+
+from functools import partial
+
+from sgl_jax.core.latents import LatentConfig
+from sgl_jax.layers.attention import replicated_kv_heads
+from sgl_jax.layers.head_sources import ByHead, HeadMatrices, HeadRows
+from sgl_jax.layers.latent_attention import LatentAttention
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.sources import Source, Tensor, Transposed
+from sgl_jax.models.config import LayerSpec, ModelConfig
+from sgl_jax.models.decoder import Architecture, BuildOptions
+from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.llama import gated_mlp, norm
+from sgl_jax.models.projections import as_floats, linear
+from sgl_jax.models.qwen3 import mixture_of_experts
+
+_LATENT_EPS = 1e-6  # of latents' norms, whatever the config has for the others
+
+
+def deepseek_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer, with experts if its spec has them.
+
+    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
+    """
+    mlp = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
+    return DecoderLayer(
+        norm("input_layernorm", config.hidden_size, config, options),
+        latent_attention(config, spec, options),
+        norm("post_attention_layernorm", config.hidden_size, config, options),
+        mlp or gated_mlp(config, spec, options),
+    )
+
+
+def latent_attention(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions
+) -> LatentAttention:
+    """Declare the attention of a layer.
+
+    Raises ValueError if heads cannot be dealt out to `tp_size` chips.
+    """
+    sizes, heads, hidden = spec.latent, config.num_heads, config.hidden_size
+    assert sizes is not None
+    replicated_kv_heads(heads, 1, options.tp_size)
+    query_norm, name, inputs = None, "self_attn.q_proj.weight", hidden
+    if sizes.query_rank is not None:
+        query_norm = _latent_norm("self_attn.q_a_layernorm", sizes.query_rank, options)
+        name, inputs = "self_attn.q_b_proj.weight", sizes.query_rank
+    rows = heads * sizes.query_dim
+    query = HeadRows(name, rows, 0, sizes.query_dim, sizes.nope_dim)
+    rope = _rotated_rows(HeadRows(name, rows, sizes.nope_dim, sizes.query_dim, sizes.rope_dim))
+    width = heads * sizes.value_dim
+    output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
+    return LatentAttention(
+        sizes,
+        linear(spec, options, _down(sizes, hidden)),
+        linear(spec, options, ByHead((query, *rope), heads, (inputs,)), "outputs"),
+        _up(sizes, spec, heads),
+        linear(spec, options, output, "inputs"),
+        dtype=options.dtype,
+        query_norm=query_norm,
+        latent_norm=_latent_norm("self_attn.kv_a_layernorm", sizes.rank, options),
+        scale=config.score_scale,
+        attend=options.attend_latents,
+    )
+
+
+def _latent_norm(name: str, size: int, options: BuildOptions) -> RMSNorm:
+    return RMSNorm(Tensor(f"{name}.weight", (size,)), _LATENT_EPS, options.dtype)
+
+
+def _down(sizes: LatentConfig, hidden: int) -> Source:
+    """The queries' latent, the latent, and the rotated part of the key, side by side."""
+    kept = partial(HeadRows, "self_attn.kv_a_proj_with_mqa.weight", sizes.width)
+    parts = [kept(0, sizes.width, sizes.rank)]
+    parts += _rotated_rows(kept(sizes.rank, sizes.width, sizes.rope_dim))
+    if (own := sizes.query_rank) is not None:
+        parts = [HeadRows("self_attn.q_a_proj.weight", own, 0, own, own), *parts]
+    return ByHead(tuple(parts), 1, (hidden,))
+
+
+def _rotated_rows(part: HeadRows) -> tuple[HeadRows, HeadRows]:
+    """The rows in the order of `rotary.rotate`: a checkpoint has the two of each pair side by
+    side."""
+    return part.every_second(0), part.every_second(1)
+
+
+def _up(sizes: LatentConfig, spec: LayerSpec, heads: int) -> tuple[Source, Source]:
+    """The sources of `UpProjections`: each head's rows of one tensor, its key's and its value's."""
+    stride = sizes.nope_dim + sizes.value_dim
+    part = partial(HeadRows, "self_attn.kv_b_proj.weight", heads * stride)
+    keys = HeadMatrices(part(0, stride, sizes.nope_dim), heads, sizes.rank)
+    values = HeadMatrices(part(sizes.nope_dim, stride, sizes.value_dim), heads, sizes.rank)
+    return as_floats(spec, keys), Transposed(as_floats(spec, values))
+
+
+DEEPSEEK = Architecture(deepseek_layer, has_further_layers=True)

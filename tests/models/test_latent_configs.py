@@ -1,0 +1,109 @@
+"""Configs of models with latent attention: DeepSeek V2 and V3, and Kimi K2."""
+
+import math
+
+import pytest
+
+from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.latents import LatentConfig
+from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.registry import build_model
+
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+V2 = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64}
+
+
+def read(**changes):
+    return ModelConfig.from_dict(V3 | changes)
+
+
+def read_v2(**changes):
+    return ModelConfig.from_dict(V2 | changes)
+
+
+def test_a_v3_has_latents_in_all_layers_and_experts_after_the_first_three():
+    config = read()
+    assert config.latent == LatentConfig(512, 128, 64, 128, 1536)
+    assert all(spec.latent == config.latent for spec in config.layers)
+    assert [spec.moe is not None for spec in config.layers] == [False] * 3 + [True] * 2
+    assert (config.num_kv_heads, config.head_dim, config.rope_head_dim) == (1, 192, 64)
+    assert config.score_scale == 192**-0.5
+    assert config.cache_groups() == (CacheGroup(None, 0, (0, 1, 2, 3, 4)),)
+    moe = config.moe
+    assert moe.choice == ExpertChoice(8, True, True, 8, 4, 2, 2.5)
+    assert (moe.num_experts, moe.shared_intermediate_size) == (256, 16)
+    assert moe.has_choice_bias
+    assert not moe.gates_shared
+
+
+def test_a_v2_chooses_by_a_softmax_and_in_groups_by_their_best_expert():
+    config = read_v2(q_lora_rank=None, n_shared_experts=2)
+    assert config.latent.query_rank is None
+    assert config.moe.choice == ExpertChoice(2, False)
+    assert config.moe.shared_intermediate_size == 32
+    assert not config.moe.has_choice_bias
+    grouped = read_v2(
+        topk_method="group_limited_greedy", n_group=3, topk_group=2, routed_scaling_factor=16.0
+    )
+    assert grouped.moe.choice == ExpertChoice(2, False, False, 3, 2, 1, 16.0)
+
+
+def test_yarn_multiplies_scores_by_the_square_of_its_growth():
+    growth = 0.1 * 0.707 * math.log(40) + 1
+    config = read(rope_scaling=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707})
+    assert config.score_scale == pytest.approx(192**-0.5 * growth**2)
+    assert config.layers[0].rope.attention_factor == 1.0
+    apart = read(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.707})
+    expected = (0.1 * math.log(40) + 1) / growth
+    assert apart.layers[0].rope.attention_factor == pytest.approx(expected)
+    assert read(rope_scaling=YARN).score_scale == 192**-0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_method": "greedy"}, "topk_method and scoring_func must be one of greedy with soft"),
+        ({"n_group": 7}, r"n_group \(7\) must divide n_routed_experts \(256\)"),
+        ({"topk_group": 9}, r"topk_group \(9\) must not exceed it"),
+        ({"n_routed_experts": 16, "topk_group": 2}, r"must not exceed the experts of topk_group"),
+        ({"first_k_dense_replace": 6}, r"first_k_dense_replace must be in \[0, 5\], got 6"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+        ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused_by_name(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read(**changes)
+
+
+def test_tensors_of_layers_after_the_last_are_spare():
+    """They predict further tokens."""
+    model = build_model(read(), BuildOptions(dtype="float32"))
+    assert model.is_spare("model.layers.5.enorm.weight")
+    assert model.is_spare("model.layers.12.enorm.weight")
+    assert not model.is_spare("model.layers.4.enorm.weight")
+
+
+def test_heads_that_chips_cannot_share_are_refused():
+    with pytest.raises(ValueError, match=r"tp_size \(3\) must divide the number of attention"):
+        build_model(read(), BuildOptions(dtype="float32", tp_size=3))
