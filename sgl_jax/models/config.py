@@ -79,10 +79,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The model's layers, and the draft layer after them."""
+        return self.layers if self.draft_layer is None else (*self.layers, self.draft_layer)
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers that keep KV, the draft layer included."""
-        num_drafting = int(self.draft_layer is not None)
-        return num_drafting + sum(spec.recurrence is None for spec in self.layers)
+        return sum(spec.recurrence is None for spec in self.all_layers)
 
     @property
     def moe(self) -> MoeConfig | None:
@@ -103,8 +107,7 @@ class ModelConfig:
         """
         by_window: dict[int | None, list[int]] = {}
         recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
-        drafting = () if self.draft_layer is None else (self.draft_layer,)
-        for layer, spec in enumerate((*self.layers, *drafting)):
+        for layer, spec in enumerate(self.all_layers):
             if spec.recurrence is None:
                 by_window.setdefault(spec.sliding_window, []).append(layer)
         windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
