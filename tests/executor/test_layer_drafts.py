@@ -5,7 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sgl_jax.checkpoint.convert import convert
+from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.executor.model_executor import ModelExecutor
 from tests.executor.step_driver import Driver, Row
 from tests.long import long
 from tests.models.draft_reference import (
@@ -109,18 +112,19 @@ def test_drafts_change_no_token(make, random_model, case):
 def test_drafts_of_the_models_own_distribution_are_all_accepted(make, markov_model, sampling):
     """Also at random: a draft is drawn with the noise of the token that verifies it."""
     executor = make(markov_model, **DRAFTING)
-    driver = Driver(executor, rows(1, sampling, PROMPTS[:2]), num_drafts=3)
-    assert [len(output) for output in driver.run(8, chunk=32)] == [1 + 7 * 4] * 2
-    plain = Driver(make(markov_model), rows(1, sampling, PROMPTS[:2])).run(29, chunk=32)
+    prompts = PROMPTS[::2]
+    driver = Driver(executor, rows(1, sampling, prompts), num_drafts=3)
+    assert [len(output) for output in driver.run(8)] == [1 + 7 * 4] * 2
+    plain = Driver(make(markov_model), rows(1, sampling, prompts)).run(29)
     assert [row.output for row in driver.rows] == plain
 
 
 def test_a_row_at_the_end_of_its_context_drafts_what_fits(make, markov_model):
     executor = make(markov_model, **DRAFTING)
     (row,) = rows(prompts=[RNG.integers(0, 90, 50).tolist()])
-    (output,) = Driver(executor, [row], num_drafts=3).run(6, chunk=64, overlap=False)
+    (output,) = Driver(executor, [row], num_drafts=3).run(12, overlap=False)
     plain = Driver(make(markov_model), [Row(0, 1, list(row.prompt), seed=7)])
-    assert output == plain.run(14, chunk=64)[0][: len(output)]
+    assert output == plain.run(6 + len(output))[0]
     assert len(output) >= 14
 
 
@@ -165,8 +169,24 @@ def test_memory_of_the_draft_layer_is_one_more_layer(make, random_model):
     assert [len(pool) for (pool,) in pools] == [2, 3]
 
 
-def test_a_model_without_a_draft_layer_is_refused(make_args):
-    from sgl_jax.executor.model_executor import ModelExecutor
+@pytest.mark.long
+def test_a_converted_checkpoint_drafts_the_same(make, markov_model, tmp_path):
+    convert(markov_model, tmp_path / "orbax", "float32", has_draft_layer=True)
+    executor = make(tmp_path / "orbax", load_format="orbax", **DRAFTING)
+    driver = Driver(executor, rows(prompts=PROMPTS[:1]), num_drafts=3)
+    assert [len(output) for output in driver.run(4)] == [1 + 3 * 4]
 
+
+def test_a_checkpoint_without_the_draft_layer_is_refused(make_args, tmp_path):
+    weights = {name: own for name, own in random_weights().items() if "mtp" not in name}
+    args = make_args(
+        **{"model_path": str(write_checkpoint(tmp_path, weights)), "load_format": "safetensors"},
+        **DRAFTING,
+    )
+    with pytest.raises(CheckpointError, match=r"do not match config.json: mtp\.fc\.weight is miss"):
+        ModelExecutor(args)
+
+
+def test_a_model_without_a_draft_layer_is_refused(make_args):
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no draft layer for --speculative"):
         ModelExecutor(make_args(speculative_algorithm="MTP"))
