@@ -5,6 +5,7 @@ that Hugging Face transformers gives them. The delta rule runs in chunks (arXiv 
 its recurrence would be one small product a token.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ class HybridQwen35(NamedTuple):
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 8192
+    mtp_num_hidden_layers: int = 1  # that draft tokens: `train_draft_layer` trains it
 
     @property
     def layer_types(self) -> list[str]:
@@ -46,9 +48,7 @@ class HybridQwen35(NamedTuple):
 
     def init_params(self, key: jax.Array) -> Params:
         """Random fp32 weights, every matrix as [outputs, inputs]."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size = self.num_attention_heads * self.head_dim
-        kv_size = self.num_key_value_heads * self.head_dim
+        hidden = self.hidden_size
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
         shapes: dict[str, tuple[int, ...]] = {
@@ -57,22 +57,9 @@ class HybridQwen35(NamedTuple):
         }
         for i, kind in enumerate(self.layer_types):
             layer = f"model.layers.{i}"
-            shapes |= {
-                f"{layer}.input_layernorm.weight": (hidden,),
-                f"{layer}.post_attention_layernorm.weight": (hidden,),
-                f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-                f"{layer}.mlp.up_proj.weight": (inner, hidden),
-                f"{layer}.mlp.down_proj.weight": (hidden, inner),
-            }
+            shapes |= self._mlp_shapes(layer)
             if kind == "full_attention":
-                shapes |= {
-                    f"{layer}.self_attn.q_proj.weight": (2 * q_size, hidden),
-                    f"{layer}.self_attn.k_proj.weight": (kv_size, hidden),
-                    f"{layer}.self_attn.v_proj.weight": (kv_size, hidden),
-                    f"{layer}.self_attn.o_proj.weight": (hidden, q_size),
-                    f"{layer}.self_attn.q_norm.weight": (self.head_dim,),
-                    f"{layer}.self_attn.k_norm.weight": (self.head_dim,),
-                }
+                shapes |= self._attention_shapes(layer)
             else:
                 rates = self.linear_num_value_heads
                 shapes |= {
@@ -90,23 +77,103 @@ class HybridQwen35(NamedTuple):
                     f"{layer}.linear_attn.norm.weight": (self.linear_value_head_dim,),
                     f"{layer}.linear_attn.out_proj.weight": (hidden, values),
                 }
-        keys_of = jax.random.split(key, len(shapes))
-        return {name: _initial(name, shapes[name], keys_of[i]) for i, name in enumerate(shapes)}
+        return _random_params(shapes, key)
+
+    def init_draft_params(self, key: jax.Array) -> Params:
+        """The same of the draft layer, which is one of full attention behind a product."""
+        hidden, layer = self.hidden_size, "mtp.layers.0"
+        vectors = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        shapes: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (hidden,) for name in vectors}
+        shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+        return _random_params(shapes | self._mlp_shapes(layer) | self._attention_shapes(layer), key)
+
+    def _mlp_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+
+    def _attention_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
+        hidden = self.hidden_size
+        q_size = self.num_attention_heads * self.head_dim
+        kv_size = self.num_key_value_heads * self.head_dim
+        return {
+            f"{layer}.self_attn.q_proj.weight": (2 * q_size, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_size, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_size, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, q_size),
+            f"{layer}.self_attn.q_norm.weight": (self.head_dim,),
+            f"{layer}.self_attn.k_norm.weight": (self.head_dim,),
+        }
 
     def forward(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
-        embedding = params["model.embed_tokens.weight"]
-        x = embedding[tokens]
+        return self.logits(params, self.hidden_states(params, tokens, positions))
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Logits [B, T, vocab] of hidden states [B, T, hidden]."""
+        return hidden @ params["model.embed_tokens.weight"].T
+
+    def hidden_states(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """[B, T, hidden], normalised, of tokens [B, T] at positions [B, T]."""
+        x = params["model.embed_tokens.weight"][tokens]
         for i, kind in enumerate(self.layer_types):
             layer = f"model.layers.{i}"
             h = self._norm(params, f"{layer}.input_layernorm", x)
             if kind == "full_attention":
-                x = x + self._attention(params, f"{layer}.self_attn", h, positions)
+                name = f"{layer}.self_attn"
+                q, k, v, gate = self._heads(params, name, h, positions)
+                found = attend(q, k, v) * gate
+                x = x + found @ params[f"{name}.o_proj.weight"].T
             else:
                 x = x + self._delta_net(params, f"{layer}.linear_attn", h)
             h = self._norm(params, f"{layer}.post_attention_layernorm", x)
             x = x + gated_mlp(params, f"{layer}.mlp", h)
-        return self._norm(params, "model.norm", x) @ embedding.T
+        return self._norm(params, "model.norm", x)
+
+    def draft_hidden_states(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        positions: jax.Array,
+        num_passes: int,
+    ) -> list[jax.Array]:
+        """The draft layer's results of each pass, [B, T, hidden]; those at t are of the token at
+        t + 2.
+
+        The first pass reads the model's `hidden` at t. Each further one reads the result of the
+        pass before, at t - 1, and the keys and values as a server has them then: of earlier passes
+        at the positions that these guessed, of the first pass before.
+
+        Args:
+            hidden: [B, T, hidden] of the model.
+            tokens, positions: [B, T].
+        """
+        name, layer = "mtp.layers.0.self_attn", "mtp.layers.0"
+        after = jnp.roll(tokens, -1, axis=1)
+        vectors = params["model.embed_tokens.weight"][after]
+        vectors = self._norm(params, "mtp.pre_fc_norm_embedding", vectors)
+        results: list[jax.Array] = []
+        keys: list[jax.Array] = []
+        values: list[jax.Array] = []
+        for _ in range(num_passes):
+            joined = [vectors, self._norm(params, "mtp.pre_fc_norm_hidden", hidden)]
+            x = jnp.concatenate(joined, axis=-1) @ params["mtp.fc.weight"].T
+            h = self._norm(params, f"{layer}.input_layernorm", x)
+            q, k, v, gate = self._heads(params, name, h, positions)
+            keys.append(k)
+            values.append(v)
+            x = x + attend_passes(q, keys, values) * gate @ params[f"{name}.o_proj.weight"].T
+            h = self._norm(params, f"{layer}.post_attention_layernorm", x)
+            x = x + gated_mlp(params, f"{layer}.mlp", h)
+            results.append(self._norm(params, "mtp.norm", x))
+            hidden = jnp.roll(results[-1], 1, axis=1)
+        return results
 
     def describe(self) -> dict[str, Any]:
         """The model's config.json."""
@@ -128,10 +195,11 @@ class HybridQwen35(NamedTuple):
     def _norm(self, params: Params, name: str, x: jax.Array) -> jax.Array:
         return rms_norm(x, 1 + params[f"{name}.weight"], self.rms_norm_eps)
 
-    def _attention(
+    def _heads(
         self, params: Params, layer: str, x: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """Causal grouped-query attention over x [B, T, hidden], with a gate at its output."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Scaled queries, keys and values [B, T, H, D] of x [B, T, hidden]; and the gate of
+        attention's result, [B, T, H * D]."""
         batch, length, _ = x.shape
         dim, rope = self.head_dim, self.rope_parameters
         rotated = int(dim * rope["partial_rotary_factor"])
@@ -147,8 +215,7 @@ class HybridQwen35(NamedTuple):
         q, gate = jnp.split(heads("q", 2 * dim), 2, axis=-1)
         q = rotate_part(self._norm(params, f"{layer}.q_norm", q)) * dim**-0.5
         k = rotate_part(self._norm(params, f"{layer}.k_norm", heads("k", dim)))
-        found = attend(q, k, heads("v", dim)) * jax.nn.sigmoid(gate.reshape(batch, length, -1))
-        return found @ params[f"{layer}.o_proj.weight"].T
+        return q, k, heads("v", dim), jax.nn.sigmoid(gate.reshape(batch, length, -1))
 
     def _delta_net(self, params: Params, layer: str, x: jax.Array) -> jax.Array:
         """A gated delta net over x [B, T, hidden]."""
@@ -183,6 +250,11 @@ class HybridQwen35(NamedTuple):
         return gated @ params[f"{layer}.out_proj.weight"].T
 
 
+def _random_params(shapes: dict[str, tuple[int, ...]], key: jax.Array) -> Params:
+    keys_of = jax.random.split(key, len(shapes))
+    return {name: _initial(name, shapes[name], keys_of[i]) for i, name in enumerate(shapes)}
+
+
 def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     if name.endswith("A_log"):  # heads forget at speeds of one to sixteen ...
         return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
@@ -195,6 +267,35 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         return jnp.zeros(shape)
     scale = 0.02 if "embed" in name else shape[-1] ** -0.5
     return scale * jax.random.normal(key, shape)
+
+
+def attend_passes(
+    q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array]
+) -> jax.Array:
+    """Attention of the last pass's scaled q [B, T, H, D]: [B, T, H * D].
+
+    A query at t sees the first pass's keys up to t - n, where n passes came before its own, and
+    the key of each later pass at the position after: [B, T, KV, D] of each pass.
+    """
+    batch, length, kv_heads, dim = keys[0].shape
+    q = q.reshape(batch, length, kv_heads, -1, dim)
+    num_before = len(keys) - 1
+    seen = jnp.tril(jnp.ones((length, length), bool), -num_before)
+    scores = [jnp.where(seen, jnp.einsum("btkgd,bskd->bkgts", q, keys[0]), -1e30)]
+
+    def at_its_place(x: jax.Array, number: int) -> jax.Array:
+        return jnp.roll(x, num_before - number, axis=1)
+
+    later = range(1, len(keys))
+    for number in later:
+        own = jnp.einsum("btkgd,btkd->bkgt", q, at_its_place(keys[number], number))
+        scores.append(own[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :length], values[0])
+    for number in later:
+        share = weights[..., length + number - 1]
+        out += jnp.einsum("bkgt,btkd->btkgd", share, at_its_place(values[number], number))
+    return out.reshape(batch, length, -1)
 
 
 def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:

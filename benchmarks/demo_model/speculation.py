@@ -1,12 +1,14 @@
 """Tokens of a decode step with drafts, which must change no answer.
 
     python -m benchmarks.demo_model.speculation --num-questions 40
+    python -m benchmarks.demo_model.speculation --model-path models/demo_hybrid \\
+        --speculative-algorithm MTP --num-draft-tokens 3
 
-Runs the demonstration model's questions twice, with and without n-gram drafts, one at a time and
+Runs a demonstration model's questions twice, with and without drafts, one at a time and
 each step's result read before the next, so that every decode step serves one request. A first run
 of a single token measures the prefill apart. Exits with 1 if any output differs or the tasks
 together yield fewer tokens per decode step than required. The speed-up covers the whole answer,
-prefill included; on a CPU, verifying drafts costs about as much time as it saves.
+prefill included; on a CPU, verifying n-gram drafts costs about as much time as it saves.
 """
 
 import argparse
@@ -80,15 +82,17 @@ def compare(
     num_questions: int,
     *,
     seed: int = 0,
+    algorithm: str = "NGRAM",
     num_draft_tokens: int = 4,
     **settings: Any,
 ) -> list[Comparison]:
     """Run `num_questions` of each task with and without drafts.
 
     Args:
-        settings: of both engines, beside the model and how steps overlap.
+        settings: of both engines, beside how steps overlap; by default of the dense model.
     """
-    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": num_draft_tokens}
+    settings = {"model_path": str(DEMO_MODEL)} | settings
+    drafts = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": num_draft_tokens}
     plain = _run_all(num_questions, seed, settings)
     drafting = _run_all(num_questions, seed, settings | drafts)
     return [Comparison(task, plain[task], drafting[task]) for task in TASKS]
@@ -107,7 +111,6 @@ def _sum(runs: Sequence[Run]) -> Run:
 def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[str, Run]:
     """By task."""
     with Engine(
-        str(DEMO_MODEL),
         max_running_requests=1,
         disable_overlap_schedule=True,
         disable_radix_cache=True,
@@ -144,9 +147,11 @@ def _run(engine: Engine, prompts: list[list[int]]) -> Run:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Tokens per decode step with n-gram drafts.")
+    parser = argparse.ArgumentParser(description="Tokens per decode step with drafts.")
     parser.add_argument("--num-questions", type=int, default=25, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    parser.add_argument("--model-path", default=str(DEMO_MODEL), help="a demonstration model's")
+    parser.add_argument("--speculative-algorithm", default="NGRAM", help="NGRAM or MTP")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="per step")
     parser.add_argument("--min-ratio", type=float, default=1.5, help="over all tasks")
     args = parser.parse_args(argv)
@@ -159,7 +164,11 @@ def main() -> None:
     """Print the table; exit with 0 if drafts changed nothing and paid."""
     args = parse_args()
     comparisons = compare(
-        args.num_questions, seed=args.seed, num_draft_tokens=args.num_draft_tokens
+        args.num_questions,
+        seed=args.seed,
+        algorithm=args.speculative_algorithm,
+        num_draft_tokens=args.num_draft_tokens,
+        model_path=args.model_path,
     )
     overall = together(comparisons)
     print("\n".join([HEADER, *(comparison.line() for comparison in [*comparisons, overall])]))

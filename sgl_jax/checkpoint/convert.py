@@ -28,11 +28,19 @@ from sgl_jax.models.quantization import AT_LOAD
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def convert(model_path: Path, output: Path, dtype: str, quantization: str = "none") -> None:
+def convert(
+    model_path: Path,
+    output: Path,
+    dtype: str,
+    quantization: str = "none",
+    *,
+    has_draft_layer: bool = False,
+) -> None:
     """Write `output`, a new folder, from the safetensors in `model_path`.
 
     Matrices that are quantized stay as they are; with `quantization` (int8, fp8, int4) floats are
-    quantized, and the folder is served with the same `--quantization`.
+    quantized, and the folder is served with the same `--quantization`. With `has_draft_layer` the
+    folder is for `--speculative-algorithm MTP` alone.
 
     Raises:
         CheckpointError: `output` exists, or `model_path` has no weights that fit its config.
@@ -41,6 +49,8 @@ def convert(model_path: Path, output: Path, dtype: str, quantization: str = "non
     if output.exists():
         raise CheckpointError(f"{str(output)!r} exists already")
     config = ModelConfig.from_path(model_path).quantized(quantization)
+    if has_draft_layer:
+        config = config.drafting()
     devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
     mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
     placed = place_model(config, mesh, BuildOptions(jnp.dtype(dtype)))
@@ -68,9 +78,15 @@ def main() -> None:
         choices=("none", *AT_LOAD),
         help="quantize matrices; serve the folder with the same flag",
     )
+    parser.add_argument(
+        "--draft-layer",
+        action="store_true",
+        help="add the model's draft layer; serve the folder with --speculative-algorithm MTP",
+    )
     args = parser.parse_args()
+    settings = args.dtype, args.quantization
     try:
-        convert(args.model_path, args.output, args.dtype, args.quantization)
+        convert(args.model_path, args.output, *settings, has_draft_layer=args.draft_layer)
     except (CheckpointError, ModelConfigError) as error:
         parser.error(str(error))
 

@@ -29,6 +29,8 @@ class EngineSizes(NamedTuple):
     # to one of them. Empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()
     max_draft_tokens: int = 0  # drafted per row and step; 0 without speculative decoding
+    # Slots past a row's drafts, to which a draft layer writes KV while it makes the next ones.
+    lookahead_slots: int = 0
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # of the model's layers
     # Recurrent layers: tokens between kept states, multiples of the page size. A state is kept at
     # each multiple of `snapshot_interval` in prompt and output. In the output, the state at the
@@ -90,7 +92,8 @@ class EngineSizes(NamedTuple):
         return min(self.pages_per_row, self._window_pages(group.sliding_window, 1))
 
     def _window_pages(self, window: int, num_ahead: int) -> int:
-        num_ahead = max(num_ahead, _STEPS_AHEAD * (1 + self.max_draft_tokens))
+        most_ahead = _STEPS_AHEAD * (1 + self.max_draft_tokens) + self.lookahead_slots
+        num_ahead = max(num_ahead, most_ahead)
         return self.pages_for(window - 1) + self.pages_for(num_ahead - 1) + 1
 
     def pages_for(self, num_tokens: int) -> int:

@@ -229,8 +229,9 @@ class ServerArgs(SchedulerArgs):
     # Speculative decoding
     speculative_algorithm: str = setting(
         "none",
-        "NGRAM drafts the tokens that followed an earlier occurrence of the last tokens",
-        ("none", "NGRAM"),
+        "NGRAM drafts the tokens that followed an earlier occurrence of the last tokens; MTP (or "
+        "NEXTN) drafts by the model's own layer for it",
+        ("none", "NGRAM", "MTP", "NEXTN"),
     )
     speculative_num_draft_tokens: int = setting(
         4, "tokens drafted per request and step", bounds=(1, 32)
@@ -460,6 +461,11 @@ class ServerArgs(SchedulerArgs):
     def places_experts(self) -> bool:
         """True if experts are not dealt out in order, each to one chip."""
         return self.ep_num_redundant_experts > 0 or self.init_expert_location != "trivial"
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """True if a layer of the model drafts; NEXTN is SGLang's name for that."""
+        return self.speculative_algorithm in ("MTP", "NEXTN")
 
     @property
     def num_draft_tokens(self) -> int:

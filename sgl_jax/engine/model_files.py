@@ -15,5 +15,5 @@ def open_model_files(args: ServerArgs) -> Tokenizer:
     # The tokenizer's library reads config.json too, and would report a bad one as the tokenizer's
     # fault.
     if (Path(args.model_path) / CONFIG_FILE).is_file():
-        ModelConfig.from_path(args.model_path).quantized(args.quantization)
+        ModelConfig.from_path(args.model_path).served(args)
     return load_tokenizer(args)

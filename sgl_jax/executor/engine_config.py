@@ -267,6 +267,7 @@ class EngineConfig(NamedTuple):
             eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=tuple(bucket.tokens for bucket in self.buckets.all),
             max_draft_tokens=limits.draft_tokens,
+            lookahead_slots=limits.draft_tokens - 1 if self.model.draft_layer else 0,
             groups=self.groups,
             snapshot_interval=self.snapshot_interval,
             tail_interval=self.tail_interval,

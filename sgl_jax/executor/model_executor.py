@@ -112,14 +112,14 @@ class ModelExecutor(Executor):
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
-        model = ModelConfig.from_path(args.model_path).quantized(args.quantization)
+        model = ModelConfig.from_path(args.model_path).served(args)
         if args.load_format == "auto":
             args = replace(args, load_format=detect_format(Path(args.model_path)))
         config = EngineConfig.resolve(args, model, platform_of(self._mesh))
         args, decided = config.args, config.decided(given)
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
         placed = place_model(model, self._mesh, config.build_options)
-        self._model, self._quantization = model, args.quantization
+        self._model, self._args = model, args
         self._load_params = partial(
             load_params,
             placed,
@@ -339,7 +339,7 @@ class ModelExecutor(Executor):
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the present programs can serve
         the folder's weights."""
-        given = ModelConfig.from_path(model_path).quantized(self._quantization)
+        given = ModelConfig.from_path(model_path).served(self._args)
         check_same_model(self._model, given)
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:

@@ -18,6 +18,7 @@ from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT
+from sgl_jax.executor.layer_drafts import DraftRows, draft_tokens
 from sgl_jax.executor.layout import RankControls, StepOutput, pack_logprobs
 from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
 from sgl_jax.kernels.attention.batch import AttentionBatch
@@ -80,10 +81,10 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
 
     The returned state has the new KV, drafts and recurrent states.
     """
-    token_table, queries = _place_queries(state, given.controls, given.sizes.max_draft_tokens)
+    token_table, queries = _place_queries(model, state, given)
     given = _placed(given, queries)
     batch, token_rows = _build_batch(given)
-    batches = tuple(replace(batch, page_table=table) for table in given.page_tables)
+    batches = _by_group(batch, given)
     state_batch = layer_states = None
     if state.states is not None:
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
@@ -162,7 +163,15 @@ def draw_step(
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
         num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
         states = keep_states(states, controls, state_batch, num_kept)
-    return state._replace(token_table=token_table, row_lens=row_lens, states=states), output
+    kv_pools = state.kv_pools
+    if model.draft_layer is not None and max_drafts:
+        lasts = queries.new_starts - 1 + jnp.maximum(counts - 1, 0)
+        token_table, kv_pools = draft_tokens(
+            *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
+            *(computed.hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
+            max_drafts,
+        )
+    return StepState(token_table, row_lens, kv_pools, states, state.expert_counts), output
 
 
 class Queries(NamedTuple):
@@ -192,6 +201,10 @@ def _build_batch(given: RankStep) -> tuple[AttentionBatch, jax.Array]:
         given.sizes.max_draft_tokens,
     )
     return batch, jnp.where(batch.valid, controls.rows[batch.token_rows], 0)
+
+
+def _by_group(batch: AttentionBatch, given: RankStep) -> tuple[AttentionBatch, ...]:
+    return tuple(replace(batch, page_table=table) for table in given.page_tables)
 
 
 class _LastQueries(NamedTuple):
@@ -240,10 +253,9 @@ def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQ
     return _LastQueries.build(batch, num_drawn, most)
 
 
-def _place_queries(
-    state: StepState, controls: RankControls, max_drafts: int
-) -> tuple[jax.Array, Queries]:
-    """Look up relayed lengths and draft; the token table with the drafts in it."""
+def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[jax.Array, Queries]:
+    """Look up relayed lengths and drafts; the token table with the drafts in it."""
+    controls, max_drafts = given.controls, given.sizes.max_draft_tokens
     rows = controls.rows
     is_decode = jnp.arange(rows.shape[0]) < controls.num_decode
     drafts = jnp.where(is_decode, controls.q_lens - 1, 0)
@@ -253,8 +265,12 @@ def _place_queries(
     guesses = None
     if max_drafts:
         is_guessed = controls.drafts == NO_DRAFT
-        searched = (drafts > 0) & is_guessed[:, 0]
-        guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
+        if model.draft_layer is None:
+            searched = (drafts > 0) & is_guessed[:, 0]
+            guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
+        else:
+            ahead = new_starts[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)
+            guesses = token_table.at[rows[:, None], ahead].get(mode="clip")
         guesses = jnp.where(is_guessed, guesses, controls.drafts)
         token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
     return token_table, Queries(kv_starts, drafts, new_starts, guesses)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.core.latents import LatentConfig
 from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config_defaults import (
     architecture_name,
     completed,
@@ -31,6 +32,7 @@ from sgl_jax.models.config_fields import (
     positive_int,
     switch,
 )
+from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
 from sgl_jax.models.layer_specs import (
     LayerSpec,
     MoeConfig,
@@ -81,15 +83,23 @@ class ModelConfig:
     logit_soft_cap: float | None  # and so do logits
     quantization: QuantizationConfig | None  # None: a checkpoint's matrices are floats
     layers: tuple[LayerSpec, ...]  # the first is next to the embedding
+    brings_draft_layer: bool = True  # if models of its architecture do
+    # The layer that drafts tokens, see `DraftLayer`; None: it is not used, or there is none.
+    draft_layer: LayerSpec | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The model's layers, and the draft layer after them."""
+        return self.layers if self.draft_layer is None else (*self.layers, self.draft_layer)
+
+    @property
     def num_attention_layers(self) -> int:
-        """Layers that keep KV."""
-        return sum(spec.recurrence is None for spec in self.layers)
+        """Layers that keep KV, the draft layer included."""
+        return sum(spec.recurrence is None for spec in self.all_layers)
 
     @property
     def moe(self) -> MoeConfig | None:
@@ -116,11 +126,11 @@ class ModelConfig:
         recurrent layers.
 
         Groups of equally many layers share a pool; the first group has the first pool. States have
-        a pool of their own.
+        a pool of their own. The draft layer has the number after the model's last one.
         """
         by_window: dict[int | None, list[int]] = {}
         recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
-        for layer, spec in enumerate(self.layers):
+        for layer, spec in enumerate(self.all_layers):
             if spec.recurrence is None:
                 by_window.setdefault(spec.sliding_window, []).append(layer)
         windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
@@ -132,6 +142,33 @@ class ModelConfig:
         if recurrent:
             groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
         return tuple(groups)
+
+    def served(self, args: ServerArgs) -> "ModelConfig":
+        """The model as an engine of `args` runs it: quantized at load, and with its draft layer.
+
+        Raises ModelConfigError if it cannot be quantized so, or has no draft layer.
+        """
+        config = self.quantized(args.quantization)
+        return config.drafting() if args.has_draft_layer else config
+
+    @property
+    def draft_names(self) -> DraftNames | None:
+        """The names of the draft layer's tensors; None: the model has none."""
+        names = DRAFT_NAMES.get(self.architecture) if self.brings_draft_layer else None
+        return names and DraftNames(*(own.format(self.num_layers) for own in names))
+
+    def drafting(self) -> "ModelConfig":
+        """The model with its own draft layer. Raises ModelConfigError if it has none."""
+        if self.draft_names is None:
+            raise ModelConfigError(
+                f"{self.architecture} has no draft layer for --speculative-algorithm MTP: models "
+                f"of {', '.join(sorted(DRAFT_NAMES))} may have one; NGRAM drafts for any model"
+            )
+        like = [
+            spec for spec in self.layers if spec.recurrence is None and spec.sliding_window is None
+        ]
+        rules = self.quantization.under((self.draft_names.layer,)) if self.quantization else ()
+        return replace(self, draft_layer=replace(like[-1], rules=rules))
 
     def quantized(self, scheme: str) -> "ModelConfig":
         """The model with its matrices quantized at load to the `scheme` of `--quantization`.
@@ -217,6 +254,7 @@ class ModelConfig:
             logit_soft_cap=optional_float(raw, "final_logit_softcapping"),
             quantization=quantization,
             layers=_layers(raw, head_dim, max_positions, quantization),
+            brings_draft_layer=raw.get("num_nextn_predict_layers") != 0,
         )
 
 

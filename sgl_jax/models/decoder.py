@@ -32,6 +32,7 @@ from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
+from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
@@ -49,6 +50,7 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.draft_layer import DraftLayer
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
@@ -166,6 +168,33 @@ class CausalLM(nnx.Module):
         norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
+        self.draft_layer = self._declare_draft_layer(options)
+
+    def _declare_draft_layer(self, options: BuildOptions) -> DraftLayer | None:
+        config, names, hidden = self.config, self.config.draft_names, self.config.hidden_size
+        if config.draft_layer is None or names is None:
+            return None
+        if hidden % options.tp_size:
+            raise ValueError(f"tp_size ({options.tp_size}) must divide hidden_size ({hidden})")
+        # It has no scales of an 8-bit cache, and its experts are in order: neither file has its.
+        own = options._replace(placement=None, has_kv_scales=False)
+        layer = self.architecture.build_layer(config, config.draft_layer, own)
+        shards = options.dp_size if options.shards_weights else 1
+        stack_layers(layer, (config.num_layers,), shards, names.layer)
+
+        def norm(name: str) -> RMSNorm:
+            weight = Tensor(f"{name}.weight", (hidden,))
+            from_one = self.architecture.norms_from_one
+            return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
+
+        join = Tensor(f"{names.join}.weight", (2 * hidden, hidden), transposed=True)
+        return DraftLayer(
+            norm(names.embedding_norm),
+            norm(names.hidden_norm),
+            Linear(join, options.dtype, "outputs"),
+            layer,
+            norm(names.norm),
+        )
 
     def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
         own = self.architecture
@@ -219,11 +248,44 @@ class CausalLM(nnx.Module):
         states = memories[-1] if is_recurrent else None
         return self.norm(hidden), memories[: len(kv_pools)], states, join_counts(counts)
 
+    def draft(
+        self,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        batches: Sequence[AttentionBatch],
+        kv_pools: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Run the draft layer over the batches' T positions.
+
+        Args:
+            token_ids: int32 [T], the tokens after these positions.
+            hidden: [T, hidden_size] at the positions, as `__call__` or this returns it.
+            batches, kv_pools: as `__call__` has them.
+
+        Returns:
+            [T, hidden_size], ready for the `logits` of the tokens two positions on; the pools.
+        """
+        spec, number = self.config.draft_layer, self.config.num_layers
+        assert self.draft_layer is not None
+        assert spec is not None
+        assert spec.rope is not None
+        index, group = next(
+            (i, own) for i, own in enumerate(self.cache_groups) if number in own.layers
+        )
+        batch, pools = batches[index], list(kv_pools)
+        reads = self._rotation(spec.rope, batch.positions), batch
+        vectors = self._scaled(self.embedding(token_ids))
+        place = jnp.int32(group.layers.index(number))
+        rest = (batch.valid, reads, pools[group.pool], place)
+        hidden, pools[group.pool] = self.draft_layer(vectors, hidden, *rest)
+        return hidden, tuple(pools)
+
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         if self.has_columns:
-            vectors = scatter_sum(self.embedding.own_part(token_ids))
-        else:
-            vectors = self.embedding(token_ids)
+            return self._scaled(scatter_sum(self.embedding.own_part(token_ids)))
+        return self._scaled(self.embedding(token_ids))
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:
             return vectors
         # By a number of the model's type.

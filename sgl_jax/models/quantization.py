@@ -82,9 +82,13 @@ class QuantizationConfig:
 
     def of_layer(self, layer: int) -> tuple[tuple[str, Rule], ...]:
         """The rules of a layer's modules, by their names relative to it."""
+        return self.under(tuple(f"{body}.layers.{layer}." for body in _BODIES))
+
+    def under(self, prefixes: tuple[str, ...]) -> tuple[tuple[str, Rule], ...]:
+        """The same for a layer whose modules' names begin with one of `prefixes`."""
         found = []
         for module in MODULES:
-            rules = [self.rule_of(f"{body}.layers.{layer}.{module}") for body in _BODIES]
+            rules = [self.rule_of(prefix + module) for prefix in prefixes]
             # A body's name in a pattern can exclude the module of the other body alone.
             if all(rules) and rules[0] is not None:
                 found.append((module, rules[0]))

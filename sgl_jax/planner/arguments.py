@@ -122,7 +122,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
             topology.check_mesh(args.dp_size, args.tp_size)
-        config = read_config(args.model_path).quantized(args.quantization)
+        config = read_config(args.model_path).served(args)
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings
         if workload.tokens > limit:

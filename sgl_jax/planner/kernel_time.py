@@ -160,7 +160,7 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
     experts = -(-(moe.num_experts + memory.expert_copies) // devices)
     lines = tokens * moe.choice.top_k / devices
     inner = moe.intermediate_size // (memory.tp_size if devices == 1 else 1)
-    products = sum(spec.moe is not None for spec in config.layers) * _PRODUCTS
+    products = sum(spec.moe is not None for spec in config.all_layers) * _PRODUCTS
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize
     room = lines_at_once(tokens, moe.choice.top_k, devices)
     tile = choose_tiles(room, experts, config.hidden_size, inner, itemsize).lines
@@ -241,7 +241,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
         experts = (moe.num_experts + memory.expert_copies) / memory.expert_devices
         share = max(tokens, LANES) / 256 * moe.choice.top_k / 8
         cycles += share * (count.sort + count.sort_expert * experts) + _LINE_KERNELS * call
-    layers = sum(spec.moe is not None for spec in config.layers)
+    layers = sum(spec.moe is not None for spec in config.all_layers)
     return layers * cycles / chip.clock_hz
 
 
@@ -288,7 +288,7 @@ def recurrences_time(
         of_token += of_chunk / CHUNK_TOKENS
     else:
         of_token += count.decode_token + count.decode_head * heads
-    layers = config.num_layers - config.num_attention_layers
+    layers = sum(spec.recurrence is not None for spec in config.layers)
     return KernelTime(
         hbm_s=2 * work.rows * memory.state_bytes / chip.hbm_bytes_per_s,
         instructions_s=layers * work.tokens * of_token / chip.clock_hz,

@@ -1,9 +1,10 @@
 """Chooses the running requests that draft tokens in a step, and the number of drafts, by the
 success of their recent drafts.
 
-A rejected draft wastes a query token, so a request with few accepted drafts pauses drafting, and
-longer each time that another try fails. The statistics are columns of the running rows
-(`draft_gain`, `draft_from_len`, `draft_pause`); the executor chooses the drafts themselves.
+A rejected draft wastes a query token, so a request drafts somewhat more than it has lately had
+accepted, and pauses drafting if that is next to nothing, longer each time that another try fails.
+The statistics are columns of the running rows (`draft_gain`, `draft_from_len`, `draft_pause`); the
+executor chooses the drafts themselves.
 
 An output held to a grammar drafts only the tokens that the grammar forces: the tokens allowed after
 a guess depend on the guess.
@@ -16,8 +17,11 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The weight of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
-# Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
+# Below this many accepted tokens per step, as a share of the most drafts, drafting pauses.
 _USEFUL_SHARE = 0.1
+# A row drafts one token more than this many times its accepted tokens per step: drafts come right
+# in bursts, and a number that they reach grows.
+_AHEAD = 1.5
 _FIRST_PAUSE = 8  # tokens
 _LONGEST_PAUSE = 64
 
@@ -30,11 +34,12 @@ def start_drafting(running: RowColumns, row: int | RowIndex, most: int) -> None:
 
 
 def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
-    """The number of drafts of each of `rows`, int32[len(rows)]: `most` or none, and no more than it
-    may still generate."""
+    """The number of drafts of each of `rows`, int32[len(rows)]: at most `most`, none in a pause,
+    and no more than it may still generate."""
+    wanted = 1 + np.ceil(_AHEAD * running.draft_gain[rows]).astype(np.int32)
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
-    drafts: Int32Array = np.clip(running.max_len[rows] - longest, 0, most)
+    drafts: Int32Array = np.clip(running.max_len[rows] - longest, 0, np.minimum(wanted, most))
     drafts[~is_drafting | running.has_grammar[rows]] = 0
     return drafts
 
@@ -74,7 +79,7 @@ def rate_drafts(
     gain = running.draft_gain[rows]
     gain += _WEIGHT * (accepted - gain)
     running.draft_pause[rows[accepted > 0]] = _FIRST_PAUSE
-    useless = gain < _USEFUL_SHARE * drafted
+    useless = gain < _USEFUL_SHARE * most
     # Two more failures will pause it again.
     gain[useless] = 1.5 * _USEFUL_SHARE * most
     running.draft_gain[rows] = gain

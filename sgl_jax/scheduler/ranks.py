@@ -59,6 +59,8 @@ class Ranks:
         self.has_states = sizes.state_group is not None
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
+        self.lookahead_slots = sizes.lookahead_slots
+        self.pages_per_row = sizes.pages_per_row
         self.num_generated_tokens = 0  # by requests of all ranks
         self.num_verified = 0  # rows with drafts and a read result; of all these rows:
         self.num_drafted = 0  # tokens with a read result, and of these:

@@ -69,6 +69,7 @@ def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) ->
     `share` has the fields of the rank's SHARE.
     """
     num_decode, longest, num_scored, top_logprobs_num, _ = share
+    num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
     reports = num_scored > 0 or top_logprobs_num >= 0
     admissions = tuple(builder.rank.unsent_admissions.values())
     builder.rank.unsent_admissions.clear()
@@ -78,7 +79,7 @@ def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) ->
         kv_starts=rows["kv_start"],
         q_lens=rows["q_len"],
         samples=rows["samples"],
-        num_pages=-(-longest // ranks.page_size),
+        num_pages=min(num_pages, ranks.pages_per_row),
         num_decode=num_decode,
         relayed=rows["relayed"],
         admissions=admissions,

@@ -66,6 +66,7 @@ class StepBuilder:
         self._prefilling = list(runnable.prefilling)
         self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
+        self._lookahead_slots = sizes.lookahead_slots
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
@@ -278,7 +279,10 @@ class StepBuilder:
         expected = choose_expected(self.rank.running, rows, self._max_draft_tokens)
         if expected is not None:
             drafts += expected[0]
-        if not self.rank.memory.grow_rows(rows, self._decode_ends(rows) + drafts):
+        ends = self._decode_ends(rows) + drafts
+        ahead = np.where(drafts > 0, self._lookahead_slots, 0).astype(np.int32)
+        ends = np.minimum(ends + ahead, self.rank.running.max_len[rows])
+        if not self.rank.memory.grow_rows(rows, ends):
             return np.zeros_like(drafts)
         if expected is not None:
             self.drafts = expected[1]

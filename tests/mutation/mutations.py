@@ -702,8 +702,8 @@ MUTATIONS = (
     Mutation(
         "draft past the tokens asked for",
         _DRAFTS,
-        "np.clip(running.max_len[rows] - longest, 0, most)",
-        "np.clip(running.max_len[rows] - longest + 1, 0, most)",
+        "np.clip(running.max_len[rows] - longest, 0, ",
+        "np.clip(running.max_len[rows] - longest + 1, 0, ",
     ),
     Mutation(
         "save the lengths of what was launched, not of what was read",

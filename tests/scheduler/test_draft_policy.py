@@ -60,6 +60,18 @@ def test_useless_drafts_pause_and_useful_ones_go_on(running: RowColumns) -> None
     assert choose(running, ROWS, 20, 50) == [0, 4]
 
 
+def test_a_row_drafts_about_as_many_as_it_has_accepted(running: RowColumns) -> None:
+    numbers = []
+    for step in range(1, 13):
+        accepted = 1 if step < 10 else 4
+        learn(running, (accepted,), 10 + step)
+        numbers += choose(running, ROWS[:1], 10 + step)
+    assert numbers == sorted(numbers[:9], reverse=True) + sorted(numbers[9:])
+    assert numbers[0] == 4
+    assert numbers[8] == 3
+    assert numbers[-1] == 4
+
+
 def test_what_was_not_drafted_teaches_nothing(running: RowColumns) -> None:
     for _ in range(10):
         rate_drafts(running, ROWS, ints(0, 0), ints(0, 0), MOST)
@@ -73,7 +85,7 @@ def test_a_pause_ends_and_a_row_that_fails_again_pauses_sooner_and_longer(
     steps_until_pause, pauses = [], []
     for _ in range(5):
         steps, pause = 0, 0
-        while choose(running, ROWS[:1], length) == [4]:
+        while choose(running, ROWS[:1], length) != [0]:
             steps, length = steps + 1, length + 1
             learn(running, (0,), length)
         steps_until_pause.append(steps)

@@ -84,6 +84,26 @@ def test_with_overlap_slots_are_held_for_two_steps_ahead() -> None:
     driver.run()
 
 
+def test_slots_of_the_next_drafts_are_held_too_but_none_past_the_end() -> None:
+    sizes = make_sizes(max_draft_tokens=K, page_size=1, num_pages=200)
+    driver = Driver(sizes._replace(lookahead_slots=K - 1), overlap=False)
+    driver.submit(generate("r", [1, 2, 3], 20))
+    held = []
+    driver.step()
+    while "r" in driver.scheduler._requests:
+        _, allocated = lengths(driver, "r")
+        rank = driver.plans[-1].ranks[0]
+        end = int(rank.kv_starts[0] + rank.q_lens[0])
+        assert allocated <= 23
+        if rank.num_drafts[0]:
+            held.append(allocated - end)
+            assert rank.num_pages == end + K - 1
+            assert allocated == min(end + K - 1, 23)
+        driver.step()
+    assert held[0] == K - 1
+    assert held[-1] < K - 1
+
+
 def test_lengths_are_exact_whenever_nothing_is_in_flight() -> None:
     driver = make_driver(overlap=False, page_size=1, num_pages=200)
     driver.submit(generate("r", [1, 2, 3], 60))

@@ -62,7 +62,7 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     """
     jax.config.update("jax_platforms", "cpu")  # nothing runs, and a local TPU may be busy
     topology = Topology.parse(topology_name)
-    config = read_config(args.model_path).quantized(args.quantization)
+    config = read_config(args.model_path).served(args)
     request = PlanRequest(args, config, topology, Workload(1, 1))
     memory = plan_memory(request)
     if memory.num_pages < 1:

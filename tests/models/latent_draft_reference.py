@@ -1,0 +1,152 @@
+"""DeepSeek V3 and its draft layer, written plainly in float64; and a checkpoint with random drafts.
+
+The model is the golden one of transformers, which leaves the draft layer out.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.models.golden_server import GOLDEN
+
+SOURCE = GOLDEN / "deepseek_v3"
+
+
+def write_drafting_checkpoint(folder: Path, seed=0):
+    """The golden model, and after its last layer one like it that drafts."""
+    config = json.loads((SOURCE / "config.json").read_text())
+    weights = load_file(SOURCE / "model.safetensors")
+    rng = np.random.default_rng(seed)
+    last, own = (f"model.layers.{config['num_hidden_layers'] + i}" for i in (-1, 0))
+    drafts = {
+        name.replace(last, own): rng.permutation(array.reshape(-1)).reshape(array.shape)
+        for name, array in weights.items()
+        if name.startswith(last)
+    }
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        drafts[f"{own}.{name}.weight"] = rng.normal(1, 0.3, hidden).astype(np.float32)
+    join = rng.normal(0, 0.2, (hidden, 2 * hidden)).astype(np.float32)
+    drafts[f"{own}.eh_proj.weight"] = join
+    drafts[f"{own}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    drafts[f"{own}.shared_head.head.weight"] = weights["lm_head.weight"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights | drafts, folder / "model.safetensors")
+    return folder
+
+
+class LatentDraftReference:
+    """The model of a checkpoint over one row, without a cache."""
+
+    def __init__(self, folder):
+        self.config = json.loads((folder / "config.json").read_text())
+        stored = load_file(folder / "model.safetensors")
+        self.weights = {name: own.astype(np.float64) for name, own in stored.items()}
+        self.embedding = self.weights["model.embed_tokens.weight"]
+        self.head = self.weights["lm_head.weight"].T
+
+    def norm(self, name, x):
+        scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return scaled * self.weights[f"{name}.weight"]
+
+    def project(self, name, x):
+        return x @ self.weights[f"{name}.weight"].T
+
+    def rotated(self, x, positions):
+        """x [n, heads, dims]: neighbours are a pair; YaRN stretches the slow ones."""
+        rope, dims = self.config["rope_parameters"], x.shape[-1]
+        frequencies = rope["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
+        original = rope["original_max_position_embeddings"]
+
+        def pair_of(turns):
+            log_theta = math.log(rope["rope_theta"])
+            return dims * math.log(original / (turns * 2 * math.pi)) / (2 * log_theta)
+
+        first = max(math.floor(pair_of(rope["beta_fast"])), 0)
+        last = min(math.ceil(pair_of(rope["beta_slow"])), dims - 1)
+        stretched = np.clip((np.arange(dims // 2) - first) / ((last - first) or 0.001), 0, 1)
+        frequencies *= 1 - stretched + stretched / rope["factor"]
+        angles = np.asarray(positions)[:, None, None] * frequencies
+        a, b = x[..., ::2], x[..., 1::2]
+        turned = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
+        return np.stack(turned, axis=-1).reshape(x.shape)
+
+    def attention(self, name, x, positions, cache):
+        """`cache` has the latent and the rotated key of each position."""
+        own, heads = self.config, self.config["num_attention_heads"]
+        nope, rank = own["qk_nope_head_dim"], own["kv_lora_rank"]
+        latent = self.norm(f"{name}.q_a_layernorm", self.project(f"{name}.q_a_proj", x))
+        q = self.project(f"{name}.q_b_proj", latent).reshape(len(x), heads, -1)
+        q = np.concatenate([q[..., :nope], self.rotated(q[..., nope:], positions)], axis=-1)
+        kept = self.project(f"{name}.kv_a_proj_with_mqa", x)
+        latents = self.norm(f"{name}.kv_a_layernorm", kept[:, :rank])
+        rotated = self.rotated(kept[:, None, rank:], positions)[:, 0]
+        growth = 0.1 * own["rope_parameters"]["mscale_all_dim"]
+        growth = growth * math.log(own["rope_parameters"]["factor"]) + 1
+        found = np.zeros((len(x), heads, own["v_head_dim"]))
+        for i, position in enumerate(positions):
+            cache[position] = latents[i], rotated[i]
+            before = [np.array([cache[p][j] for p in range(position + 1)]) for j in (0, 1)]
+            both = self.project(f"{name}.kv_b_proj", before[0]).reshape(position + 1, heads, -1)
+            for head in range(heads):
+                keys = np.concatenate([both[:, head, :nope], before[1]], axis=1)
+                scores = keys @ q[i, head] * growth**2 / np.sqrt(q.shape[-1])
+                shares = np.exp(scores - scores.max())
+                found[i, head] = shares @ both[:, head, nope:] / shares.sum()
+        return self.project(f"{name}.o_proj", found.reshape(len(x), -1))
+
+    def mlp(self, name, x):
+        gate = self.project(f"{name}.gate_proj", x)
+        inner = gate / (1 + np.exp(-gate)) * self.project(f"{name}.up_proj", x)
+        return self.project(f"{name}.down_proj", inner)
+
+    def experts(self, name, x):
+        own, found = self.config, self.mlp(f"{name}.shared_experts", x)
+        scores = 1 / (1 + np.exp(-self.project(f"{name}.gate", x)))
+        ranked = scores + self.weights[f"{name}.gate.e_score_correction_bias"]
+        for i, of_token in enumerate(ranked):
+            groups = of_token.reshape(own["n_group"], -1)
+            best = np.argsort(-np.sort(groups)[:, -2:].sum(axis=1))[: own["topk_group"]]
+            allowed = np.isin(np.arange(len(of_token)) // groups.shape[1], best)
+            order = np.argsort(-np.where(allowed, of_token, -np.inf))
+            chosen = order[: own["num_experts_per_tok"]]
+            shares = scores[i, chosen] / scores[i, chosen].sum() * own["routed_scaling_factor"]
+            for expert, share in zip(chosen, shares, strict=True):
+                found[i] += share * self.mlp(f"{name}.experts.{expert}", x[i])
+        return found
+
+    def layer(self, number, x, positions, cache):
+        name = f"model.layers.{number}"
+        h = self.norm(f"{name}.input_layernorm", x)
+        x = x + self.attention(f"{name}.self_attn", h, positions, cache)
+        h = self.norm(f"{name}.post_attention_layernorm", x)
+        is_dense = number < self.config["first_k_dense_replace"]
+        return x + (self.mlp if is_dense else self.experts)(f"{name}.mlp", h)
+
+    def hidden(self, tokens):
+        x, positions = self.embedding[tokens], range(len(tokens))
+        for number in range(self.config["num_hidden_layers"]):
+            x = self.layer(number, x, positions, {})
+        return self.norm("model.norm", x)
+
+    def draft_pass(self, tokens, hidden, positions, cache):
+        number = self.config["num_hidden_layers"]
+        name = f"model.layers.{number}"
+        vectors = self.norm(f"{name}.enorm", self.embedding[tokens])
+        both = np.concatenate([vectors, self.norm(f"{name}.hnorm", hidden)], axis=-1)
+        x = self.layer(number, self.project(f"{name}.eh_proj", both), positions, cache)
+        return self.norm(f"{name}.shared_head.norm", x)
+
+    def drafts(self, tokens, num_drafts):
+        """The greedy drafts after `tokens`, the last of which no step has computed yet."""
+        cache, last = {}, len(tokens) - 2
+        found = self.draft_pass(tokens[1:], self.hidden(tokens[:-1]), range(last + 1), cache)
+        drafts, hidden = [], found[-1:]
+        for number in range(num_drafts):
+            drafts.append(int((hidden @ self.head).argmax()))
+            position = last + 1 + number
+            hidden = self.draft_pass(drafts[-1:], hidden, [position], cache)
+        return drafts
