@@ -27,8 +27,8 @@ class SchedulerArgs:
     )
     hicache_fetch_policy: str = setting(
         "sooner",
-        "with --enable-hierarchical-cache, when a prefix is fetched from the host, or loaded from the "
-        "store behind it: if it arrives sooner than it could be computed, by measured rates "
+        "with --enable-hierarchical-cache, when a prefix is fetched from the host, or loaded from "
+        "the store behind it: if it arrives sooner than it could be computed, by measured rates "
         "(sooner), or always",
         ("sooner", "always"),
     )
