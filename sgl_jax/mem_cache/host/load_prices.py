@@ -31,7 +31,7 @@ class TokenTime:
 
     @property
     def seconds(self) -> float:
-        """Of a token; 0 while unmeasured."""
+        """The time of one token; 0 while unmeasured."""
         return self._seconds / self._num_tokens if self._num_tokens else 0.0
 
     def start(self, tokens_per_s: float) -> None:

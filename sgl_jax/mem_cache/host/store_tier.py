@@ -29,7 +29,7 @@ from sgl_jax.mem_cache.tree.window_component import lookback_pages
 _MAX_PUT_BLOCKS = 4096
 # So many pages may wait for that.
 _MAX_LEFT_OUT = 1 << 16
-# Of so many loads that are dearer than computing, one begins all the same, though no request waits
+# One in so many loads that are dearer than computing begins all the same, though no request waits
 # for it: so the price of the store stays up to date.
 _MEASURED_REFUSALS = 16
 # Saved prefixes that are loaded at once.
