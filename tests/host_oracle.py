@@ -109,7 +109,7 @@ class HostOracle:
                 for name, number, is_found in zip(names, numbers, flags, strict=True):
                     if is_found:
                         pool[number] = self.store[name.tobytes()]
-            return TransferEnd(*key, succeeded, found=found if succeeded else ())
+            return TransferEnd(*key, succeeded, self._seconds(), found if succeeded else ())
         if key in self._copies:
             move, contents = self._copies.pop(key)
             if succeeded:
@@ -119,7 +119,10 @@ class HostOracle:
             move = self._fetches.pop(key)
             listed = zip(blocks, move.blocks, strict=True)
             self._arrived[key] = [pool[numbers].copy() for pool, numbers in listed]
-        return TransferEnd(*key, succeeded, seconds=0.001 * self.rng.random())
+        return TransferEnd(*key, succeeded, self._seconds())
+
+    def _seconds(self) -> float:
+        return 0.001 * self.rng.random()
 
     def _flags(self, names: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Which of the keys are found now."""

@@ -27,8 +27,9 @@ class SchedulerArgs:
     )
     hicache_fetch_policy: str = setting(
         "sooner",
-        "with --enable-hierarchical-cache, when a prefix is fetched from the host: if it arrives "
-        "sooner than it could be computed, by measured rates (sooner), or always",
+        "with --enable-hierarchical-cache, when a prefix is fetched from the host, or loaded from "
+        "the store behind it: if it arrives sooner than it could be computed, by measured rates "
+        "(sooner), or always",
         ("sooner", "always"),
     )
     hicache_storage_backend: str = setting(

@@ -12,6 +12,7 @@ from sgl_jax.scheduler.record.events import (
     FetchRate,
     PrefillRate,
     StoreOverdue,
+    StoreRate,
     TakeTransfers,
     TransferEnded,
 )
@@ -24,7 +25,7 @@ _GRACE_S = 0.5
 class HostTransfers:
     """The transfers of an engine whose host's memory holds prefixes.
 
-    It also reports the rates by which the scheduler chooses to fetch or to compute: the ones that
+    It also reports the rates by which the scheduler chooses to load or to compute: the ones that
     the executor has measured, and the speed of later prompts.
     """
 
@@ -42,6 +43,8 @@ class HostTransfers:
             scheduler.handle(PrefillRate(executor.prefill_rate))
         if executor.fetch_rate:
             scheduler.handle(FetchRate(executor.fetch_rate))
+        if executor.store_rate:
+            scheduler.handle(StoreRate(executor.store_rate))
         self._store_timeout_s = store_timeout_s
         # The awaited searches and loads under way, and the times by which they are to end.
         self._due_s: dict[tuple[int, int], float] = {}

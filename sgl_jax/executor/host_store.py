@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
-from sgl_jax.core.transfers import TransferEnd, Transfers
+from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.executor.block_stores.block_store import BlockStore
 from sgl_jax.executor.step import StepState
 from sgl_jax.executor.store_transfers import StoreTransfers
@@ -105,15 +105,9 @@ class HostStore:
         Nothing else may be on its way. Returns the state in place of `state`, which is donated, and
         the tokens a second: 0 if no layer attends to all tokens.
         """
-        full = [group.pool for group in self._sizes.groups if group.sliding_window is None]
-        counts = [full.count(pool) for pool in range(len(self._pools))]
-        pieces = [pool.piece_pages for pool in self._pools]
-        limits = map(min, pieces, self._sizes.host_blocks, self._sizes.pool_pages)
-        shares = [most // count for most, count in zip(limits, counts, strict=True) if count]
-        num_pages = min(shares, default=0)
+        num_pages, listed = self._timed_pages()
         if num_pages == 0:
             return state, 0.0
-        listed = tuple(np.arange(count * num_pages, dtype=np.int32) for count in counts)
         move = PageTransfer(0, 0, listed, listed)
         seconds = []
         self.copy(state, [move])
@@ -125,6 +119,35 @@ class HostStore:
             seconds.append(end.seconds)
             state = self.transfer(state, Transfers(placed=(move,)))
         return state, num_pages * self._sizes.page_size / min(seconds)
+
+    def measure_store(self) -> float:
+        """Put that prefix into the store, and load it.
+
+        Returns the tokens a second, 0 without a measurement. The store may read them from a memory
+        of its own, faster than others.
+        """
+        num_pages, listed = self._timed_pages()
+        if self._behind is None or num_pages == 0:
+            return 0.0
+        pools = [np.full_like(blocks, pool) for pool, blocks in enumerate(listed)]
+        keys = [np.stack(each, axis=1).view(np.uint8) for each in zip(pools, listed, strict=True)]
+        move = StoreTransfer(0, 0, tuple(keys), listed)
+        self._behind.begin([], [], [move])
+        self._behind.begin([], [move], [])
+        self.wait()
+        _, end = self.ended()
+        has_all = end.succeeded and all(found.all() for found in end.found)
+        return num_pages * self._sizes.page_size / end.seconds if has_all else 0.0
+
+    def _timed_pages(self) -> tuple[int, tuple[Int32Array, ...]]:
+        """The pages of a prefix of about a piece: their number, and their ids in each pool."""
+        full = [group.pool for group in self._sizes.groups if group.sliding_window is None]
+        counts = [full.count(pool) for pool in range(len(self._pools))]
+        pieces = [pool.piece_pages for pool in self._pools]
+        limits = map(min, pieces, self._sizes.host_blocks, self._sizes.pool_pages)
+        shares = [most // count for most, count in zip(limits, counts, strict=True) if count]
+        num_pages = min(shares, default=0)
+        return num_pages, tuple(np.arange(count * num_pages, dtype=np.int32) for count in counts)
 
     def transfer(self, state: StepState, transfers: Transfers) -> StepState:
         """Begin transfers; returns the state in place of `state`, which is donated."""

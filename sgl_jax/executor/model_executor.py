@@ -100,8 +100,9 @@ class ModelExecutor(Executor):
     Attributes:
         sizes: the limits of plans.
         info: the model and the settings, for people to read.
-        prefill_rate, fetch_rate: prompt tokens that a rank computes, and tokens that it fetches
-            from the host's memory, in a second, as measured by `warm_up`; else 0.
+        prefill_rate, fetch_rate, store_rate: prompt tokens that a rank computes, tokens that it
+            fetches from the host's memory, and tokens that it loads from the store behind it, in a
+            second, as measured by `warm_up`; else 0.
         profiler: traces the devices.
         expert_recorder: counts how often experts are chosen.
     """
@@ -150,7 +151,7 @@ class ModelExecutor(Executor):
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
                 self._host_store.open_store(open_block_store(args), self._kv_fingerprint())
-        self.prefill_rate = self.fetch_rate = 0.0
+        self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
         self._warmup = args.warmup
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
@@ -213,7 +214,7 @@ class ModelExecutor(Executor):
         self._watch.arm()
 
     def _measure_rates(self, host_store: HostStore) -> None:
-        """Time the longest prompt of a step, and a fetch; both overwrite pages."""
+        """Time the longest prompt of a step, a fetch and a load, which overwrite pages."""
         plan = first_token_plan(self.sizes, self.sizes.max_chunk_tokens)
         seconds = []
         for _ in range(_NUM_TIMED):
@@ -222,9 +223,11 @@ class ModelExecutor(Executor):
             seconds.append(time.perf_counter() - begin_s)
         self.prefill_rate = int(plan.ranks[0].q_lens[0]) / min(seconds)
         self._state, self.fetch_rate = host_store.measure(self._state)
+        self.store_rate = host_store.measure_store()
         logger.info(
-            "a rank computes %.0f prompt tokens a second, and fetches %.0f from the host's memory",
-            *(self.prefill_rate, self.fetch_rate),
+            "a rank computes %.0f prompt tokens a second, fetches %.0f from the host's memory, and "
+            "loads %.0f from the store",
+            *(self.prefill_rate, self.fetch_rate, self.store_rate),
         )
 
     def start_background(self) -> bool:

@@ -1,8 +1,8 @@
 """Moves blocks between the host's memory and a store, on threads of its own.
 
 So neither a step nor a transfer to or from the devices waits for a disk or a network. One thread
-runs the searches and loads that requests await, the other one puts and all else: no request waits
-for a put.
+searches, one runs the loads that requests await, and one puts and all else: no request waits for a
+put, nor for others' loads before it is known whether its own would be worth it.
 """
 
 import logging
@@ -73,6 +73,7 @@ class StoreTransfers:
         self._pools = pools
         self.fingerprint = fingerprint
         self._on_end = on_end
+        self._searches = ThreadPoolExecutor(1, "block store, searches")
         self._awaited = ThreadPoolExecutor(1, "block store, awaited")
         self._others = ThreadPoolExecutor(1, "block store")
         self._jobs: list[Future[None]] = []
@@ -87,11 +88,11 @@ class StoreTransfers:
         """Begin transfers: each thread runs its own in this order."""
         self._jobs = [job for job in self._jobs if not job.done()]
         for move in searches:
-            self._start(move, self._search)
+            self._start(move, self._search, self._searches)
         for move in loads:
-            self._start(move, self._load)
+            self._start(move, self._load, self._awaited if move.is_awaited else self._others)
         for move in puts:
-            self._start(move, self._put)
+            self._start(move, self._put, self._others)
 
     def wait(self) -> None:
         """Wait for all transfers."""
@@ -100,11 +101,17 @@ class StoreTransfers:
 
     def close(self) -> None:
         """Wait for all transfers. Cannot be used again."""
+        self._searches.shutdown()
         self._awaited.shutdown()
         self._others.shutdown()
         self._store.close()
 
-    def _start(self, move: StoreTransfer, job: Callable[[_Keyed], list[BoolArray]]) -> None:
+    def _start(
+        self,
+        move: StoreTransfer,
+        job: Callable[[_Keyed], list[BoolArray]],
+        thread: ThreadPoolExecutor,
+    ) -> None:
         keyed = self._keyed(move)
 
         def run() -> None:
@@ -119,7 +126,6 @@ class StoreTransfers:
             seconds = time.monotonic() - begin_s
             self._on_end(TransferEnd(move.dp_rank, move.number, succeeded, seconds, found))
 
-        thread = self._awaited if move.is_awaited else self._others
         self._jobs.append(thread.submit(run))
 
     def _keyed(self, move: StoreTransfer) -> _Keyed:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.mem_cache.host.load_prices import load_s
 from sgl_jax.mem_cache.lease import num_pages_read
 from sgl_jax.planner.arguments import PlanRequest
 
@@ -46,15 +47,15 @@ def plan_loading(
 
     def times(tokens: int) -> PrefixTimes:
         num_bytes = prefix_bytes(config, tokens)
-        host_s = num_bytes / link
-        store_s = host_s + num_bytes / (request.store_gb_s * 1e9) if has_store else None
-        return PrefixTimes(tokens, host_s, store_s, compute_s(tokens))
+        host_s = load_s(num_bytes, 1 / link)
+        store_s = load_s(num_bytes, 1 / link, num_bytes, 1e-9 / request.store_gb_s)
+        return PrefixTimes(tokens, host_s, store_s if has_store else None, compute_s(tokens))
 
-    def first(load_s: Callable[[PrefixTimes], float]) -> int | None:
+    def first(seconds: Callable[[PrefixTimes], float]) -> int | None:
         # A token's part of a load does not grow with the prefix; of computing it hardly falls.
         def is_sooner(pages: int) -> bool:
             each = times(pages * page_size)
-            return load_s(each) <= each.compute_s
+            return seconds(each) <= each.compute_s
 
         pages = range(1, most_pages + 1)
         found = bisect_left(pages, True, key=is_sooner)

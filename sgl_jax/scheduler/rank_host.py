@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
-from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
+from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.load_prices import PrefixElsewhere
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
-from sgl_jax.mem_cache.host.store_tier import StoreTier
+from sgl_jax.mem_cache.host.store_tier import StoreTier, Waiter
 from sgl_jax.mem_cache.memory_view import HostPoolView
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.request import Request
@@ -35,7 +36,7 @@ class RankHost:
                 memory,
                 args.hicache_write_policy,
                 args.radix_eviction_policy,
-                fetches_all=args.hicache_fetch_policy == "always",
+                loads_all=args.hicache_fetch_policy == "always",
                 has_store=args.hicache_storage_backend != "none",
             )
 
@@ -51,11 +52,11 @@ class RankHost:
         tier = self.tier
         return 0 if tier is None else tier.num_here(request.matchable(), request.namespace)
 
-    def num_spared(self, request: Request, num_read: int, prefill_rate: float) -> int:
+    def num_spared(self, request: Request, num_read: int) -> int:
         """Prompt tokens whose computation a fetch would save, less its own time."""
         if self.tier is None or request.num_fetches >= _MAX_FETCHES:
             return 0
-        price = min(self.tier.seconds_per_token * prefill_rate, 1.0)
+        price = min(self.tier.prices.tokens_per_fetched, 1.0)
         return int(max(self.num_here(request) - num_read, 0) * (1.0 - price))
 
     def fetch_for(
@@ -63,7 +64,6 @@ class RankHost:
         request: Request,
         num_read: int,
         num_ahead: int,
-        prefill_rate: float,
         make_room: Callable[[int], None],
     ) -> tuple[int, int] | None:
         """Fetch more of a fitting request's prefix than the `num_read` tokens on the device, if
@@ -80,8 +80,9 @@ class RankHost:
             return found
         length = tier.num_here(tokens, namespace)
         num_saved = length - num_read
-        prefix = PrefixOnHost(num_read, num_saved, len(request.tokens), num_ahead)
-        if num_saved <= 0 or not tier.fetches_sooner(prefix, prefill_rate):
+        num_fetched = num_saved + tier.num_moving_tokens
+        prefix = PrefixElsewhere(num_read, num_saved, len(request.tokens), num_ahead, num_fetched)
+        if num_saved <= 0 or not tier.prices.chooses(prefix):
             return None
         make_room(length)
         fetch = tier.begin_fetch(tokens, namespace)
@@ -90,16 +91,19 @@ class RankHost:
         request.num_fetches += 1
         return fetch.lease.row, len(fetch.tokens)
 
-    def search_store(self, request: Request) -> None:
+    def search_store(self, request: Request, num_ahead: int) -> None:
         """Search the part of the request's prefix in the store that neither the device nor the host
-        has, and load it."""
+        has, and load it if that is sooner than to compute it behind `num_ahead` tokens, of which
+        loads under way will spare their own."""
         if self.store is None:
             return
         tokens, namespace = request.matchable(), request.namespace
         num_here = self.num_here(request)
         num_read = max(num_here, self._memory.cache.peek(tokens, namespace))
         if num_read + self._memory.page_size <= len(tokens):
-            self.store.search(request.rid, tokens, namespace, num_here)
+            num_ahead = max(num_ahead - self.store.num_loading_tokens, 0)
+            waiter = Waiter(request.rid, num_read, len(request.tokens), num_ahead)
+            self.store.search(waiter, tokens, namespace, num_here)
 
     def awaits_store(self, request: Request) -> bool:
         """Return whether a search or a load for the request is under way on this rank."""

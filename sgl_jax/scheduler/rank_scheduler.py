@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
+
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.scheduler_args import SchedulerArgs
@@ -86,6 +88,13 @@ class RankScheduler:
         # other prompts branch off from rows' prompts.
         self._starting: set[int] = set()
         self._branch_lens: dict[int, set[int]] = {}
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Tokens of prompts that running requests have not computed."""
+        rows = self.running.active
+        num_left = self.running.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
+        return int(np.maximum(num_left, 0).sum())
 
     @property
     def num_leases(self) -> int:

@@ -53,6 +53,7 @@ from sgl_jax.scheduler.record.events import (
     Resume,
     RetractAll,
     StoreOverdue,
+    StoreRate,
     TakeOutputs,
     TakeTransfers,
     Tick,
@@ -130,10 +131,14 @@ class Scheduler:
             case StoreOverdue():
                 self.ranks[event.dp_rank].host.overdue(event.number)
             case PrefillRate():
-                self._admission.prefill_rate = event.tokens_per_s
+                for tier in self._all_ranks.host_tiers:
+                    tier.prices.prefill_rate = event.tokens_per_s
             case FetchRate():
                 for tier in self._all_ranks.host_tiers:
-                    tier.seconds_per_token = 1.0 / event.tokens_per_s
+                    tier.prices.fetch.start(event.tokens_per_s)
+            case StoreRate():
+                for tier in self._all_ranks.host_tiers:
+                    tier.prices.store.start(event.tokens_per_s)
             case Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
@@ -229,7 +234,9 @@ class Scheduler:
             ranks,
             key=lambda rank: (rank.host.num_here(request), -len(rank.running), -rank.dp_rank),
         )
-        best.host.search_store(request)
+        num_waiting = self._waiting.num_uncached_tokens(request, best.dp_rank)
+        num_ahead = best.num_prompt_tokens_left + num_waiting // len(self.ranks)
+        best.host.search_store(request, num_ahead)
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True

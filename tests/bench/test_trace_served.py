@@ -118,15 +118,32 @@ def test_fetches_are_priced_beside_computations():
     # The first page of a prompt is on the device still.
     compute_s, fetch_s = 3 * 1.512e-3 + 1.448e-3, 30e-3 + 1.064e-3
     assert run.counters["host_fetched_tokens"] == 30 * 64
-    assert run.choices == {
+    assert run.fetch_choices == {
         "choices": 2,
-        "fetched": 1,
+        "loaded": 1,
         "chosen_s": pytest.approx(fetch_s + compute_s),
         "oracle_s": pytest.approx(2 * compute_s),
         "always_s": pytest.approx(2 * fetch_s),
         "never_s": pytest.approx(2 * compute_s),
     }
-    assert "2 choices, 1 fetches" in served_text(served_values(run, {}))
+    assert run.load_choices["choices"] == 0
+    assert "2 choices, 1 to fetch" in served_text(served_values(run, {}))
+
+
+def test_loads_are_priced_beside_computations():
+    """Three prompts take turns where neither device nor host has room for two; the store takes a
+    millisecond a page."""
+    trace = [request(1 + number % 3, 3, 4, 5, arrival_ms=100 * number) for number in range(6)]
+    engine = sizes_for(trace, num_tokens=2112, chunk=512)._replace(host_blocks=(34,))
+    link = HostLink((64_000,), 64e9, 64e6)
+    step_time = LinearStepTime(1.0, 1.0, 0.0, 0.0).seconds
+    args = SchedulerArgs(check_memory="busy", hicache_storage_backend="file")
+    run = serve_trace(trace, engine, args, step_time, link=link)
+    # Unmeasured, the store counts as fast; after the first load, it counts as slow.
+    assert (run.load_choices["choices"], run.load_choices["loaded"]) == (3, 1)
+    assert run.load_choices["oracle_s"] == run.load_choices["never_s"]
+    assert run.load_choices["always_s"] > 3 * 0.03
+    assert "3 choices, 1 to load" in served_text(served_values(run, {}))
 
 
 def test_a_request_that_comes_during_a_step_starts_with_the_step_after_the_next():

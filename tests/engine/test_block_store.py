@@ -33,6 +33,7 @@ def settings_with(folder: Path, model: Path, **case: Any) -> dict[str, Any]:
         "max_total_tokens": LARGE,
         "enable_hierarchical_cache": True,
         "hicache_ratio": 2.0,
+        "hicache_fetch_policy": "always",
         "hicache_storage_backend": "file",
         "hicache_storage_dir": str(folder / "store"),
         "hicache_storage_prefetch_policy": "wait_complete",

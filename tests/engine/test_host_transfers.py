@@ -17,7 +17,7 @@ from tests.scheduler.test_host_memory import PROMPT, driver_with_prefix
 @pytest.mark.parametrize(("fetch_rate", "cached"), [(0.0, 40), (1e3, 0), (1e6, 40)])
 def test_measured_rates_decide_about_the_first_fetch(fetch_rate: float, cached: int) -> None:
     driver = driver_with_prefix(fetch_policy="sooner")
-    executor: Any = SimpleNamespace(prefill_rate=1e4, fetch_rate=fetch_rate)
+    executor: Any = SimpleNamespace(prefill_rate=1e4, fetch_rate=fetch_rate, store_rate=0.0)
     HostTransfers(driver.scheduler, executor, None)
     driver.submit(generate("second", [*PROMPT, 1], 1))
     driver.run()
@@ -32,6 +32,7 @@ def test_a_request_waits_for_a_search_and_its_load_once(monkeypatch: pytest.Monk
     executor: Any = SimpleNamespace(
         prefill_rate=0.0,
         fetch_rate=0.0,
+        store_rate=0.0,
         ended_transfers=lambda: [ends.pop()] if ends else [],
         transfer=begun.append,
     )

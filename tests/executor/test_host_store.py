@@ -1,6 +1,8 @@
 """The host's memory of an executor: its rates are measured, and its blocks have one byte order."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +27,21 @@ def test_both_rates_are_measured(make_executor: Callable[..., ModelExecutor]) ->
     assert 0.0 < executor.fetch_rate < 1e12
     assert 0.0 < executor.prefill_rate < 1e12
     assert executor.ended_transfers() == []
+
+
+def test_the_rate_of_the_store_is_measured(
+    make_executor: Callable[..., ModelExecutor], tmp_path: Path
+) -> None:
+    executor = make_executor(
+        **HOST, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path)
+    )
+    assert executor._host_store is not None
+    assert 0.0 < executor._host_store.measure_store() < 1e12
+    assert executor.ended_transfers() == []
+    behind = executor._host_store._behind
+    assert behind is not None
+    behind._rests_until_s = math.inf
+    assert executor._host_store.measure_store() == 0.0, "it is left alone"
 
 
 @pytest.mark.long

@@ -70,8 +70,9 @@ def test_values_come_back_and_losses_are_flagged() -> None:
     rig.transfers.begin([], [], [rig.move(1, [1])])
     assert rig.wait().succeeded
     rig.contents.blocks[1] = b"?"
-    rig.transfers.begin([rig.move(2, [1, 2])], [rig.move(3, [1, 2])], [])
-    rig.wait()
+    for searches, loads in (([rig.move(2, [1, 2])], []), ([], [rig.move(3, [1, 2])])):
+        rig.transfers.begin(searches, loads, [])
+        rig.wait()
     assert [[flags.tolist() for flags in end.found] for end in rig.ends] == [
         [],
         [[True, False]],
@@ -110,10 +111,21 @@ def test_no_request_waits_for_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     search, load = (rig.move(number, [1])._replace(is_awaited=True) for number in (2, 3))
     rig.transfers.begin([], [], [rig.move(1, [2])])
     rig.transfers.begin([search], [load], [])
-    until(lambda: [end.number for end in rig.ends] == [2, 3], "the load ends")
+    until(lambda: {end.number for end in rig.ends} == {2, 3}, "the load ends")
     may_end.set()
     assert rig.wait().number == 1
     assert rig.contents.blocks[1] == b"c"
+
+
+def test_no_search_waits_for_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, may_end = Rig(), threading.Event()
+    monkeypatch.setattr(rig.store, "get", lambda keys: may_end.wait(10) and [None for _ in keys])
+    load = rig.move(1, [1])._replace(is_awaited=True)
+    rig.transfers.begin([], [load], [])
+    rig.transfers.begin([rig.move(2, [1])], [], [])
+    until(lambda: [end.number for end in rig.ends] == [2], "the search ends")
+    may_end.set()
+    assert rig.wait().number == 1
 
 
 def test_a_store_that_fails_is_left_alone_for_a_while() -> None:

@@ -17,6 +17,7 @@ from tests.waiting import until
 FLAGS = (
     *("--dp-size", "2", "--page-size", "4", "--context-length", "512", "--check-memory", "busy"),
     *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    *("--hicache-fetch-policy", "always"),
     *("--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", "4096"),
 )
 NUM_TURNS = 3

@@ -2548,8 +2548,8 @@ MUTATIONS = (
     Mutation(
         "host: keep the lock of a prefix that needs no copy",
         _BLOCKS,
-        "            if match.node is not None:\n"
-        "                self.cache.unlock(match.node)\n"
+        "            if node is not None:\n"
+        "                self.cache.unlock(node)\n"
         "            return None",
         "            return None",
     ),

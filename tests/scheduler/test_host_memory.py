@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import FetchRate, Flush, PrefillRate
+from sgl_jax.scheduler.record.events import FetchRate, Flush, PrefillRate, StoreRate
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 PROMPT = list(range(40))
@@ -63,6 +63,44 @@ def test_a_request_waits_for_its_prefix_from_the_store(policy: str) -> None:
     driver.run()
     driver.check_tokens("second")
     assert driver.cached["second"] == (len(PROMPT) if policy == "wait_complete" else 0)
+
+
+@pytest.mark.parametrize(("store_rate", "cached"), [(0.0, 40), (1e3, 0), (1e6, 40)])
+def test_a_prefix_is_loaded_from_a_store_that_is_sooner(store_rate: float, cached: int) -> None:
+    sizes = make_sizes(num_pages=33, max_chunk_tokens=16, host_ratio=4.0)
+    args = SchedulerArgs(hicache_storage_backend="file")
+    driver = Driver(sizes, args)
+    driver.oracle.host.end_rate = 1.0
+    driver.submit(generate("first", PROMPT, 1))
+    driver.run()
+    assert driver.scheduler.handle(Flush())
+    driver.scheduler.handle(PrefillRate(1e4))
+    if store_rate:
+        driver.scheduler.handle(StoreRate(store_rate))
+    driver.submit(generate("second", [*PROMPT, 1], 4))
+    driver.run()
+    driver.check_tokens("second")
+    assert driver.cached["second"] == cached
+    assert driver.scheduler.counters()["store_loaded_tokens"] == cached
+    driver.check_replay()
+
+
+def test_a_load_from_a_slow_store_ends_before_the_prompts_ahead() -> None:
+    sizes = make_sizes(num_pages=65, max_chunk_tokens=16, host_ratio=4.0, num_rows=2)
+    driver = Driver(sizes, SchedulerArgs(hicache_storage_backend="file"))
+    driver.oracle.host.end_rate = 1.0
+    driver.submit(generate("first", PROMPT, 1))
+    driver.run()
+    assert driver.scheduler.handle(Flush())
+    driver.scheduler.handle(PrefillRate(1e4))
+    driver.scheduler.handle(StoreRate(6e3))
+    driver.submit(generate("running", [9] * 50, 1))
+    driver.step()
+    driver.submit(generate("waiting", [8] * 50, 1))
+    driver.submit(generate("second", [*PROMPT, 1], 4))
+    driver.run()
+    driver.check_tokens("second")
+    assert driver.cached["second"] == len(PROMPT)
 
 
 def test_two_requests_wait_for_one_fetch() -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
-from sgl_jax.scheduler.record.events import Flush, Note, Resume
+from sgl_jax.scheduler.record.events import Flush, Note, PrefillRate, Resume
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
@@ -89,6 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_checked: dict[str, int] = {}  # tokens of each request that were proved
         self.executor = FaultyExecutor(self.driver.oracle)
         self.driver.executor = self.executor
+        if setup.is_fair:
+            # About as many tokens are computed as loaded in the time of a transfer.
+            self.driver.scheduler.handle(PrefillRate(4e4))
         self.driver.oracle.host.failure_rate = self.driver.oracle.host.loss_rate = 0.1
         self.is_replayed = setup.is_replayed
         self.num_tenants = setup.num_tenants

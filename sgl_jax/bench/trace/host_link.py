@@ -53,8 +53,7 @@ class HostLink:
     def _begin_store(
         self, move: StoreTransfer, now_s: float, found: tuple[BoolArray, ...], *, is_in: bool
     ) -> None:
-        blocks = zip(move.blocks, self._page_bytes, strict=True)
-        seconds = sum(len(listed) * size for listed, size in blocks) / self._store_bytes_per_s
+        seconds = self.store_seconds(map(len, move.blocks))
         end_s = self._occupy((_STORE, is_in), now_s, seconds)
         self._end_at(end_s, move, seconds, found)
 
@@ -62,14 +61,27 @@ class HostLink:
         """Begin the copies of evicted pages."""
         self.begin(Transfers(copies=tuple(copies)), now_s)
 
-    def wait_s(self, dp_rank: int, now_s: float) -> float:
+    def fetch_wait_s(self, dp_rank: int, now_s: float) -> float:
         """Seconds until a fetch of the rank can begin."""
-        return max(self._free_s.get((dp_rank, True), 0.0) - now_s, 0.0)
+        return self._wait_s((dp_rank, True), now_s)
+
+    def load_wait_s(self, now_s: float) -> float:
+        """Seconds until a load from the store can begin."""
+        return self._wait_s((_STORE, True), now_s)
+
+    def _wait_s(self, direction: tuple[int, bool], now_s: float) -> float:
+        return max(self._free_s.get(direction, 0.0) - now_s, 0.0)
 
     def seconds(self, num_pages: Iterable[int]) -> float:
         """The time in which a rank moves so many pages of each pool."""
-        sizes = zip(num_pages, self._page_bytes, strict=True)
-        return sum(count * size for count, size in sizes) / self._bytes_per_s
+        return self._num_bytes(num_pages) / self._bytes_per_s
+
+    def store_seconds(self, num_pages: Iterable[int]) -> float:
+        """The time in which the store does."""
+        return self._num_bytes(num_pages) / self._store_bytes_per_s
+
+    def _num_bytes(self, num_pages: Iterable[int]) -> int:
+        return sum(count * size for count, size in zip(num_pages, self._page_bytes, strict=True))
 
     def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> None:
         seconds = self.seconds(map(len, move.pages))

@@ -1,7 +1,8 @@
-"""Prices each choice between fetching a prefix from the host's memory and computing it.
+"""Prices each choice between computing a prefix and loading it, from the host's memory or from the
+store behind it.
 
-Both times to the first token are the simulation's own: of the link as it is occupied, and of the
-steps that would compute the tokens beside the rank's running rows. An oracle with both takes
+Both times to the first token are the simulation's own: of link and store as they are occupied, and
+of the steps that would compute the tokens beside the rank's running rows. An oracle with both takes
 the sooner one of each choice.
 """
 
@@ -12,24 +13,25 @@ from typing import NamedTuple
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.step_time import RankLoad, StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.mem_cache.host.host_tier import HostTier, PrefixOnHost
+from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.load_prices import PrefixElsewhere
 from sgl_jax.mem_cache.lease import num_pages_read
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 
 
 class _Choice(NamedTuple):
-    prefix: PrefixOnHost
-    fetches: bool
-    link_s: float  # until the prefix has arrived
+    prefix: PrefixElsewhere
+    loads: bool
+    arrival_s: float  # until the prefix has arrived
     num_rows: int  # that run on the rank, and their KV tokens
     kv_tokens: int
 
 
-class FetchChoices:
+class LoadChoices:
     """The choices of ranks.
 
     Args:
-        link: to the hosts' memory.
+        link: to the hosts' memory, and the store.
         sizes: of the engine.
         step_seconds: the duration of a step.
         clock: the time now, in seconds.
@@ -52,20 +54,22 @@ class FetchChoices:
         """Record the choices of `rank` from now on; none changes."""
         tier = rank.host.tier
         assert tier is not None
-        tier.fetches_sooner = partial(self._choose, rank, tier)
+        tier.prices.chooses = partial(self._choose, rank, tier)
 
-    def _choose(
-        self, rank: RankScheduler, tier: HostTier, prefix: PrefixOnHost, prefill_rate: float
-    ) -> bool:
-        fetches = tier.is_sooner(prefix, prefill_rate)
+    def _choose(self, rank: RankScheduler, tier: HostTier, prefix: PrefixElsewhere) -> bool:
+        loads = tier.prices.is_sooner(prefix)
+        own, now_s, link = self._num_blocks(prefix.num_tokens), self._clock(), self._link
         moves = [[len(listed) for listed in move.pages] for move in tier.waiting_fetches]
-        moves.append(self._num_blocks(prefix.num_tokens))
-        link_s = self._link.wait_s(rank.dp_rank, self._clock())
-        link_s += sum(map(self._link.seconds, moves))
+        arrival_s = link.fetch_wait_s(rank.dp_rank, now_s) + sum(map(link.seconds, moves))
+        if prefix.num_loaded and tier.store is not None:
+            moves = [[len(listed) for listed in move.blocks] for move in tier.store.waiting_loads]
+            load_s = link.load_wait_s(now_s) + sum(map(link.store_seconds, [*moves, own]))
+            arrival_s = max(arrival_s, load_s)
+        arrival_s += link.seconds(own)
         rows = rank.running.active
         kv_tokens = int(rank.running.known_len[rows].sum())
-        self._made.append(_Choice(prefix, fetches, link_s, len(rows), kv_tokens))
-        return fetches
+        self._made.append(_Choice(prefix, loads, arrival_s, len(rows), kv_tokens))
+        return loads
 
     def _num_blocks(self, num_tokens: int) -> list[int]:
         """The blocks of each pool that a prefix of so many tokens needs."""
@@ -74,32 +78,33 @@ class FetchChoices:
             counts[group.pool] += num_pages_read(group, self._sizes.page_size, num_tokens)
         return counts
 
-    def totals(self) -> dict[str, float]:
-        """The number of choices, and the seconds to the first tokens, of all choices together, by
-        rule."""
-        chosen_s = oracle_s = fetch_s = compute_s = 0.0
-        for choice in self._made:
-            by_fetch, by_compute = self._priced(choice)
-            chosen_s += by_fetch if choice.fetches else by_compute
-            oracle_s += min(by_fetch, by_compute)
-            fetch_s += by_fetch
+    def totals(self, *, from_store: bool) -> dict[str, float]:
+        """The number of choices about the store or the host's memory, and the seconds to the first
+        tokens, of all these together, by rule."""
+        made = [choice for choice in self._made if bool(choice.prefix.num_loaded) == from_store]
+        chosen_s = oracle_s = load_s = compute_s = 0.0
+        for choice in made:
+            by_load, by_compute = self._priced(choice)
+            chosen_s += by_load if choice.loads else by_compute
+            oracle_s += min(by_load, by_compute)
+            load_s += by_load
             compute_s += by_compute
         return {
-            "choices": len(self._made),
-            "fetched": sum(choice.fetches for choice in self._made),
+            "choices": len(made),
+            "loaded": sum(choice.loads for choice in made),
             "chosen_s": chosen_s,
             "oracle_s": oracle_s,
-            "always_s": fetch_s,
+            "always_s": load_s,
             "never_s": compute_s,
         }
 
     def _priced(self, choice: _Choice) -> tuple[float, float]:
-        """The seconds to the first token by a fetch, and by computation."""
-        start, num_tokens, prompt_len, num_ahead = choice.prefix
+        """The seconds to the first token by a load, and by computation."""
+        start, num_tokens, prompt_len, num_ahead, *_ = choice.prefix
         end = start + num_tokens
-        fetch_s = max(choice.link_s, self._compute_s(choice, [(0, num_ahead)]))
-        fetch_s += self._compute_s(choice, [(end, prompt_len - end)])
-        return fetch_s, self._compute_s(choice, [(0, num_ahead), (start, prompt_len - start)])
+        load_s = max(choice.arrival_s, self._compute_s(choice, [(0, num_ahead)]))
+        load_s += self._compute_s(choice, [(end, prompt_len - end)])
+        return load_s, self._compute_s(choice, [(0, num_ahead), (start, prompt_len - start)])
 
     def _compute_s(self, choice: _Choice, prompts: Sequence[tuple[int, int]]) -> float:
         """The time of the steps that compute parts of prompts, each its start and length, beside

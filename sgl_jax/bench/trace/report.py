@@ -56,7 +56,8 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
         "fetched_tokens": counters["host_fetched_tokens"],
         "copied_pages": counters["host_copied_pages"],
         "loaded_tokens": counters["store_loaded_tokens"],
-        "fetch_choices": run.choices,
+        "fetch_choices": run.fetch_choices,
+        "load_choices": run.load_choices,
         "hit_rate": counters["cached_tokens"] / prompt_tokens,
         "oracle_hit_rates": dict(oracles),
         "output_tokens": output_tokens,
@@ -89,7 +90,6 @@ def served_text(values: Mapping[str, Any]) -> str:
     """The values of `served_values` as lines of text."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
-    choices = values["fetch_choices"]
     lines = [
         f"hit rate             {values['hit_rate']:.3f}  ({values['cached_tokens']:,} of "
         f"{values['prompt_tokens']:,} prompt tokens)",
@@ -97,7 +97,11 @@ def served_text(values: Mapping[str, Any]) -> str:
         f"{values['copied_pages']:,} pages copied there, {values['loaded_tokens']:,} tokens loaded "
         "from the store",
         f"  of block oracles   {oracles}",
-        *([_choices_line(choices)] if choices else []),
+        *(
+            _choices_line(kind, choices)
+            for kind in ("fetch", "load")
+            if (choices := values[f"{kind}_choices"]).get("choices")
+        ),
         "",
         f"{'seconds':<20} {'p50':>9} {'p90':>9} {'p99':>9} {'max':>9}",
         _spread_line("queueing", values["queueing_s"]),
@@ -119,11 +123,11 @@ def served_text(values: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _choices_line(choices: Mapping[str, float]) -> str:
+def _choices_line(kind: str, choices: Mapping[str, float]) -> str:
     return (
-        f"fetch or compute     {choices['choices']:,} choices, {choices['fetched']:,} fetches: "
-        f"{choices['chosen_s']:,.1f} s to their first tokens; an oracle of both times "
-        f"{choices['oracle_s']:,.1f} s, always fetching {choices['always_s']:,.1f} s, never "
+        f"{f'{kind} or compute':<20} {choices['choices']:,} choices, {choices['loaded']:,} to "
+        f"{kind}: {choices['chosen_s']:,.1f} s to their first tokens; an oracle of both times "
+        f"{choices['oracle_s']:,.1f} s, always {choices['always_s']:,.1f} s, never "
         f"{choices['never_s']:,.1f} s"
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.bench.trace.host_link import HostLink
-from sgl_jax.bench.trace.load_or_compute import FetchChoices
+from sgl_jax.bench.trace.load_or_compute import LoadChoices
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds, step_loads
 from sgl_jax.core.engine_messages import OutputBatch
@@ -72,7 +72,9 @@ class ServedRun:
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)
-    choices: dict[str, float] = field(default_factory=dict)  # `FetchChoices.totals`, with a host
+    # `LoadChoices.totals` about the host's memory, and about the store, if there are any.
+    fetch_choices: dict[str, float] = field(default_factory=dict)
+    load_choices: dict[str, float] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     host_s: list[float] = field(default_factory=list)
     arrivals_host_s: float = 0.0  # processor time of `submit`, all requests together
@@ -128,9 +130,9 @@ class _Replay:
         self._now_s = 0.0
         self._device_free_s = 0.0
         self._step_host_s = 0.0
-        self._choices: FetchChoices | None = None
+        self._choices: LoadChoices | None = None
         if link is not None:
-            self._choices = FetchChoices(link, sizes, step_seconds, lambda: self._now_s)
+            self._choices = LoadChoices(link, sizes, step_seconds, lambda: self._now_s)
             for rank in self._scheduler.ranks:
                 self._choices.watch(rank)
 
@@ -146,7 +148,8 @@ class _Replay:
         run.counters = self._scheduler.counters()
         run.duration_s = self._now_s
         if self._choices is not None:
-            run.choices = self._choices.totals()
+            run.fetch_choices = self._choices.totals(from_store=False)
+            run.load_choices = self._choices.totals(from_store=True)
         return run
 
     # -- arrivals ---------------------------------------------------------------------------

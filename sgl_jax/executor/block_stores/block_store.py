@@ -9,7 +9,7 @@ class BlockStore(Protocol):
 
     A key is the text of a fingerprint (of the model, its weights and the layout of blocks), a slash
     and a hexadecimal number. Equal keys have equal values. All methods may raise
-    OSError. One thread puts while another one reads.
+    OSError. Threads search, read and put at once.
     """
 
     def exists(self, keys: Sequence[str]) -> list[bool]:

@@ -10,6 +10,7 @@ leaving. Nothing else locks them, except that a copy locks the prefix which it c
 from the store fills blocks as a copy from the device does.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -93,25 +94,27 @@ class HostBlocks:
         Returns the blocks int32[groups, pages], 0 for values that are not copied; None, changing
         nothing but ages, if the whole prefix is here or room lacks.
         """
-        match = self.cache.match_prefix(tokens, namespace)
-        num_before = match.length // self.page_size
+        node = self.cache.tree.match(tokens, namespace)
+        self.cache.tree.settle()
+        num_before = 0 if node is None else node.end // self.page_size
         is_copied = is_offered.copy()
         is_copied[:, :num_before] = False
-        if match.length == len(tokens) or not self._make_room(is_copied):
-            if match.node is not None:
-                self.cache.unlock(match.node)
+        counts = is_copied.sum(axis=1).tolist()
+        if num_before * self.page_size == len(tokens) or not self._make_room(counts):
+            if node is not None:
+                self.cache.unlock(node)
             return None
         blocks = np.zeros(is_copied.shape, np.int32)
         for allocator, numbers in zip(self.allocators, self.groups_of, strict=True):
             for group in numbers:
-                count = int(np.count_nonzero(is_copied[group]))
-                blocks[group, is_copied[group]] = allocator.alloc(count, number)
-        self.copies[number] = HostCopy(tokens, namespace, match.node, num_before, blocks)
+                blocks[group, is_copied[group]] = allocator.alloc(counts[group], number)
+        self.copies[number] = HostCopy(tokens, namespace, node, num_before, blocks)
         return blocks
 
-    def _make_room(self, is_copied: BoolArray) -> bool:
+    def _make_room(self, counts: Sequence[int]) -> bool:
+        """Free blocks for so many values of each group."""
         for pool, allocator in enumerate(self.allocators):
-            count = int(np.count_nonzero(is_copied[self.groups_of[pool]]))
+            count = sum(counts[group] for group in self.groups_of[pool])
             deficit = count - allocator.num_free
             if deficit > self.cache.num_evictable[pool]:
                 return False
@@ -159,7 +162,8 @@ class HostBlocks:
             held = unused[:, before : before + added.shape[1]]
             held[held == added] = 0
         for allocator, listed in zip(self.allocators, self.by_pool(unused), strict=True):
-            allocator.free(listed, number)
+            if len(listed):
+                allocator.free(listed, number)
         if node is not None and lock_for is not None and added.size:
             self.leaving[lock_for] = node
             self.cache.drop_unread(added)

@@ -9,7 +9,7 @@ Owns the leases of fetches. They end, as all leases do, in `release_kv_cache`.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.host.load_prices import LoadPrices
 from sgl_jax.mem_cache.host.store_tier import StoreTier
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import HostPoolView
@@ -30,7 +31,6 @@ _MAX_OFFERS = 256
 # A copy begins only while fewer pages are on their way out.
 _MAX_LEAVING_PAGES = 256
 MAX_FETCHES = 4
-_NEW_SHARE = 0.25  # of the last fetch in the moving average of their speed
 
 
 class Fetch(NamedTuple):
@@ -42,15 +42,6 @@ class Fetch(NamedTuple):
     move: PageTransfer
 
 
-class PrefixOnHost(NamedTuple):
-    """The part of a prompt's prefix that the host has and the device lacks."""
-
-    start: int  # tokens of the prompt before it
-    num_tokens: int
-    prompt_len: int
-    num_ahead: int  # prompt tokens of other requests that would be computed before it
-
-
 class _Offer(NamedTuple):
     tokens: Int32Array  # whole pages
     namespace: str
@@ -60,9 +51,7 @@ class HostTier:
     """The host's memory behind the prefix cache of `memory`.
 
     Attributes:
-        fetches_sooner: the rule by which prefixes are fetched: `is_sooner`, which a measurement may
-            wrap.
-        seconds_per_token: that fetches have taken of late, or one at the start; 0 if unmeasured.
+        prices: of its fetches, and of the store's loads.
         blocks: the blocks and the prefixes in them.
         store: the store behind it, if there is one.
         fetches: on their way to the device, by number.
@@ -76,22 +65,20 @@ class HostTier:
         write_policy: str,
         eviction_policy: str,
         *,
-        fetches_all: bool = False,
+        loads_all: bool = False,
         has_store: bool = False,
     ) -> None:
-        """`write_policy` and `eviction_policy` as in `SchedulerArgs`; with `fetches_all`, a fetch
-        is always sooner; with `has_store`, there is a store behind it."""
-        self._fetches_all = fetches_all
+        """`write_policy` and `eviction_policy` as in `SchedulerArgs`; with `loads_all`, a load is
+        always sooner; with `has_store`, there is a store behind it."""
+        self.prices = LoadPrices(loads_all=loads_all)
         self._has_store = has_store
         self._memory = memory
         self._eviction_policy = eviction_policy
         self.write_policy = write_policy
-        self.fetches_sooner: Callable[[PrefixOnHost, float], bool] = self.is_sooner
         self.fetches: dict[int, Fetch] = {}
         self.num_copied_pages = 0
         self.num_fetched_tokens = 0
         self.num_failed = 0
-        self.seconds_per_token = 0.0
         self._num_transfers = 0
         self._start()
 
@@ -100,7 +87,7 @@ class HostTier:
         self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
         self.store: StoreTier | None = None
         if self._has_store:
-            self.store = StoreTier(self.blocks, memory.groups, self._next_number)
+            self.store = StoreTier(self.blocks, memory.groups, self.prices, self._next_number)
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
@@ -209,16 +196,6 @@ class HostTier:
     def num_here(self, tokens: Int32Array, namespace: str) -> int:
         """The tokens of the longest prefix that the host has."""
         return self.blocks.cache.peek(tokens, namespace)
-
-    def is_sooner(self, prefix: PrefixOnHost, prefill_rate: float) -> bool:
-        """Return whether a prefix is fetched, behind the fetches in flight, sooner than computed.
-
-        `prefill_rate` is in tokens a second. Unmeasured rates count as a fast link.
-        """
-        if self._fetches_all:
-            return True
-        fetch_s = (prefix.num_tokens + self.num_moving_tokens) * self.seconds_per_token
-        return fetch_s * prefill_rate < prefix.num_tokens + prefix.num_ahead
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
         """Fetch the longest prefix of `tokens` that the host has and the device lacks.
@@ -391,7 +368,7 @@ class HostTier:
                 self._end_lease(number, insert=end.succeeded)
                 self.num_fetched_tokens += fetch.num_tokens * end.succeeded
                 if end.succeeded:
-                    self._measure(end.seconds / fetch.num_tokens)
+                    self.prices.fetch.add(end.seconds, fetch.num_tokens)
                 now = self._placed_now if end.succeeded else self._dropped_now
                 now.append(fetch.move)
             else:
@@ -407,10 +384,6 @@ class HostTier:
         added = self.blocks.end_copy(move.number, succeeded=succeeded, lock_for=put)
         if store is not None and added.size:
             store.put(put, copy.tokens, copy.namespace, added)
-
-    def _measure(self, seconds_per_token: float) -> None:
-        before = self.seconds_per_token or seconds_per_token
-        self.seconds_per_token = before + _NEW_SHARE * (seconds_per_token - before)
 
     def views(self) -> list[HostPoolView]:
         """The blocks of each pool by state."""

@@ -20,6 +20,7 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
 from sgl_jax.mem_cache.host.content_keys import ContentKeys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
+from sgl_jax.mem_cache.host.load_prices import LoadPrices, PrefixElsewhere
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
@@ -28,15 +29,27 @@ from sgl_jax.mem_cache.tree.window_component import lookback_pages
 _MAX_PUT_BLOCKS = 4096
 # So many pages may wait for that.
 _MAX_LEFT_OUT = 1 << 16
+# One in so many loads that are dearer than computing begins all the same, though no request waits
+# for it: so the price of the store stays up to date.
+_MEASURED_REFUSALS = 16
 # Saved prefixes that are loaded at once.
 _MAX_RESTORED = 4
 
 
-class _Load(NamedTuple):
-    """A search or a load for a request, or for a saved prefix (`rid` is None). `keys` begin at page
-    `first`; `is_moved` bool[groups, pages behind it] are the values that it moves."""
+class Waiter(NamedTuple):
+    """A request that waits for its prefix from the store."""
 
-    rid: str | None
+    rid: str
+    num_read: int  # tokens of the prefix that the host or the device has
+    prompt_len: int
+    num_ahead: int  # prompt tokens of other requests that would be computed before it
+
+
+class _Load(NamedTuple):
+    """A search or a load for a request, or for a saved prefix (without a `waiter`). `keys` begin at
+    page `first`; `is_moved` bool[groups, pages behind it] are the values that it moves."""
+
+    waiter: Waiter | None
     tokens: Int32Array  # whole pages
     namespace: str
     keys: Keys  # [groups, pages, bytes]
@@ -52,7 +65,7 @@ class _Put(NamedTuple):
 class _Follower(NamedTuple):
     """A request that waits for the search or load of another one."""
 
-    rid: str
+    waiter: Waiter
     tokens: Int32Array  # whole pages
     namespace: str
 
@@ -66,9 +79,14 @@ class StoreTier:
     """
 
     def __init__(
-        self, blocks: HostBlocks, groups: Sequence[CacheGroup], next_number: Callable[[], int]
+        self,
+        blocks: HostBlocks,
+        groups: Sequence[CacheGroup],
+        prices: LoadPrices,
+        next_number: Callable[[], int],
     ) -> None:
         """`groups` are the blocks' groups of layers; `next_number` numbers transfers."""
+        self._prices = prices
         self._blocks = blocks
         windows = [group.sliding_window for group in groups]
         self._full_groups = [i for i, window in enumerate(windows) if window is None]
@@ -90,6 +108,7 @@ class StoreTier:
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
         self._left_out: dict[bytes, None] = {}
+        self._num_refused = 0  # loads
         self._searches_now: list[StoreTransfer] = []
         self._loads_now: list[StoreTransfer] = []
         self._puts_now: list[StoreTransfer] = []
@@ -114,7 +133,7 @@ class StoreTier:
     def is_restoring(self) -> bool:
         """True until the saved prefixes are loaded."""
         moving = (*self._searches.values(), *self._loads.values())
-        return bool(self._restored or any(each.rid is None for each in moving))
+        return bool(self._restored or any(each.waiter is None for each in moving))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
         """The searches, loads and puts to begin now."""
@@ -186,15 +205,15 @@ class StoreTier:
 
     def search(
         self,
-        rid: str | None,
+        waiter: Waiter | None,
         tokens: Int32Array,
         namespace: str,
         num_here: int,
         *,
         follows: bool = True,
     ) -> None:
-        """Search the pages of a prefix behind the `num_here` tokens that are here, for request
-        `rid` or for none.
+        """Search the pages of a prefix behind the `num_here` tokens that are here, for a request
+        or for none.
 
         If it `follows`, and a search or a load under way has the first of these pages, it begins
         after that, so that no page is loaded twice.
@@ -204,18 +223,18 @@ class StoreTier:
         first = num_here // page_size
         if first * page_size == len(tokens):
             return
-        if rid is not None:
-            self.awaited.add(rid)
+        if waiter is not None:
+            self.awaited.add(waiter.rid)
             leader = self._leader(tokens, namespace, first) if follows else None
             if leader is not None:
-                self._followers[leader].append(_Follower(rid, tokens, namespace))
+                self._followers[leader].append(_Follower(waiter, tokens, namespace))
                 return
         keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         number = self._next_number()
-        self._searches[number] = _Load(rid, tokens, namespace, keys, first, is_moved)
+        self._searches[number] = _Load(waiter, tokens, namespace, keys, first, is_moved)
         search = self._transfer(number, keys, is_moved, None)
-        self._searches_now.append(search._replace(is_awaited=rid is not None))
+        self._searches_now.append(search._replace(is_awaited=waiter is not None))
 
     def _leader(self, tokens: Int32Array, namespace: str, first: int) -> int | None:
         """The search or load under way, if any, that has page `first` of the prefix `tokens`."""
@@ -232,7 +251,7 @@ class StoreTier:
 
     def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
         """Load the found values of a search, up to the first page that a prefix lacks; False if
-        there are none, or room lacks."""
+        there are none, room lacks, or computing them is sooner."""
         page_size = self._blocks.page_size
         is_offered = np.ones((self._num_groups, len(search.tokens) // page_size), np.bool_)
         is_offered[:, search.first :] = is_found
@@ -247,6 +266,11 @@ class StoreTier:
         num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
         if not search.first <= num_here < end:
             return False
+        if not self._is_sooner(search, num_here, end):
+            self._num_refused += 1
+            if self._num_refused % _MEASURED_REFUSALS:
+                return False
+            self._waits_no_more(search)
         blocks = self._blocks.begin_copy(number, tokens, search.namespace, is_offered)
         if blocks is None:
             return False
@@ -256,8 +280,31 @@ class StoreTier:
             tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
         )
         load = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._loads_now.append(load._replace(is_awaited=search.rid is not None))
+        self._loads_now.append(load._replace(is_awaited=self._is_awaited(search)))
         return True
+
+    def _is_sooner(self, search: _Load, num_here: int, end: int) -> bool:
+        """Return whether pages `num_here` to `end` are loaded sooner than computed."""
+        if search.waiter is None:
+            return True
+        page_size = self._blocks.page_size
+        _, num_read, prompt_len, num_ahead = search.waiter
+        start = max(num_read, num_here * page_size)
+        num_tokens = end * page_size - start
+        num_loaded = self.num_loading_tokens + (end - num_here) * page_size
+        prefix = PrefixElsewhere(start, num_tokens, prompt_len, num_ahead, num_tokens, num_loaded)
+        return num_tokens > 0 and self._prices.chooses(prefix)
+
+    @property
+    def num_loading_tokens(self) -> int:
+        """Tokens of the loads that requests await."""
+        loads = filter(self._is_awaited, self._loads.values())
+        return sum(len(load.tokens) - load.first * self._blocks.page_size for load in loads)
+
+    @property
+    def waiting_loads(self) -> Sequence[StoreTransfer]:
+        """The loads that the next `take` begins."""
+        return self._loads_now
 
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
         """The last position in bool[groups, pages], in pages and not before `first`, that has all
@@ -311,9 +358,17 @@ class StoreTier:
             self._waits_no_more(load)
             is_found = self._flags(load, end)
             num_pages = self._num_whole(is_found | ~load.is_moved)
+            self._measure(load, is_found, end.seconds)
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
             self._search_for_followers(number, follows=num_pages > 0)
+
+    def _measure(self, load: _Load, is_found: BoolArray, seconds: float) -> None:
+        """A load has moved the found values, maybe not all for lack of time."""
+        share = np.count_nonzero(is_found) / np.count_nonzero(load.is_moved)
+        num_tokens = len(load.tokens) - load.first * self._blocks.page_size
+        if share:
+            self._prices.store.add(seconds, share * num_tokens)
 
     def overdue(self, number: int) -> None:
         """A search or load has taken too long: its request waits no more."""
@@ -325,17 +380,22 @@ class StoreTier:
     def _take_followers(self, number: int) -> list[_Follower]:
         """The requests that wait for this search or load; they wait no more."""
         followers = self._followers.pop(number, [])
-        self.awaited.difference_update(each.rid for each in followers)
+        self.awaited.difference_update(each.waiter.rid for each in followers)
         return followers
 
     def _search_for_followers(self, number: int, *, follows: bool) -> None:
-        for rid, tokens, namespace in self._take_followers(number):
+        for waiter, tokens, namespace in self._take_followers(number):
             num_here = self._blocks.cache.peek(tokens, namespace)
-            self.search(rid, tokens, namespace, num_here, follows=follows)
+            # The prompts before it have been computed meanwhile.
+            waiter = waiter._replace(num_ahead=0)
+            self.search(waiter, tokens, namespace, num_here, follows=follows)
 
     def _waits_no_more(self, load: _Load) -> None:
-        if load.rid is not None:
-            self.awaited.discard(load.rid)
+        if load.waiter is not None:
+            self.awaited.discard(load.waiter.rid)
+
+    def _is_awaited(self, load: _Load) -> bool:
+        return load.waiter is not None and load.waiter.rid in self.awaited
 
     def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
         """The flags of an end as bool[groups, pages], False for values that were not moved."""

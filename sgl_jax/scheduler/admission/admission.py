@@ -65,7 +65,6 @@ class Admission:
         self._home_of = home_of
         self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
         self._next_rank = 0  # of round_robin
-        self.prefill_rate = 0.0  # prompt tokens a second of a rank, if measured
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start waiting requests in step number `step`; `builders` are the ranks' shares of it."""
@@ -166,7 +165,7 @@ class Admission:
         and a fetch is sooner than to compute it."""
         if room.rank.host.tier is None:
             return False
-        found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank], self.prefill_rate)
+        found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank])
         if found is not None:
             self._waiting.follow(request, room.dp_rank, *found)
         return found is not None
@@ -282,9 +281,10 @@ class Admission:
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         num_pages, bound = rooms[0].rank.num_pages_at_most(request), _num_unskewed(rooms)
         # A lone rank's cost is compared with none: the host need not be searched for it.
-        rate = self.prefill_rate if len(allowed) > 1 else None
+        reads_host = len(allowed) > 1
         options = [
-            room.option(request, num_pages, cursors[room.dp_rank], bound, rate) for room in allowed
+            room.option(request, num_pages, cursors[room.dp_rank], bound, reads_host=reads_host)
+            for room in allowed
         ]
         fitting = [option for option in options if option.fits]
         if not fitting:

@@ -146,11 +146,12 @@ class RankRoom:
         num_pages: int,
         cursor: PrefixCursor,
         num_unskewed: int,
-        prefill_rate: float | None,
+        *,
+        reads_host: bool,
     ) -> Option:
         """The cost of running `request` of `num_pages` pages here, with or without room for it;
-        more requests than `num_unskewed` are too many. Without a `prefill_rate`, the cost ignores
-        the host's memory."""
+        more requests than `num_unskewed` are too many. Unless it `reads_host`, the cost ignores the
+        host's memory."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         if leader is not None:
@@ -162,8 +163,8 @@ class RankRoom:
         if not (has_room and request.priority > self._held_above):
             num_ahead += self.chunk_size * self._steps_to_room()
         num_spared = 0
-        if leader is None and prefill_rate is not None:
-            num_spared = self.rank.host.num_spared(request, num_read, prefill_rate)
+        if leader is None and reads_host:
+            num_spared = self.rank.host.num_spared(request, num_read)
         cost = len(request.tokens) - num_read - num_spared + num_ahead
         fits = has_room and self.takes(request)
         return Option(cost, self.num_running, self.dp_rank, fits, leader)
@@ -179,14 +180,12 @@ class RankRoom:
             self._in_flight = InFlight(self.rank, rows, self.chunk_size, left)
         return self._in_flight.leader(request, cursor, num_read)
 
-    def fetch(
-        self, request: Request, cursor: PrefixCursor, prefill_rate: float
-    ) -> tuple[int, int] | None:
+    def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
         """Fetch the request's prefix from the host: `RankHost.fetch_for`."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
         make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
-        found = self.rank.host.fetch_for(request, num_read, num_ahead, prefill_rate, make_room)
+        found = self.rank.host.fetch_for(request, num_read, num_ahead, make_room)
         self._num_pages = None  # it may have taken some, and a row
         self._look()
         return found

@@ -140,8 +140,8 @@ class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillRate(msgspec.Struct, frozen=True, tag=True):
-    """The prompt tokens that a rank computes in a second, as measured: the price of not fetching
-    a prefix from the host."""
+    """The prompt tokens that a rank computes in a second, as measured: the price of not loading a
+    prefix from the host or the store."""
 
     tokens_per_s: float
 
@@ -149,6 +149,13 @@ class PrefillRate(msgspec.Struct, frozen=True, tag=True):
 class FetchRate(msgspec.Struct, frozen=True, tag=True):
     """The tokens that a rank fetches from the host's memory in a second, as measured at the start.
     Later fetches report their own time (`TransferEnded`)."""
+
+    tokens_per_s: float
+
+
+class StoreRate(msgspec.Struct, frozen=True, tag=True):
+    """The tokens that a rank loads from the store in a second, as measured at the start. Later
+    loads report their own time (`TransferEnded`)."""
 
     tokens_per_s: float
 
@@ -192,6 +199,7 @@ Event: TypeAlias = (
     | StoreOverdue
     | PrefillRate
     | FetchRate
+    | StoreRate
     | PlanStep
     | ResultRead
     | TakeOutputs

@@ -21,6 +21,7 @@ class WaitingColumns:
         self.end = 0
         self._free_lines: list[int] = []  # a heap; entries from `end` on are invalid
         self.is_waiting = np.zeros(capacity, np.bool_)
+        self.num_tokens = np.zeros(capacity, np.int32)  # known
         self.num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
         self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # of these, on a rank's tree
         self.most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run

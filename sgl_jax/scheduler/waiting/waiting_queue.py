@@ -92,6 +92,7 @@ class WaitingQueue:
             known = lease.node if lease else None
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
+        columns.num_tokens[line] = len(request.tokens)
         columns.num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
         columns.cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
@@ -240,6 +241,14 @@ class WaitingQueue:
         levels = Levels(highest, highest - (self._priorities.lowest or 0) + 1)
         for line in self._order.lines(offer, step, preemptible, threshold, levels):
             yield self._by_line[line]
+
+    def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
+        """Tokens of the requests that wait beside `request` which the rank's cache lacks."""
+        columns, lines = self._columns, slice(self._columns.end)
+        page_size = self._memories[dp_rank].page_size
+        num_cached = columns.cached_pages[dp_rank, lines] * page_size
+        num_lacking = (columns.num_tokens[lines] - num_cached) * columns.is_waiting[lines]
+        return int(num_lacking.sum() - num_lacking[request.line])
 
     @property
     def highest_priority(self) -> int | None:

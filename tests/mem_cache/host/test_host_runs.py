@@ -18,6 +18,7 @@ from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
 from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
+from sgl_jax.mem_cache.host.store_tier import Waiter
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -58,7 +59,7 @@ class HostRun:
         )
         self.memory = RankMemory(0, sizes, eviction_policy=rng.choice(["lru", "adaptive"]))
         has_store = rng.random() < 0.7
-        self.tier = HostTier(self.memory, policy, "lru", fetches_all=True, has_store=has_store)
+        self.tier = HostTier(self.memory, policy, "lru", loads_all=True, has_store=has_store)
         self.pools = [np.zeros((pages, 1), np.uint64) for pages in sizes.pool_pages]
         self.oracle = HostOracle(sizes, [self.pools])
         self.oracle.rng = random.Random(seed + 1)
@@ -169,7 +170,8 @@ class HostRun:
         if self.tier.store is not None:
             self.num_searched += 1
             num_here = self.tier.num_here(tokens, namespace)
-            self.tier.store.search(f"r{self.num_searched}", tokens, namespace, num_here)
+            waiter = Waiter(f"r{self.num_searched}", num_here, len(tokens), 0)
+            self.tier.store.search(waiter, tokens, namespace, num_here)
 
     def restore(self) -> None:
         if self.tier.store is not None:

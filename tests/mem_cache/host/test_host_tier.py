@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, sizes: EngineSizes | None = None, policy: str = "write_through") -> None:
         self.memory = RankMemory(0, sizes or sizes_with())
-        self.tier = HostTier(self.memory, policy, "lru", fetches_all=True)
+        self.tier = HostTier(self.memory, policy, "lru", loads_all=True)
 
     def tokens(self, number: int, num_pages: int = 4) -> Int32Array:
         return np.arange(num_pages * PAGE_SIZE, dtype=np.int32) + 100 * number

@@ -12,12 +12,15 @@ from sgl_jax.mem_cache.host import store_tier
 from sgl_jax.mem_cache.host.content_keys import ContentKeys
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.host.load_prices import LoadPrices
 from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
-from sgl_jax.mem_cache.host.store_tier import StoreTier
+from sgl_jax.mem_cache.host.store_tier import StoreTier, Waiter
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 from tests.mem_cache.host.test_host_tier import PAGE_SIZE, Rank, sizes_with
 from tests.scheduler.driver import make_sizes
+
+WAITER = Waiter("r", num_read=0, prompt_len=24, num_ahead=0)
 
 
 class StoringRank(Rank):
@@ -25,7 +28,7 @@ class StoringRank(Rank):
 
     def __init__(self, stored: set[bytes] | None = None, host_ratio: float = 2.0) -> None:
         self.memory = RankMemory(0, sizes_with(host_ratio=host_ratio))
-        self.tier = HostTier(self.memory, "write_through", "lru", fetches_all=True, has_store=True)
+        self.tier = HostTier(self.memory, "write_through", "lru", loads_all=True, has_store=True)
         self.stored = set() if stored is None else stored
 
     @property
@@ -54,7 +57,9 @@ class StoringRank(Rank):
 
     def search(self, tokens: Int32Array, rid: str = "r", namespace: str = "") -> Transfers:
         """Search for a request; the transfers that follow."""
-        self.store.search(rid, tokens, namespace, self.num_here(tokens, namespace))
+        self.store.search(
+            Waiter(rid, 0, 24, 0), tokens, namespace, self.num_here(tokens, namespace)
+        )
         (search,) = self.take().searches
         self.end(search)
         return self.take()
@@ -109,6 +114,72 @@ def test_a_load_that_loses_values_keeps_the_pages_before(num_lost: int) -> None:
     other.stored.difference_update(name.tobytes() for name in keys[4 - num_lost :])
     other.end(load)
     assert other.num_here(tokens) == (4 - num_lost) * PAGE_SIZE
+
+
+def test_a_load_is_refused_where_computing_is_sooner() -> None:
+    rank = StoringRank()
+    rank.store_prefix(rank.tokens(1))
+    other = StoringRank(rank.stored)
+    other.tier.prices = other.store._prices = LoadPrices()
+    other.tier.prices.prefill_rate = 1000.0
+    other.tier.prices.store.start(500.0)
+    assert not other.search(other.tokens(1)).loads
+    assert other.store.awaited == set()
+    # Behind as many prompt tokens again it arrives in time.
+    other.store.search(WAITER._replace(num_ahead=17), other.tokens(1), "", 0)
+    (search,) = other.take().searches
+    other.end(search)
+    (load,) = other.take().loads
+    # The next one waits for it.
+    other.store_prefix(other.tokens(2))
+    third = np.concatenate([other.tokens(2)[:PAGE_SIZE], other.tokens(3)])
+    rank.store_prefix(third)
+    other.store.search(WAITER._replace(num_ahead=17), third, "", PAGE_SIZE)
+    (search,) = other.take().searches
+    other.end(search)
+    assert not other.take().loads
+    other.end(load)
+    # 16 tokens took 0.01 s: by now the store counts as much faster.
+    assert other.tier.prices.store.seconds == pytest.approx((0.75 * 1024 / 500 + 0.01) / 784)
+
+
+def test_a_load_that_was_cut_short_is_measured_by_its_part() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    (load,) = other.search(tokens).loads
+    other.stored.difference_update(load.keys[0][2].tobytes() for _ in range(1))
+    other.end(load)
+    assert other.tier.prices.store.seconds == pytest.approx(0.01 / 12)
+
+
+def test_a_refused_load_now_and_then_measures_the_store_anew() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    other.tier.prices = other.store._prices = LoadPrices()
+    other.tier.prices.prefill_rate = 1e6
+    other.tier.prices.store.start(1.0)
+    loads = [load for _ in range(16) for load in other.search(tokens).loads]
+    (load,) = loads
+    assert not load.is_awaited
+    assert other.store.awaited == set()
+    other.end(load)
+    assert other.tier.prices.store.seconds < 1.0
+
+
+def test_no_load_begins_for_what_the_device_has() -> None:
+    rank = StoringRank()
+    tokens = rank.tokens(1)
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    other.store.search(WAITER._replace(num_read=len(tokens)), tokens, "", 0)
+    (search,) = other.take().searches
+    other.end(search)
+    assert not other.take().loads
+    assert other.store.awaited == set()
 
 
 def test_a_failed_load_keeps_nothing() -> None:
@@ -209,7 +280,7 @@ def test_nothing_is_loaded_behind_a_beginning_that_was_evicted_meanwhile() -> No
     rank.store_prefix(tokens)
     other = StoringRank(rank.stored)
     other.store_prefix(tokens[: 2 * PAGE_SIZE])
-    other.store.search("r", tokens, "", 2 * PAGE_SIZE)
+    other.store.search(WAITER, tokens, "", 2 * PAGE_SIZE)
     (search,) = other.take().searches
     other.tier.blocks.cache.evict(2)
     other.end(search)
@@ -222,7 +293,7 @@ def test_a_load_skips_the_pages_that_the_host_has_got_meanwhile() -> None:
     tokens = rank.tokens(1, num_pages=6)
     rank.store_prefix(tokens)
     other = StoringRank(rank.stored)
-    other.store.search("r", tokens, "", 0)
+    other.store.search(WAITER, tokens, "", 0)
     (search,) = other.take().searches
     other.store_prefix(tokens[: 2 * PAGE_SIZE])
     other.end(search)
@@ -269,7 +340,7 @@ def test_a_request_waits_no_more_for_what_is_overdue() -> None:
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
     other = StoringRank(rank.stored)
-    other.store.search("r", other.tokens(1), "", 0)
+    other.store.search(WAITER, other.tokens(1), "", 0)
     (search,) = other.take().searches
     other.store.overdue(search.number)
     assert other.store.awaited == set()
@@ -286,7 +357,7 @@ def test_a_prefix_is_loaded_once_for_all_that_wait_for_it() -> None:
     rank.store_prefix(longer)
     other = StoringRank(rank.stored, host_ratio=3.0)
     for rid, prompt in (("a", tokens), ("b", tokens), ("c", longer), ("d", rank.tokens(2))):
-        other.store.search(rid, prompt, "", 0)
+        other.store.search(Waiter(rid, 0, 24, 0), prompt, "", 0)
     search, elsewhere = other.take().searches
     assert other.store.awaited == {"a", "b", "c", "d"}
     other.end(search)
@@ -311,7 +382,7 @@ def test_a_prefix_is_loaded_once_for_all_that_wait_for_it() -> None:
 def test_after_a_miss_no_search_waits_for_another() -> None:
     rank = StoringRank()
     for rid in "abc":
-        rank.store.search(rid, rank.tokens(1), "", 0)
+        rank.store.search(Waiter(rid, 0, 24, 0), rank.tokens(1), "", 0)
     (search,) = rank.take().searches
     rank.end(search)
     searches = rank.take().searches
@@ -324,7 +395,7 @@ def test_after_a_miss_no_search_waits_for_another() -> None:
 def test_all_that_wait_for_an_overdue_search_wait_no_more() -> None:
     rank = StoringRank()
     for rid in "ab":
-        rank.store.search(rid, rank.tokens(1), "", 0)
+        rank.store.search(Waiter(rid, 0, 24, 0), rank.tokens(1), "", 0)
     (search,) = rank.take().searches
     rank.store.overdue(search.number)
     assert rank.store.awaited == set()
