@@ -136,8 +136,8 @@ def scores_in_powers_of_e(scores, options):
     return scores * options.scale
 
 
-def the_same_turn_twice(turns, following, zip_longest=decode.zip_longest):
-    return zip_longest(turns, [turns[0], *following[1:]])
+def the_same_turn_twice(turns):
+    return [(turn, turn) for turn in turns]
 
 
 def values_of_unused_slots(*_):
@@ -157,7 +157,7 @@ def write_another_page(kernel, run, tile_of=write._tile_of):
     ("module", "part", "fault"),
     [
         (Pages, "wait", no_wait_for_pages),
-        (decode, "zip_longest", the_same_turn_twice),
+        (decode, "with_following", the_same_turn_twice),
         *(
             pytest.param(*own, marks=pytest.mark.long)
             for own in (

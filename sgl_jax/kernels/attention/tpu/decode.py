@@ -32,7 +32,6 @@ DMAs of row r, whose first block was started during row r - 1:
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +68,9 @@ from sgl_jax.kernels.tpu_chip import LANES
 
 TURN_KEYS = 1024  # keys whose scores are computed at once, where no masks are needed
 TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
+
+
+Turn = tuple[int, Any]  # a stack, and the index of some pages of a buffer
 
 
 class KeyPages(NamedTuple):
@@ -128,15 +130,15 @@ def decode_attention(
     part_pages = max(1, blocks.part_keys // shape.page_size)
     parts = max(1, blocks.block_keys // (shape.page_size * part_pages))
     grouped = q.reshape(q.shape[0], shape.kv_heads, shape.group, shape.head_dim)
-    tokens = (
-        pltpu.VMEM((2, max_queries, *grouped.shape[1:3], width), q.dtype)
-        for width in (shape.head_dim, shape.value_dim)
+    by_query = (2, max_queries, *grouped.shape[1:3])
+    queries, results = (
+        pltpu.VMEM((*by_query, width), q.dtype) for width in (shape.head_dim, shape.value_dim)
     )
     sems = pltpu.SemaphoreType.DMA((2,))
     softmax_rows = stacks.num_stacks, stacks.rows
     scratch = [
         PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
-        TokenBuffers(*tokens, sems, sems),
+        TokenBuffers(queries, results, sems, sems),
         Softmax.scratch(softmax_rows, jnp.dtype(jnp.float32), stacks.columns, shape.value_dim),
     ]
     sinks = options.sinks
@@ -345,10 +347,15 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
 
     todo = [(stack, pages) for stack in range(stacks.num_stacks) for pages in turns]
     scores = scores_of(*todo[0])
-    for turn, following in zip_longest(todo, todo[1:]):
+    for (stack, pages), following in with_following(todo):
         next_scores = scores if following is None else scores_of(*following)
-        merge(*turn, scores)
+        merge(stack, pages, scores)
         scores = next_scores
+
+
+def with_following(turns: list[Turn]) -> list[tuple[Turn, Turn | None]]:
+    """Each turn, and the one after it."""
+    return list(zip(turns, [*turns[1:], None], strict=True))
 
 
 def for_each_place(kernel: Decode, do: Callable[[int, int, int, slice, slice], None]) -> None:

@@ -122,7 +122,7 @@ def prefill_attention(
         by_head = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1) * LOG2_E
         sinks = jnp.broadcast_to(by_head, (kv_heads, group, 1, LANES))
     num_rows, table_width = batch.page_table.shape
-    by_token = (
+    queries, results = (
         pltpu.VMEM((blocks.queries, q.shape[1], width), q.dtype)
         for width in (head_dim, shape.value_dim)
     )
@@ -130,7 +130,7 @@ def prefill_attention(
     scratch = [
         pltpu.SMEM((num_rows + 1,), jnp.int32),
         PageBuffers.scratch(kv_cache, table_width, 2, blocks.keys // page_size),
-        TokenBuffers(*by_token, sem, sem),
+        TokenBuffers(queries, results, sem, sem),
         Softmax.scratch((kv_heads, group, blocks.queries), dtype, head_dim, shape.value_dim),
     ]
     kernel = partial(_kernel, (shape, blocks, options._replace(sinks=None)))

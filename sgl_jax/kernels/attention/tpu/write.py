@@ -193,16 +193,16 @@ def write_kv(
         ValueError: pages do not hold whole tiles.
     """
     if is_packed(kv_cache, k.shape[2]):
-        new = (new_slots(k, v, kv_cache),)
+        new = [new_slots(k, v, kv_cache)]
     else:
-        new = tuple(as_cached(x, kv_cache.dtype) for x in (k, v))
+        new = [as_cached(x, kv_cache.dtype) for x in (k, v)]
     return write_slots(new, kv_cache, layer, batch)
 
 
 def write_slots(
-    new: tuple[jax.Array, ...], kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
+    slots: list[jax.Array], kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
 ) -> jax.Array:
-    """`write_kv` of slots [T, heads, head_dim] as the cache holds them, the first heads first."""
+    """`write_kv` of slots [T, heads, head_dim] as the cache holds them, its first heads first."""
     page_size, head_dim = kv_cache.shape[3:]
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
@@ -210,9 +210,9 @@ def write_slots(
             f"on TPU, page_size must be a multiple of {tile} for a "
             f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
-    num_tokens = new[0].shape[0]
+    num_tokens = slots[0].shape[0]
     block = min(BLOCK_TOKENS, num_tokens)
-    new = tuple(x.reshape(num_tokens, -1) for x in new)
+    new = tuple(x.reshape(num_tokens, -1) for x in slots)
     wide = jnp.int32 if jnp.issubdtype(kv_cache.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim
     chunks = sum(x.shape[1] for x in new) // width

@@ -44,7 +44,7 @@ def latent_attention(
     """
     page_size, row_size = kv_cache.shape[3:]
     rows = cached_rows(latents, row_size, kv_cache.dtype)
-    kv_cache = write_slots((rows[:, None],), kv_cache, layer, batch)
+    kv_cache = write_slots([rows[:, None]], kv_cache, layer, batch)
     q = absorbed_queries(queries, up, row_size)
     arguments = (kv_cache, layer, batch, ScoreOptions(scale))
     slots = latent_slots(up.rank)

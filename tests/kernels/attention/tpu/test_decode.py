@@ -189,10 +189,7 @@ def leave_values_of_unused_slots(monkeypatch):
 
 
 def take_the_scores_of_another_turn(monkeypatch):
-    pairs = decode.zip_longest
-    monkeypatch.setattr(
-        decode, "zip_longest", lambda turns, after: pairs(turns, [turns[0], *after[1:]])
-    )
+    monkeypatch.setattr(decode, "with_following", lambda turns: [(turn, turn) for turn in turns])
 
 
 def give_rows_of_a_stack_to_its_first_head(monkeypatch):
