@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.kernels.attention_kernels import DTYPE
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention, row_pages
+from sgl_jax.kernels.attention.tpu.shared import CacheSlots
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
 from sgl_jax.planner.topology import CHIPS
 
@@ -101,7 +102,7 @@ def decode_kernel(layer: Layer, page_size: int, context: int) -> Kernel:
         options = ScoreOptions(
             layer.head_dim**-0.5, layer.window, None, sinks if layer.has_sinks else None
         )
-        return decode_attention(q, cache, number, batch, options, packed=layer.is_packed)
+        return decode_attention(q, cache, number, batch, options, slots=CacheSlots(layer.is_packed))
 
     rows = ((ROWS,), jnp.int32)
     return Kernel(

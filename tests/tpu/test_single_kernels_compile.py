@@ -8,6 +8,7 @@ import pytest
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.shared import CacheSlots
 from sgl_jax.kernels.attention.tpu.write import write_kv
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
@@ -79,7 +80,7 @@ def compile_attention(attend, shape, mesh):
             layer,
             AttentionBatch.build(*rows, shape.tokens),
             ScoreOptions(shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap, sinks),
-            packed=width > shape.head_dim,
+            slots=CacheSlots(packed=width > shape.head_dim),
         )
 
     q = struct(shape.dtype, shape.tokens, q_heads, width)

@@ -24,7 +24,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention import xla
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
 
-LATENT_ATTENTION_BACKENDS = ("xla",)
+LATENT_ATTENTION_BACKENDS = ("pallas", "xla")
 
 
 class PagedLatentAttention(Protocol):
@@ -61,8 +61,13 @@ class PagedLatentAttention(Protocol):
         ...
 
 
-def latent_attention_implementation(backend: str) -> PagedLatentAttention:
-    """The implementation called "xla".
+def latent_attention_implementation(
+    backend: str, *, simulate: bool = False
+) -> PagedLatentAttention:
+    """The implementation called "xla" or "pallas", the TPU's kernels.
+
+    With `simulate`, a CPU interprets the latter with its DMAs and semaphores, slowly. They read the
+    pages that `attention.api.check_pages` allows.
 
     Raises:
         ValueError: the backend is unknown.
@@ -70,4 +75,11 @@ def latent_attention_implementation(backend: str) -> PagedLatentAttention:
     if backend not in LATENT_ATTENTION_BACKENDS:
         known = ", ".join(LATENT_ATTENTION_BACKENDS)
         raise ValueError(f"latent attention has the backends {known}, got {backend!r}")
-    return xla.latent_attention
+    if backend == "xla":
+        return xla.latent_attention
+    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    from sgl_jax.kernels.latent_attention import tpu
+    from sgl_jax.kernels.pallas_tpu import simulated
+
+    attend = tpu.latent_attention
+    return simulated(attend) if simulate else attend

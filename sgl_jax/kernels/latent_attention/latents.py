@@ -3,7 +3,10 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from sgl_jax.kernels.attention.cache_dtype import as_cached
 from sgl_jax.kernels.tpu_chip import LANES
 
 
@@ -20,8 +23,30 @@ class UpProjections(NamedTuple):
     keys: jax.Array  # [heads, nope_dim, rank]: a key is keys[head] @ latent
     values: jax.Array  # [heads, rank, value_dim]: a value is latent @ values[head]
 
+    @property
+    def rank(self) -> int:
+        return self.values.shape[1]
+
 
 def latent_row_size(rank: int, rope_dim: int) -> int:
     """Numbers of a token's row in the cache: latent, rotated part of the key, then zeros up to
     whole rows of a TPU's memory. The same on every platform."""
     return -(-(rank + rope_dim) // LANES) * LANES
+
+
+def cached_rows(latents: jax.Array, row_size: int, dtype: DTypeLike) -> jax.Array:
+    """latents [T, rank + rope_dim] as rows [T, row_size] of a cache of `dtype`."""
+    rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
+    return as_cached(rows, dtype)
+
+
+def absorbed_queries(queries: LatentQueries, up: UpProjections, row_size: int) -> jax.Array:
+    """[T, heads, row_size]: queries whose products with rows of the cache are those with keys."""
+    parts = jnp.einsum("thn,hnr->thr", queries.nope, up.keys), queries.rope
+    spare = row_size - sum(part.shape[2] for part in parts)
+    return jnp.pad(jnp.concatenate(parts, axis=2), ((0, 0), (0, 0), (0, spare)))
+
+
+def values_of_latents(latents: jax.Array, up: UpProjections) -> jax.Array:
+    """[T, heads, value_dim] of weighted sums of rows [T, heads, rank or more] of the cache."""
+    return jnp.einsum("thr,hrv->thv", latents[:, :, : up.rank], up.values)

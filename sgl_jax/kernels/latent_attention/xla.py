@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch, ScoreOptions
-from sgl_jax.kernels.attention.cache_dtype import as_cached, as_float32
+from sgl_jax.kernels.attention.cache_dtype import as_float32
 from sgl_jax.kernels.attention.xla import attend_cached
-from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+from sgl_jax.kernels.latent_attention.latents import (
+    LatentQueries,
+    UpProjections,
+    absorbed_queries,
+    cached_rows,
+    values_of_latents,
+)
 
 
 class _Latents(NamedTuple):
@@ -47,13 +53,9 @@ def latent_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `interface.PagedLatentAttention`."""
     kv_cache = write_latents(latents, kv_cache, layer, batch)
-    absorbed = jnp.einsum("thn,hnr->thr", queries.nope, up.keys)
-    parts = absorbed, queries.rope
-    spare = kv_cache.shape[4] - sum(part.shape[2] for part in parts)
-    q = jnp.pad(jnp.concatenate(parts, axis=2), ((0, 0), (0, 0), (0, spare)))
-    cached = _Latents(kv_cache, layer, up.values.shape[1])
-    found = attend_cached(q, cached, batch, ScoreOptions(scale))
-    return jnp.einsum("thr,hrv->thv", found, up.values), kv_cache
+    q = absorbed_queries(queries, up, kv_cache.shape[4])
+    found = attend_cached(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
+    return values_of_latents(found, up), kv_cache
 
 
 def write_latents(
@@ -63,6 +65,6 @@ def write_latents(
     page_size, row_size = kv_cache.shape[3:]
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
-    rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
+    rows = cached_rows(latents, row_size, kv_cache.dtype)
     slots = kv_cache.at[layer, pages, 0, batch.positions % page_size]
-    return slots.set(as_cached(rows, kv_cache.dtype), mode="promise_in_bounds")
+    return slots.set(rows, mode="promise_in_bounds")

@@ -15,6 +15,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import is_packed
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.shared import CacheSlots
 from sgl_jax.kernels.attention.tpu.write import write_kv
 
 
@@ -38,5 +39,5 @@ def ragged_paged_attention(
     # Queries of zeros where V lies make a packed cache one of twice the head_dim.
     out = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))) if packed else q
     for attend in (decode_attention, prefill_attention):
-        out = attend(out, kv_cache, layer, batch, options, packed=packed)
+        out = attend(out, kv_cache, layer, batch, options, slots=CacheSlots(packed))
     return out[:, :, head_dim:] if packed else out, kv_cache

@@ -19,8 +19,8 @@ Buffers, with S stacks of R rows and C columns (`Stacks`), D the head_dim of a s
 
     table    int32 [4, 1, W]                            page ids of row r in r % 4; scalar memory
     kv       [2, block_pages, *one page]                as the cache
-    q, out   [2, max_queries, kv_heads, group, D]       of row r in r % 2; as q
-    softmax  q [S, R, C], m, l [S, R, 128], acc [S, R, D]   float32; m and l the same in all lanes
+    q, out   [2, max_queries, kv_heads, group, D]       of row r in r % 2; out as wide as values
+    softmax  q [S, R, C], m, l [S, R, 128], acc [S, R, width of values]   float32
 
 DMAs of row r, whose first block was started during row r - 1:
 
@@ -43,6 +43,8 @@ from jax.experimental.pallas import tpu as pltpu
 from sgl_jax.kernels.attention.batch import MASKED, AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.shared import (
     HALF_BIAS,
+    KEYS_THEN_VALUES,
+    CacheSlots,
     PageBlock,
     PageBuffers,
     PagedArrays,
@@ -51,16 +53,24 @@ from sgl_jax.kernels.attention.tpu.shared import (
     Shape,
     Softmax,
     TokenBuffers,
+    across,
     converted,
     even_then_odd,
     positions,
+    scaled,
     should_move_bits,
+    sum_by_lane,
 )
 from sgl_jax.kernels.attention.tpu.stacks import Stacks, own_columns, stacked_sinks
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
 from sgl_jax.kernels.pallas_tpu import call, product
+from sgl_jax.kernels.tpu_chip import LANES
 
+TURN_KEYS = 1024  # keys whose scores are computed at once, where no masks are needed
 TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
+
+
+Turn = tuple[int, Any]  # a stack, and the index of some pages of a buffer
 
 
 class KeyPages(NamedTuple):
@@ -97,20 +107,21 @@ def decode_attention(
     batch: AttentionBatch,
     options: ScoreOptions,
     *,
-    packed: bool = False,
+    slots: CacheSlots = KEYS_THEN_VALUES,
     blocks: DecodeBlocks | None = None,
 ) -> jax.Array:
     """Attention of the tokens of rows 0 .. num_decode, whose K and V are in the cache already.
 
     Arguments as in `api.RaggedPagedAttention`; `blocks` is how much is computed on at once, by
-    default as tuned for the chip. `packed`: K and V of a head lie side by side in the cache, and
-    `q` has zeros where V is; in the result, that is where the attention is.
+    default as tuned for the chip. If K and V of a head lie side by side in the cache, `q` has zeros
+    where V is; in the result, that is where the attention is. Narrower values leave the other lanes
+    of the result as they were.
 
     Returns:
         [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
         other tokens keep their entries of q.
     """
-    shape = Shape.of(q, kv_cache, packed)
+    shape = Shape.of(q, kv_cache, slots)
     max_queries = 1 + batch.max_draft_tokens
     stacks = Stacks(shape.kv_heads, shape.group * max_queries, shape.head_dim)
     if blocks is None:
@@ -119,13 +130,16 @@ def decode_attention(
     part_pages = max(1, blocks.part_keys // shape.page_size)
     parts = max(1, blocks.block_keys // (shape.page_size * part_pages))
     grouped = q.reshape(q.shape[0], shape.kv_heads, shape.group, shape.head_dim)
-    tokens = pltpu.VMEM((2, max_queries, *grouped.shape[1:]), q.dtype)
+    by_query = (2, max_queries, *grouped.shape[1:3])
+    queries, results = (
+        pltpu.VMEM((*by_query, width), q.dtype) for width in (shape.head_dim, shape.value_dim)
+    )
     sems = pltpu.SemaphoreType.DMA((2,))
     softmax_rows = stacks.num_stacks, stacks.rows
     scratch = [
         PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
-        TokenBuffers(tokens, tokens, sems, sems),
-        Softmax.scratch(softmax_rows, jnp.dtype(jnp.float32), stacks.columns, shape.head_dim),
+        TokenBuffers(queries, results, sems, sems),
+        Softmax.scratch(softmax_rows, jnp.dtype(jnp.float32), stacks.columns, shape.value_dim),
     ]
     sinks = options.sinks
     if sinks is not None:
@@ -249,7 +263,9 @@ def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
 
     @pl.when(all_seen)
     def _() -> None:
-        attend(kernel, block.buffer, slice(None), None)
+        size = max(1, TURN_KEYS // page_size)
+        pages = range(0, kernel.pages.block_pages, size)
+        attend(kernel, block.buffer, [slice(first, first + size) for first in pages], None)
 
     @pl.when(jnp.logical_not(all_seen))
     def _() -> None:
@@ -269,7 +285,7 @@ def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
                 )
 
             seen = seen_keys(kernel, row, position + first * page_size)
-            attend(kernel, block.buffer, pl.ds(first, kernel.part_pages), seen)
+            attend(kernel, block.buffer, [pl.ds(first, kernel.part_pages)], seen)
 
 
 def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
@@ -292,18 +308,20 @@ def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
     return seen
 
 
-def attend(kernel: Decode, buffer: Any, pages: Any, seen: jax.Array | None) -> None:
+def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None) -> None:
     """Merge the attention of a row's queries over some pages of a buffer into the softmax.
 
-    `seen` None: every query sees every key.
+    `turns` are indices of pages that are computed on together. Scores of a turn are products that
+    the matrix unit computes during the softmax of the turn before. `seen` None: every query sees
+    every key.
     """
     shape, stacks, options = kernel.shape, kernel.stacks, kernel.options
     softmax, kv = kernel.softmax, kernel.pages.buffers.kv
     bias = HALF_BIAS if kernel.moves_bits else 1.0
 
-    def side_by_side(heads: Iterable[int]) -> jax.Array:
+    def side_by_side(pages: Any, heads: Iterable[int], width: int) -> jax.Array:
         """[keys, C] of some heads of the cache in the type of products."""
-        parts = [kv[buffer, pages, head].reshape(-1, shape.head_dim) for head in heads]
+        parts = [kv[buffer, pages, head, :, :width].reshape(-1, width) for head in heads]
         if kernel.moves_bits:
             return jnp.concatenate([even_then_odd(part) for part in parts], axis=1)
         return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
@@ -311,22 +329,33 @@ def attend(kernel: Decode, buffer: Any, pages: Any, seen: jax.Array | None) -> N
     def times(x: jax.Array, kv: jax.Array, axis: int) -> jax.Array:
         return product((x * bias).astype(shape.product_dtype), kv, (1, axis)) * bias
 
-    for stack in range(stacks.num_stacks):
-        keys = side_by_side(stacks.heads(stack))
-        scores = times(softmax.q[stack], keys, 1) * options.scale
-        if options.soft_cap is not None:
-            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-        if seen is not None:
-            scores = jnp.where(seen, scores, MASKED)
+    def scores_of(stack: int, pages: Any) -> jax.Array:
+        keys = side_by_side(pages, stacks.heads(stack), shape.head_dim)
+        scores = scaled(times(softmax.q[stack], keys, 1), options)
+        return scores if seen is None else jnp.where(seen, scores, MASKED)
+
+    def merge(stack: int, pages: Any, scores: jax.Array) -> None:
         old_m = softmax.m[stack]
         m = jnp.maximum(old_m, scores.max(axis=1, keepdims=True))
-        weights = jnp.exp(scores - m[:, :1])
-        kept = jnp.exp(old_m - m)
+        weights = jnp.exp2(scores - across(m, scores.shape[1]))
+        kept = jnp.exp2(old_m - m)
         softmax.m[stack] = m
-        softmax.l[stack] = softmax.l[stack] * kept + weights.sum(axis=1, keepdims=True)
-        values = side_by_side(map(shape.values_of, stacks.heads(stack)))
-        found = own_columns(stacks, times(weights, values, 0))
-        softmax.acc[stack] = softmax.acc[stack] * kept[:, :1] + found
+        softmax.l[stack] = softmax.l[stack] * kept + sum_by_lane(weights)
+        values = side_by_side(pages, map(shape.values_of, stacks.heads(stack)), shape.value_dim)
+        found = own_columns(stacks, times(weights, values, 0), shape.value_dim)
+        softmax.acc[stack] = softmax.acc[stack] * across(kept, shape.value_dim) + found
+
+    todo = [(stack, pages) for stack in range(stacks.num_stacks) for pages in turns]
+    scores = scores_of(*todo[0])
+    for (stack, pages), following in with_following(todo):
+        next_scores = scores if following is None else scores_of(*following)
+        merge(stack, pages, scores)
+        scores = next_scores
+
+
+def with_following(turns: list[Turn]) -> list[tuple[Turn, Turn | None]]:
+    """Each turn, and the one after it."""
+    return list(zip(turns, [*turns[1:], None], strict=True))
 
 
 def for_each_place(kernel: Decode, do: Callable[[int, int, int, slice, slice], None]) -> None:
@@ -351,7 +380,7 @@ def begin_row(kernel: Decode, at: jax.Array) -> None:
         softmax.l[...] = jnp.zeros_like(softmax.l)
     else:
         softmax.m[...] = kernel.sinks[...]
-        softmax.l[...] = jnp.ones_like(softmax.l)
+        softmax.l[...] = jnp.full_like(softmax.l, 1 / LANES)
     softmax.acc[...] = jnp.zeros_like(softmax.acc)
 
 
@@ -360,7 +389,7 @@ def end_row(kernel: Decode, at: jax.Array) -> None:
     softmax, out = kernel.softmax, kernel.buffers.out
 
     def collect(head: int, i: int, stack: int, rows: slice, _: slice) -> None:
-        result = softmax.acc[stack, rows] / softmax.l[stack, rows][:, :1]
+        result = softmax.acc[stack, rows] / softmax.l[stack, rows].sum(axis=1, keepdims=True)
         out[at, i, head] = result.astype(out.dtype)
 
     for_each_place(kernel, collect)
@@ -386,7 +415,7 @@ def q_copy(kernel: Decode, token: Any, at: Any, i: Any) -> Any:
 
 def out_copy(kernel: Decode, token: Any, at: Any, i: Any) -> Any:
     out, sem = kernel.buffers.out.at[at, i], kernel.buffers.out_sem.at[at]
-    return pltpu.make_async_copy(out, kernel.tokens.at[token], sem)
+    return pltpu.make_async_copy(out, kernel.tokens.at[token, :, :, : out.shape[2]], sem)
 
 
 def wait_out(kernel: Decode, row: jax.Array) -> None:

@@ -17,7 +17,7 @@ Buffers, with Q queries of a block, H KV heads of G queries each, D the head_dim
     next_rows  int32 [B + 1]                 the next row that has queries, or B; scalar memory
     table      int32 [2, 1, W]               page ids of this row and the next; scalar memory
     kv         [2, block_pages, *one page]   as the cache
-    q, out     [Q, H * G, D]                 as in HBM, by token
+    q, out     [Q, H * G, D]                 as in HBM, by token; out as wide as values
     softmax    q [H, G, Q, D], by head, in the type of the products
                m, l [H, G, Q, 128], acc [H, G, Q, D]   float32
 
@@ -30,7 +30,7 @@ DMAs of a block of queries, whose queries and first keys were started during the
     wait until the results of the block before are in memory; start this one's
 """
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +49,9 @@ from sgl_jax.kernels.attention.tpu.query_blocks import (
     q_copies,
 )
 from sgl_jax.kernels.attention.tpu.shared import (
+    KEYS_THEN_VALUES,
+    LOG2_E,
+    CacheSlots,
     PageBlock,
     PageBuffers,
     PagedArrays,
@@ -57,14 +60,15 @@ from sgl_jax.kernels.attention.tpu.shared import (
     Shape,
     Softmax,
     TokenBuffers,
+    across,
     converted,
     div,
+    scaled,
+    sum_by_lane,
 )
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks, prefill_blocks
 from sgl_jax.kernels.pallas_tpu import call, product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
-
-LOG2_E = 1.4426950408889634
 
 
 class Work(NamedTuple):
@@ -95,7 +99,7 @@ def prefill_attention(
     batch: AttentionBatch,
     options: ScoreOptions,
     *,
-    packed: bool = False,
+    slots: CacheSlots = KEYS_THEN_VALUES,
     blocks: PrefillBlocks | None = None,
 ) -> jax.Array:
     """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
@@ -105,10 +109,12 @@ def prefill_attention(
     Raises:
         ValueError: a block of keys is no whole number of pages.
     """
-    shape = Shape.of(q, kv_cache, packed)
-    kv_heads, group, page_size, head_dim, _, dtype = shape
+    shape = Shape.of(q, kv_cache, slots)
+    kv_heads, group, page_size, head_dim, dtype = *shape[:4], shape.product_dtype
     if blocks is None:
         blocks = prefill_blocks(kv_heads, group, head_dim, page_size, dtype, q.shape[0])
+    shape = shape.split(blocks.parts)
+    kv_heads, group = shape[:2]
     if blocks.part_keys % page_size:
         raise ValueError(f"page_size must divide {blocks.part_keys}, got {page_size}")
     sinks = options.sinks
@@ -116,13 +122,16 @@ def prefill_attention(
         by_head = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1) * LOG2_E
         sinks = jnp.broadcast_to(by_head, (kv_heads, group, 1, LANES))
     num_rows, table_width = batch.page_table.shape
-    by_token = pltpu.VMEM((blocks.queries, *q.shape[1:]), q.dtype)
+    queries, results = (
+        pltpu.VMEM((blocks.queries, q.shape[1], width), q.dtype)
+        for width in (head_dim, shape.value_dim)
+    )
     sem = pltpu.SemaphoreType.DMA
     scratch = [
         pltpu.SMEM((num_rows + 1,), jnp.int32),
         PageBuffers.scratch(kv_cache, table_width, 2, blocks.keys // page_size),
-        TokenBuffers(by_token, by_token, sem, sem),
-        Softmax.scratch((kv_heads, group, blocks.queries), dtype, head_dim, head_dim),
+        TokenBuffers(queries, results, sem, sem),
+        Softmax.scratch((kv_heads, group, blocks.queries), dtype, head_dim, shape.value_dim),
     ]
     kernel = partial(_kernel, (shape, blocks, options._replace(sinks=None)))
     hbm = PagedArrays(batch.page_table[:, None], kv_cache, q)
@@ -353,15 +362,11 @@ def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) 
     by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
     at = pl.ds(work.first, work.num_tokens)
     pages = pl.ds(work.first_page, num_keys // shape.page_size)
-    k = kv[work.buffer, pages, head].reshape(num_keys, head_dim)
+    k = kv[work.buffer, pages, shape.keys_of(head)].reshape(num_keys, head_dim)
     v = kv[work.buffer, pages, shape.values_of(head)].reshape(num_keys, head_dim)
     k, v = converted(k, shape.product_dtype), converted(v, shape.product_dtype)
-    scores = product(softmax.q[head, :, at].reshape(rows, head_dim), k, (1, 1))
-    if options.soft_cap is None:
-        scores = scores * (options.scale * LOG2_E)
-    else:
-        scores = jnp.tanh(scores * (options.scale / options.soft_cap))
-        scores = scores * (options.soft_cap * LOG2_E)
+    v = v[:, : shape.value_dim]
+    scores = scaled(product(softmax.q[head, :, at].reshape(rows, head_dim), k, (1, 1)), options)
     if seen is not None:
         scores = scores.reshape(*by_token, num_keys)
         scores = jnp.where(seen, scores, MASKED).reshape(rows, num_keys)
@@ -369,13 +374,12 @@ def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) 
     m = jnp.maximum(old_m, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp2(scores - across(m, num_keys))
     kept = jnp.exp2(old_m - m)
-    parts = [weights[:, i : i + LANES] for i in range(0, num_keys, LANES)]
-    sums = old_l * kept + reduce(jnp.add, parts)
+    sums = old_l * kept + sum_by_lane(weights)
     found = product(weights.astype(shape.product_dtype), v, (1, 0))
-    acc = old_acc * across(kept, head_dim) + found
+    acc = old_acc * across(kept, shape.value_dim) + found
     softmax.m[head, :, at] = m.reshape(*by_token, LANES)
     softmax.l[head, :, at] = sums.reshape(*by_token, LANES)
-    softmax.acc[head, :, at] = acc.reshape(*by_token, head_dim)
+    softmax.acc[head, :, at] = acc.reshape(*by_token, shape.value_dim)
 
 
 def found_before(
@@ -397,10 +401,3 @@ def found_before(
         jnp.where(work.is_first, sums, softmax.l[head, :, at]).reshape(rows, LANES),
         jnp.where(work.is_first, 0.0, softmax.acc[head, :, at]).reshape(rows, -1),
     )
-
-
-def across(x: jax.Array, width: int) -> jax.Array:
-    """x [rows, 128], the same in all lanes, as [rows, width]."""
-    if width <= LANES:
-        return x[:, :width]
-    return jnp.concatenate([x] * (width // LANES), axis=1)

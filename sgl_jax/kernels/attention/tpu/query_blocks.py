@@ -149,6 +149,7 @@ def out_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) ->
     out, sem = kernel.buffers.out, kernel.buffers.out_sem
 
     def copy(tokens: Any, here: Any) -> None:
-        do(pltpu.make_async_copy(out.at[here], kernel.tokens.at[tokens], sem))
+        results = kernel.tokens.at[tokens, :, : out.shape[2]]
+        do(pltpu.make_async_copy(out.at[here], results, sem))
 
     block_runs(kernel, block, copy)

@@ -13,6 +13,7 @@ keys, or two of a bfloat16: the even keys of a block are taken first, then the o
 does not depend on the order of keys.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
 from sgl_jax.kernels.tpu_chip import LANES, converts_float8
 
 # Half of the factor that keys and values of moved bits lack. The other factor of a product is
 # multiplied by it beforehand, lest small products are lost, and the product once more.
 HALF_BIAS = 2.0**60
+LOG2_E = 1.4426950408889634
 
 _SIGNS = -0x7FFF8000  # bits 31 and 15
 _NUMBERS = 0x07F007F0
@@ -68,6 +70,16 @@ class Rows(NamedTuple):
         return self.kv_starts[row] + self.q_len(row)
 
 
+class CacheSlots(NamedTuple):
+    """The places of keys and values in a cache."""
+
+    packed: bool  # whether a slot holds a head's K and V side by side, or in the same lanes
+    value_dim: int | None = None  # lanes of a slot that values take, the first ones; None: all
+
+
+KEYS_THEN_VALUES = CacheSlots(packed=False)  # of a page: K heads, then V heads
+
+
 class Shape(NamedTuple):
     """The static sizes of a cache and of the queries that read it."""
 
@@ -75,20 +87,35 @@ class Shape(NamedTuple):
     group: int  # queries per KV head
     page_size: int
     head_dim: int  # of a slot of the cache
-    packed: bool  # whether a slot holds a head's K and V side by side
+    value_dim: int  # of a head's values and results
+    parts: int  # KV heads in a row that share keys and values: parts of one head's queries
+    packed: bool  # see `CacheSlots`
     product_dtype: jnp.dtype  # of the matrix unit's inputs
 
     @classmethod
-    def of(cls, q: jax.Array, kv_cache: jax.Array, packed: bool) -> "Shape":
+    def of(cls, q: jax.Array, kv_cache: jax.Array, slots: CacheSlots) -> "Shape":
         """The sizes of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
         _, _, heads, page_size, head_dim = kv_cache.shape
-        kv_heads = heads if packed else heads // 2
+        kv_heads = heads if slots.packed else heads // 2
+        group, value_dim = q.shape[1] // kv_heads, slots.value_dim or head_dim
         dtype = product_dtype(q.dtype, kv_cache.dtype)
-        return cls(kv_heads, q.shape[1] // kv_heads, page_size, head_dim, packed, dtype)
+        return cls(kv_heads, group, page_size, head_dim, value_dim, 1, slots.packed, dtype)
+
+    def split(self, parts: int) -> "Shape":
+        """Each head's queries in so many parts, as if each part had a KV head."""
+        return self._replace(kv_heads=self.kv_heads * parts, group=self.group // parts, parts=parts)
+
+    @property
+    def cached_heads(self) -> int:
+        return self.kv_heads // self.parts
+
+    def keys_of(self, head: Any) -> Any:
+        """The index of a head's keys in a page."""
+        return head if self.parts == 1 else div(head, self.parts)
 
     def values_of(self, head: Any) -> Any:
         """The index of a head's values in a page."""
-        return head if self.packed else self.kv_heads + head
+        return self.keys_of(head) + (0 if self.packed else self.cached_heads)
 
 
 class PagedArrays(NamedTuple):
@@ -132,9 +159,9 @@ class Softmax(NamedTuple):
     """Queries, and the online softmax over the keys met so far; dimensions as in each kernel."""
 
     q: Any
-    m: Any  # float32 greatest score, in all of 128 lanes
-    l: Any  # float32 denominator: the sum of exp(score - m)
-    acc: Any  # float32 numerator: values, weighted by exp(score - m)
+    m: Any  # float32 greatest score, in powers of two, in all of 128 lanes
+    l: Any  # float32 denominator: the sum of 2^(score - m), in parts, one in each of 128 lanes
+    acc: Any  # float32 numerator: values, weighted by 2^(score - m)
 
     @classmethod
     def scratch(cls, rows: tuple[int, ...], q: jnp.dtype, q_width: int, width: int) -> "Softmax":
@@ -221,9 +248,30 @@ class Pages(NamedTuple):
         kept = slot < stop
         if first is not None:
             kept &= slot >= first
-        for head in map(shape.values_of, range(shape.kv_heads)):
+        for head in map(shape.values_of, range(0, shape.kv_heads, shape.parts)):
             values = kv[buffer, page, head]
             kv[buffer, page, head] = jnp.where(kept, values, jnp.zeros_like(values))
+
+
+def scaled(scores: jax.Array, options: ScoreOptions) -> jax.Array:
+    """Products of queries and keys as scores, in powers of two."""
+    if options.soft_cap is None:
+        return scores * (options.scale * LOG2_E)
+    scores = jnp.tanh(scores * (options.scale / options.soft_cap))
+    return scores * (options.soft_cap * LOG2_E)
+
+
+def across(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, 128], the same in all lanes, as [rows, width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def sum_by_lane(x: jax.Array) -> jax.Array:
+    """x [rows, keys] summed to [rows, 128]: no lane is moved."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+    return reduce(jnp.add, [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)])
 
 
 def div(a: Any, b: int) -> jax.Array:

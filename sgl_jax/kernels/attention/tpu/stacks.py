@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.kernels.attention.tpu.shared import LOG2_E
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 MATRIX_UNIT = 256  # columns, of the largest
@@ -56,20 +57,20 @@ class Stacks(NamedTuple):
 
 
 def stacked_sinks(sinks: jax.Array, group: int, stacks: Stacks) -> jax.Array:
-    """sinks [q_heads] -> float32 [S, R, 128], each beside its query."""
+    """sinks [q_heads] -> float32 [S, R, 128], each beside its query, in powers of two."""
     each = (stacks.num_stacks, stacks.heads_each, 1, group)
-    by_head = sinks.astype(jnp.float32).reshape(each)
+    by_head = sinks.astype(jnp.float32).reshape(each) * LOG2_E
     by_query = jnp.repeat(by_head, stacks.head_rows // group, axis=2)
     rows = by_query.reshape(stacks.num_stacks, -1)
     rows = jnp.pad(rows, ((0, 0), (0, stacks.rows - rows.shape[1])))
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
-def own_columns(stacks: Stacks, x: jax.Array) -> jax.Array:
-    """Each row's columns of its own head: x [R, C] -> [R, D]."""
-    row = lax.broadcasted_iota(jnp.int32, (stacks.rows, stacks.head_dim), 0)
-    result = x[:, : stacks.head_dim]
+def own_columns(stacks: Stacks, x: jax.Array, width: int) -> jax.Array:
+    """Each row's columns of its own head: x [R, heads_each * width] -> [R, width]."""
+    row = lax.broadcasted_iota(jnp.int32, (stacks.rows, width), 0)
+    result = x[:, :width]
     for head in range(1, stacks.heads_each):
-        _, first, columns = stacks.place(head)
-        result = jnp.where(row >= first, x[:, columns], result)
+        own = x[:, head * width : (head + 1) * width]
+        result = jnp.where(row >= head * stacks.head_rows, own, result)
     return result

@@ -71,6 +71,7 @@ class PrefillBlocks(NamedTuple):
     keys: int  # a multiple of 128 and of the page size
     part_keys: int  # as above, where masks are needed; divides it
     heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
+    parts: int = 1  # of each KV head's queries, computed on as if each had a KV head
 
     def masked_heads(self, kv_heads: int) -> int:
         """`heads` for masked keys: about as many instructions."""

@@ -14,7 +14,7 @@ Buffers, with H the cache's heads (K and V, or half as many if packed), D the he
 chunk up to 128 lanes of one head's K or V, all chunks of a token C lanes together:
 
     new    [block, C / 2] each                      this grid step's K and V, or one [block, C] if
-                                                    the cache is packed; brought by the grid
+                                                    they share slots; brought by the grid
     runs   int32 [block] each                       in scalar memory
     rows   32 bits [chunks, block + 2 * tile, chunk]   the same as new, one tile further down
     tiles  [8, H, tile, D]                          of run r in r % 8; as the cache
@@ -192,6 +192,17 @@ def write_kv(
     Raises:
         ValueError: pages do not hold whole tiles.
     """
+    if is_packed(kv_cache, k.shape[2]):
+        new = [new_slots(k, v, kv_cache)]
+    else:
+        new = [as_cached(x, kv_cache.dtype) for x in (k, v)]
+    return write_slots(new, kv_cache, layer, batch)
+
+
+def write_slots(
+    slots: list[jax.Array], kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
+) -> jax.Array:
+    """`write_kv` of slots [T, heads, head_dim] as the cache holds them, its first heads first."""
     page_size, head_dim = kv_cache.shape[3:]
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
@@ -199,12 +210,8 @@ def write_kv(
             f"on TPU, page_size must be a multiple of {tile} for a "
             f"{cache_dtype_name(kv_cache.dtype)} cache, got {page_size}"
         )
-    num_tokens = k.shape[0]
+    num_tokens = slots[0].shape[0]
     block = min(BLOCK_TOKENS, num_tokens)
-    if is_packed(kv_cache, k.shape[2]):
-        slots = [new_slots(k, v, kv_cache)]
-    else:
-        slots = [as_cached(x, kv_cache.dtype) for x in (k, v)]
     new = tuple(x.reshape(num_tokens, -1) for x in slots)
     wide = jnp.int32 if jnp.issubdtype(kv_cache.dtype, jnp.integer) else jnp.float32
     width = LANES if head_dim % LANES == 0 else head_dim

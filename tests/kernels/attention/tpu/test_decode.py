@@ -60,6 +60,12 @@ EIGHT_BITS = (
 BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have several
 
 
+@pytest.fixture(autouse=True)
+def several_turns(monkeypatch):
+    """Blocks without masks are computed on in several turns."""
+    monkeypatch.setattr(decode, "TURN_KEYS", 32)
+
+
 def attend(program, interpret, blocks=BLOCKS):
     return simulated(decode_attention, program, interpret, blocks)
 
@@ -101,7 +107,8 @@ def test_heads_of_every_shape_share_registers(program):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_longer_than_the_blocks_that_chips_get(mode):
+def test_rows_longer_than_the_blocks_that_chips_get(mode, monkeypatch):
+    monkeypatch.setattr(decode, "TURN_KEYS", 1024)
     program = Program(page_size=128, kv_heads=8, group=4, rows=2, tokens=8, max_len=1280)
     case = Case(program, [(1150, 1), (1023, 1)], [], 2, seed=4)
     check(case, compiled(program, MODES[mode], DecodeBlocks(block_keys=1024, part_keys=256)))
@@ -181,8 +188,12 @@ def leave_values_of_unused_slots(monkeypatch):
     monkeypatch.setattr(Pages, "clear_values", lambda *_: None)
 
 
+def take_the_scores_of_another_turn(monkeypatch):
+    monkeypatch.setattr(decode, "with_following", lambda turns: [(turn, turn) for turn in turns])
+
+
 def give_rows_of_a_stack_to_its_first_head(monkeypatch):
-    monkeypatch.setattr(decode, "own_columns", lambda stacks, x: x[:, : stacks.head_dim])
+    monkeypatch.setattr(decode, "own_columns", lambda stacks, x, width: x[:, :width])
 
 
 MISSING_WAITS = (
@@ -198,6 +209,7 @@ FAULTS = (
     see_a_key_too_many,
     see_a_key_too_few,
     leave_values_of_unused_slots,
+    take_the_scores_of_another_turn,
     give_rows_of_a_stack_to_its_first_head,
 )
 
@@ -222,7 +234,13 @@ def test_without_a_fault_the_cases_of_the_faults_pass(case):
 
 
 # Each traces and compiles the kernel anew.
-SOME = (FAULTS[0], fetch_another_page, see_a_key_too_many, give_rows_of_a_stack_to_its_first_head)
+SOME = (
+    FAULTS[0],
+    fetch_another_page,
+    see_a_key_too_many,
+    take_the_scores_of_another_turn,
+    give_rows_of_a_stack_to_its_first_head,
+)
 
 
 @pytest.mark.parametrize("fault", long_but(FAULTS, *SOME), ids=name_of)

@@ -1,0 +1,190 @@
+"""Latent attention's TPU kernels, simulated on the CPU, against float64."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.experimental.pallas.tpu import force_tpu_interpret_mode
+
+from sgl_jax.kernels.attention.tpu import decode, prefill, write
+from sgl_jax.kernels.attention.tpu.shared import Pages
+from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
+from sgl_jax.kernels.latent_attention import tpu
+from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
+from sgl_jax.kernels.pallas_tpu import wait
+from tests.kernels.attention.problems import LAYER, Case, cases
+from tests.kernels.latent_attention.problems import (
+    SCALE,
+    LatentProgram,
+    build,
+    expected,
+    make_batch,
+)
+from tests.kernels.simulation import MODES, SimulationError, simulate
+from tests.long import long
+
+MAX_CHUNK = 40
+# Values in all lanes of a row, and in some; heads that do not fill a tile.
+PLAIN = LatentProgram(heads=4, rank=128, rope_dim=16, rows=5, max_len=280, tokens=96)
+PROGRAMS = (
+    PLAIN,
+    LatentProgram(heads=6, max_drafts=2, rows=5, page_size=64, max_len=280, tokens=96),
+)
+BFLOAT16 = PLAIN._replace(heads=8, dtype=jnp.bfloat16, max_drafts=1)
+EIGHT_BITS = BFLOAT16._replace(page_size=32, cache_dtype=jnp.int8)
+TOLERANCE = {jnp.dtype(jnp.float32): 2e-5, jnp.dtype(jnp.bfloat16): 0.03}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Rows of a few hundred keys have several blocks, and queries of several parts."""
+    monkeypatch.setattr(tpu, "DECODE_BLOCKS", DecodeBlocks(block_keys=64, part_keys=32))
+    monkeypatch.setattr(decode, "TURN_KEYS", 32)
+    monkeypatch.setattr(
+        tpu,
+        "latent_prefill_blocks",
+        lambda *_: PrefillBlocks(32, 16, keys=256, part_keys=128, heads=1, parts=2),
+    )
+
+
+def attend(program, mode):
+    @jax.jit
+    def run(problem):
+        with force_tpu_interpret_mode(MODES[mode]):
+            return latent_attention_implementation("pallas")(
+                problem.queries,
+                problem.latents,
+                problem.up,
+                problem.kv_cache,
+                jnp.int32(LAYER),
+                make_batch(problem, program),
+                SCALE,
+            )
+
+    return run
+
+
+compiled = lru_cache(attend)
+
+
+def check(case, run):
+    """Results, and all of the cache but the null page: other layers and unused slots too."""
+    problem, program = build(case), case.program
+    out, cache = simulate(run, problem)
+    want, want_cache = expected(problem, program)
+    num_tokens = problem.q_lens.sum()
+    found = np.asarray(out, np.float64)
+    assert np.isfinite(found).all()
+    atol = TOLERANCE[jnp.dtype(program.dtype)]
+    np.testing.assert_allclose(found[:num_tokens], want[:num_tokens], rtol=0, atol=atol)
+    cached = program.numbers(np.asarray(cache))[:, 1:]
+    np.testing.assert_allclose(cached, want_cache[:, 1:], rtol=0, atol=1e-6)
+
+
+# Rows of several blocks of keys, two blocks of queries, a short row, an empty one.
+MIXED = Case(PLAIN, [(150, 1), (63, 1)], [(190, 40), (0, 0), (0, 17)], 1, seed=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mixed_step_agrees_with_float64(mode):
+    check(MIXED, compiled(PLAIN, mode))
+
+
+@pytest.mark.parametrize(("program", "mode"), [(BFLOAT16, "lazy"), (EIGHT_BITS, "eager")])
+def test_rows_with_drafts_in_narrow_types(program, mode):
+    check(Case(program, [(150, 2), (63, 1)], [(100, 20)], 1, seed=5), compiled(program, mode))
+
+
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+def test_a_step_without_decode_or_without_prefill_or_without_rows(mode):
+    program = PROGRAMS[1]
+    check(Case(program, [(100, 3), (15, 1), (0, 1)], [], 0, seed=5), compiled(program, mode))
+    check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), compiled(program, mode))
+    check(Case(program, [], [], 0, seed=7), compiled(program, mode))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=100, deadline=None)
+@given(case=cases((*PROGRAMS, BFLOAT16, EIGHT_BITS), max_chunk=MAX_CHUNK))
+def test_any_step_agrees_with_float64(mode, case):
+    check(case, compiled(case.program, mode))
+
+
+def test_a_page_of_less_than_a_tile_is_refused():
+    program = BFLOAT16._replace(page_size=8)
+    with pytest.raises(ValueError, match="multiple of 16 for a bfloat16 cache, got 8"):
+        attend(program, "lazy")(build(Case(program, [(3, 1)], [], 0, seed=0)))
+
+
+def no_wait_for_pages(pages, block):
+    """Compute on what the buffer holds, arrived or not."""
+
+
+def a_key_too_many_in_decode(kernel, row, position, seen=decode.seen_keys):
+    return seen(kernel, row, position - 1)
+
+
+def a_key_too_many_in_prefill(kernel, work, seen=prefill.seen_keys):
+    return seen(kernel, work._replace(first=work.first + 1))
+
+
+def scores_in_powers_of_e(scores, options):
+    return scores * options.scale
+
+
+def the_same_turn_twice(turns):
+    return [(turn, turn) for turn in turns]
+
+
+def values_of_unused_slots(*_):
+    """Leave NaN where no token lies."""
+
+
+def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):
+    out_copies(kernel, block, lambda copy: None if do is wait else do(copy))
+
+
+def write_another_page(kernel, run, tile_of=write._tile_of):
+    runs = kernel.runs._replace(page=kernel.runs.slot)
+    return tile_of(kernel._replace(runs=runs), run)
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "fault"),
+    [
+        (Pages, "wait", no_wait_for_pages),
+        (decode, "with_following", the_same_turn_twice),
+        *(
+            pytest.param(*own, marks=pytest.mark.long)
+            for own in (
+                (decode, "seen_keys", a_key_too_many_in_decode),
+                (decode, "scaled", scores_in_powers_of_e),
+                (prefill, "seen_keys", a_key_too_many_in_prefill),
+                (prefill, "scaled", scores_in_powers_of_e),
+                (Pages, "clear_values", values_of_unused_slots),
+                (write, "_tile_of", write_another_page),
+            )
+        ),
+    ],
+)
+def test_a_seeded_fault_gives_wrong_results(module, part, fault, monkeypatch):
+    monkeypatch.setattr(module, part, fault)
+    with pytest.raises(AssertionError):
+        check(MIXED, attend(PLAIN, "lazy"))
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "fault"),
+    [
+        (Pages, "wait", no_wait_for_pages),
+        pytest.param(prefill, "out_copies", results_not_waited_for, marks=pytest.mark.long),
+    ],
+)
+def test_a_missing_wait_is_a_race(module, part, fault, monkeypatch):
+    monkeypatch.setattr(module, part, fault)
+    with pytest.raises(SimulationError, match="race"):
+        check(MIXED, attend(PLAIN, "eager"))
