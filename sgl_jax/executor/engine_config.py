@@ -28,10 +28,7 @@ from sgl_jax.kernels.expert_lines.interface import line_moves_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.kernels.latent_attention.interface import (
-    PagedLatentAttention,
-    latent_attention_implementation,
-)
+from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.kernels.ring_products.interface import ring_products_implementation
@@ -132,7 +129,9 @@ class EngineConfig(NamedTuple):
             counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
             attend=attention_implementation(self.args.attention_backend, simulate=simulates),
-            attend_latents=self._latent_attention,
+            attend_latents=latent_attention_implementation(
+                self.args.attention_backend, simulate=simulates
+            ),
             qkv_heads=qkv_heads_implementation(
                 self.args.attention_backend, self.model.head_dim, simulate=simulates
             ),
@@ -156,11 +155,6 @@ class EngineConfig(NamedTuple):
             defers_sum=on_tpu and self.args.tp_size > 1,
             splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
-
-    @property
-    def _latent_attention(self) -> PagedLatentAttention:
-        backend = self.args.attention_backend if self.model.latent else "xla"
-        return latent_attention_implementation(backend)
 
     @property
     def _counts_experts(self) -> bool:

@@ -1,6 +1,7 @@
 """Advice on changes, read off an estimate."""
 
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.estimate import Estimate
 from sgl_jax.planner.memory import in_gib, plan_memory, smallest_fit
 
@@ -23,8 +24,8 @@ def advise(plan: Estimate) -> list[str]:
         found.append(f"{unused} devices of the slice are idle: raise --dp-size or --tp-size")
     if args.tp_size > config.num_kv_heads:
         found.append(
-            f"--tp-size {args.tp_size} is more than the model's {config.num_kv_heads} KV heads: "
-            "each head's KV is kept more than once; more --dp-size and less --tp-size keeps more"
+            f"--tp-size {args.tp_size} is more than the model's {_kept(config)} "
+            "kept more than once; more --dp-size and less --tp-size keeps more"
         )
     page_size = plan.memory.page_size
     waste = page_size / 2 / workload.tokens
@@ -57,6 +58,12 @@ def advise(plan: Estimate) -> list[str]:
             f"{plan_memory(smaller).kv_tokens:,} KV tokens a rank"
         )
     return found
+
+
+def _kept(config: ModelConfig) -> str:
+    if config.latent is not None:
+        return "one latent a token, which is"
+    return f"{config.num_kv_heads} KV heads: each head's KV is"
 
 
 def _more_room(plan: Estimate) -> str:

@@ -13,7 +13,13 @@ from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
-from sgl_jax.planner.memory import MemoryPlan, in_gib, plan_memory, requests_without_windows
+from sgl_jax.planner.memory import (
+    MemoryPlan,
+    in_gib,
+    plan_memory,
+    requests_with_heads,
+    requests_without_windows,
+)
 from sgl_jax.planner.prefix_loading import PrefixLoading, plan_loading
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.quantized_products import expert_format, quantized_products
@@ -61,6 +67,8 @@ class Estimate:
     requests_per_s: float  # of all ranks
     # `memory.num_requests` if every layer kept every token; None where every layer does.
     requests_without_windows: int | None = None
+    # The same if each head's key and value were kept in place of latents; None where they are.
+    requests_with_heads: int | None = None
     balance: ExpertBalance | None = None  # None without a file of loads
     loading: PrefixLoading | None = None  # None without --enable-hierarchical-cache
 
@@ -147,6 +155,7 @@ def make_estimate(request: PlanRequest) -> Estimate:
         concurrency,
         requests_per_s=request.args.dp_size * concurrency / round_s,
         requests_without_windows=requests_without_windows(request),
+        requests_with_heads=requests_with_heads(request, memory),
         balance=expert_balance(engine.config),
     )
     if not request.args.enable_hierarchical_cache:

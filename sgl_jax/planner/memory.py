@@ -94,6 +94,19 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     )
 
 
+def requests_with_heads(request: PlanRequest, memory: MemoryPlan) -> int | None:
+    """Requests of the load that the same pages' bytes would hold at once if each head's key and
+    value were kept; None where they are."""
+    own, config = request.config.latent, request.config
+    if own is None:
+        return None
+    layout = EngineConfig.resolve(request.args, config, "tpu").pool_layouts[0]
+    numbers = config.num_attention_layers * config.num_heads * (own.query_dim + own.value_dim)
+    page_bytes = numbers * memory.page_size * layout.dtype.itemsize
+    num_pages = memory.kv_bytes * request.args.tp_size // page_bytes
+    return num_pages // -(-request.workload.tokens // memory.page_size)
+
+
 def requests_without_windows(request: PlanRequest) -> int | None:
     """Requests of the load that a rank would hold at once if every layer kept every token; None
     where every layer does."""

@@ -67,7 +67,7 @@ def as_text(plan: Estimate) -> str:
         f"  longest context      {plan.max_context:,} tokens",
         f"  at once, a rank      {plan.concurrency:,} requests of {workload.input_len:,} in, "
         f"{workload.output_len:,} out",
-        *_window_lines(plan),
+        *_shorter_lines(plan),
         *_loading_lines(plan),
         "",
         *_step_lines("Decode step", plan.decode),
@@ -106,6 +106,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
         "requests_without_windows": plan.requests_without_windows,
+        "requests_with_heads": plan.requests_with_heads,
         "prefix_loading": plan.loading and _loading_dict(plan.loading),
         "max_context": plan.max_context,
         "requests_per_s": plan.requests_per_s,
@@ -155,16 +156,17 @@ def balance_lines(plan: Estimate) -> list[str]:
     ]
 
 
-def _window_lines(plan: Estimate) -> list[str]:
-    """The requests that windows add; empty for a model without windows."""
-    full = plan.requests_without_windows
-    if full is None:
-        return []
-    held = plan.memory.num_requests
-    ratio = f", {held / full:.2f} times as many" if full else ""
-    return [
-        f"  in memory, a rank    {held:,} of these; if every layer kept every token {full:,}{ratio}"
-    ]
+def _shorter_lines(plan: Estimate) -> list[str]:
+    """The requests that windows or latents add; empty for a model without both."""
+    held, lines = plan.memory.num_requests, []
+    for full, change in (
+        (plan.requests_without_windows, "every layer kept every token"),
+        (plan.requests_with_heads, "each head's key and value were kept"),
+    ):
+        if full is not None:
+            ratio = f", {held / full:.2f} times as many" if full else ""
+            lines.append(f"  in memory, a rank    {held:,} of these; if {change} {full:,}{ratio}")
+    return lines
 
 
 def _loading_dict(loading: PrefixLoading) -> dict[str, Any]:
