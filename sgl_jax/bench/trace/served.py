@@ -180,7 +180,7 @@ class _Replay:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             self._read_oldest()
-        elif plan is None:
+        elif plan is None and not self._scheduler.has_transfers:
             self._wait_for_arrival()
         batch = self._timed(self._scheduler.handle, TakeOutputs())
         if batch is not None:

@@ -63,11 +63,10 @@ class LoadPrices:
     def is_sooner(self, prefix: PrefixElsewhere) -> bool:
         """Return whether a prefix is loaded sooner than computed. Unmeasured rates count as fast
         links."""
-        seconds = load_s(
-            prefix.num_fetched, self.fetch.seconds, prefix.num_loaded, self.store.seconds
-        )
-        compute_tokens = prefix.num_tokens + prefix.num_ahead
-        return self._loads_all or seconds * self.prefill_rate < compute_tokens
+        _, num_tokens, _, num_ahead, num_fetched, num_loaded = prefix
+        seconds = load_s(num_fetched, self.fetch.seconds, num_loaded, self.store.seconds)
+        is_sooner = seconds * self.prefill_rate < num_tokens + num_ahead
+        return num_tokens > 0 and (self._loads_all or bool(is_sooner))
 
     @property
     def tokens_per_fetched(self) -> float:

@@ -224,17 +224,24 @@ class StoreTier:
         if first * page_size == len(tokens):
             return
         if waiter is not None:
-            self.awaited.add(waiter.rid)
             leader = self._leader(tokens, namespace, first) if follows else None
             if leader is not None:
+                self.awaited.add(waiter.rid)
                 self._followers[leader].append(_Follower(waiter, tokens, namespace))
+                return
+            # By the rates, the longest or the shortest part is worth the most.
+            ends = (first + 1, len(tokens) // page_size)
+            if any(self._prices.is_sooner(self._part(waiter, first, end)) for end in ends):
+                self.awaited.add(waiter.rid)
+            elif not self._measures_anew():
                 return
         keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         number = self._next_number()
-        self._searches[number] = _Load(waiter, tokens, namespace, keys, first, is_moved)
-        search = self._transfer(number, keys, is_moved, None)
-        self._searches_now.append(search._replace(is_awaited=waiter is not None))
+        search = _Load(waiter, tokens, namespace, keys, first, is_moved)
+        self._searches[number] = search
+        move = self._transfer(number, keys, is_moved, None)
+        self._searches_now.append(move._replace(is_awaited=self._is_awaited(search)))
 
     def _leader(self, tokens: Int32Array, namespace: str, first: int) -> int | None:
         """The search or load under way, if any, that has page `first` of the prefix `tokens`."""
@@ -266,11 +273,11 @@ class StoreTier:
         num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
         if not search.first <= num_here < end:
             return False
-        if not self._is_sooner(search, num_here, end):
-            self._num_refused += 1
-            if self._num_refused % _MEASURED_REFUSALS:
-                return False
+        waiter = search.waiter if self._is_awaited(search) else None
+        if waiter is not None and not self._prices.chooses(self._part(waiter, num_here, end)):
             self._waits_no_more(search)
+            if not self._measures_anew():
+                return False
         blocks = self._blocks.begin_copy(number, tokens, search.namespace, is_offered)
         if blocks is None:
             return False
@@ -283,17 +290,19 @@ class StoreTier:
         self._loads_now.append(load._replace(is_awaited=self._is_awaited(search)))
         return True
 
-    def _is_sooner(self, search: _Load, num_here: int, end: int) -> bool:
-        """Return whether pages `num_here` to `end` are loaded sooner than computed."""
-        if search.waiter is None:
-            return True
+    def _measures_anew(self) -> bool:
+        """A load was refused; return whether it begins all the same."""
+        self._num_refused += 1
+        return self._num_refused % _MEASURED_REFUSALS == 0
+
+    def _part(self, waiter: Waiter, num_here: int, end: int) -> PrefixElsewhere:
+        """Pages `num_here` to `end` of a prefix, behind the loads under way."""
         page_size = self._blocks.page_size
-        _, num_read, prompt_len, num_ahead = search.waiter
+        _, num_read, prompt_len, num_ahead = waiter
         start = max(num_read, num_here * page_size)
         num_tokens = end * page_size - start
         num_loaded = self.num_loading_tokens + (end - num_here) * page_size
-        prefix = PrefixElsewhere(start, num_tokens, prompt_len, num_ahead, num_tokens, num_loaded)
-        return num_tokens > 0 and self._prices.chooses(prefix)
+        return PrefixElsewhere(start, num_tokens, prompt_len, num_ahead, num_tokens, num_loaded)
 
     @property
     def num_loading_tokens(self) -> int:
