@@ -253,9 +253,7 @@ def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQ
     return _LastQueries.build(batch, num_drawn, most)
 
 
-def _place_queries(
-    model: CausalLM, state: StepState, given: RankStep
-) -> tuple[jax.Array, Queries]:
+def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[jax.Array, Queries]:
     """Look up relayed lengths and drafts; the token table with the drafts in it."""
     controls, max_drafts = given.controls, given.sizes.max_draft_tokens
     rows = controls.rows

@@ -34,8 +34,8 @@ def start_drafting(running: RowColumns, row: int | RowIndex, most: int) -> None:
 
 
 def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
-    """The number of drafts of each of `rows`, int32[len(rows)]: at most `most`, none in a pause, and
-    no more than it may still generate."""
+    """The number of drafts of each of `rows`, int32[len(rows)]: at most `most`, none in a pause,
+    and no more than it may still generate."""
     wanted = 1 + np.ceil(_AHEAD * running.draft_gain[rows]).astype(np.int32)
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1

@@ -1,4 +1,4 @@
-"""A Qwen3.5 of full attention and its draft layer, written plainly in float64; and its checkpoint."""
+"""A Qwen3.5 of full attention and its draft layer, plainly in float64; and its checkpoint."""
 
 import json
 from pathlib import Path
