@@ -34,7 +34,6 @@ class HybridQwen35(NamedTuple):
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 8192
-    mtp_num_hidden_layers: int = 1  # that draft tokens: `train_draft_layer` trains it
 
     @property
     def layer_types(self) -> list[str]:
@@ -83,8 +82,8 @@ class HybridQwen35(NamedTuple):
         """The same of the draft layer, which is one of full attention behind a product."""
         hidden, layer = self.hidden_size, "mtp.layers.0"
         vectors = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        shapes: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (hidden,) for name in vectors}
-        shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+        shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (hidden, 2 * hidden)}
+        shapes |= {f"mtp.{name}.weight": (hidden,) for name in vectors}
         return _random_params(shapes | self._mlp_shapes(layer) | self._attention_shapes(layer), key)
 
     def _mlp_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:

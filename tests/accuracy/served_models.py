@@ -11,6 +11,7 @@ class ServedModel(NamedTuple):
 
     name: str  # its folder
     min_accuracy: float  # a share of the questions; less would be the server's doing
+    has_draft_layer: bool = False
 
     @property
     def path(self) -> Path:
@@ -20,4 +21,4 @@ class ServedModel(NamedTuple):
 
 DENSE = ServedModel("demo", 0.95)
 # Attention and gated delta nets in turn: its states are in the prefix cache as well.
-HYBRID = ServedModel("demo_hybrid", 0.8)
+HYBRID = ServedModel("demo_hybrid", 0.8, has_draft_layer=True)

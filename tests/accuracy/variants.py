@@ -16,7 +16,7 @@ class Variant(NamedTuple):
     chunk: int
     overlap: bool
     dp: int
-    speculation: bool
+    speculation: str  # the algorithm, or none
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
                 f"chunk{self.chunk}",
                 "overlap" if self.overlap else "sync",
                 f"dp{self.dp}",
-                "ngram" if self.speculation else "plain",
+                self.speculation.lower() if self.speculation != "none" else "plain",
             )
         )
 
@@ -44,8 +44,9 @@ class Variant(NamedTuple):
             flags.append("--disable-radix-cache")
         if not self.overlap:
             flags.append("--disable-overlap-schedule")
-        if self.speculation:
-            flags += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]
+        if self.speculation != "none":
+            algorithm = ("--speculative-algorithm", self.speculation)
+            flags += [*algorithm, "--speculative-num-draft-tokens", "4"]
         return (*COMMON_FLAGS, *flags)
 
     @property
@@ -65,15 +66,18 @@ COMMON_FLAGS = (
     *("--served-model-name", "demo", "--context-length", "1280", "--max-running-requests", "8"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--decode-log-interval", "0"),
 )
-AXES = ((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2), (True, False))
+AXES = (
+    *((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2)),
+    ("none", "NGRAM", "MTP"),  # MTP of models with a draft layer
+)
 # The innermost axes need no programs of their own, so that neighbours share what was compiled.
 ALL = sorted(
     (Variant(*values) for values in itertools.product(*AXES)),
     key=lambda v: (v.page_size, v.chunk, v.dp, v.speculation),
 )
 SOME = (
-    Variant(1, True, 32, True, 2, True),
-    Variant(16, False, 32, False, 1, False),
+    Variant(1, True, 32, True, 2, "NGRAM"),
+    Variant(16, False, 32, False, 1, "none"),
 )
 # What every answer is compared with: nothing clever, nothing retracted.
-REFERENCE = Variant(16, False, 128, False, 1, False)
+REFERENCE = Variant(16, False, 128, False, 1, "none")

@@ -180,9 +180,7 @@ def test_a_converted_checkpoint_drafts_the_same(make, markov_model, tmp_path):
 def test_a_checkpoint_without_the_draft_layer_is_refused(make_args, tmp_path):
     weights = {name: own for name, own in random_weights().items() if "mtp" not in name}
     args = make_args(
-        model_path=str(write_checkpoint(tmp_path, weights)),
-        load_format="safetensors",
-        **DRAFTING,
+        model_path=str(write_checkpoint(tmp_path, weights)), load_format="safetensors", **DRAFTING
     )
     with pytest.raises(CheckpointError, match=r"do not match config.json: mtp\.fc\.weight is miss"):
         ModelExecutor(args)

@@ -1,0 +1,100 @@
+"""A trained draft layer through the whole engine: sessions, grammars, retracts, the host's memory.
+
+Each engine with drafts answers the same requests, one kind after the other, as one without.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.engine.offline import Engine
+from sgl_jax.replay.__main__ import main as replay
+
+HYBRID = Path(__file__).parents[2] / "models" / "demo_hybrid"
+SETTINGS: dict[str, Any] = {
+    "model_path": str(HYBRID),
+    "device": "cpu",
+    "context_length": 256,
+    "max_running_requests": 4,
+    "max_total_tokens": 1024,
+    "chunked_prefill_size": 32,
+    "page_size": 4,
+    "warmup": "none",
+    "check_memory": "busy",
+}
+MTP = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
+RETRACT = {"test_retract": True, "test_retract_interval": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "retract": RETRACT,
+    "two ranks, pages of 1": {"dp_size": 2, "page_size": 1},
+    "two chips": {"tp_size": 2, "page_size": 16},
+    "no overlap": {"disable_overlap_schedule": True},
+    "no tree": {"disable_radix_cache": True, "chunked_prefill_size": 8},
+    "host's memory": {
+        "enable_hierarchical_cache": True,
+        "hicache_fetch_policy": "always",
+        "max_total_tokens": 320,
+        "max_running_requests": 2,
+    },
+}
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+)
+QUESTIONS = [
+    "Sort 5 3 9 1.",
+    "The code of Mira is 471. What is the code of Mira?",
+    "Reverse 4 7 2.",
+    "What is 17 + 25?",
+]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+RANDOM = {"temperature": 0.8, "seed": 5, "max_new_tokens": 24, "ignore_eos": True}
+BY_SCHEMA = {"temperature": 0.0, "max_new_tokens": 24, "json_schema": SCHEMA}
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    """Questions at once, by different rules; then a conversation with a roll back and a fork."""
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
+    rules = [GREEDY, GREEDY, RANDOM, BY_SCHEMA]
+    given = engine.generate(input_ids=prompts, sampling_params=rules, progress=False)
+
+    def turn(session: str, ids: list[int]) -> list[int]:
+        (answer,) = engine.generate(
+            input_ids=[ids], sampling_params=GREEDY, session_params={"id": session}
+        )
+        return answer.output_ids
+
+    session = engine.open_session(streaming=True)
+    said = [turn(session, ids) for ids in (prompts[1], prompts[0], prompts[3])]
+    engine.rollback_session(session, 1)
+    said.append(turn(session, prompts[2]))
+    fork = engine.fork_session(session, "the fork")
+    said.append(turn(fork, prompts[3]))
+    for each in (session, fork):
+        engine.close_session(each)
+    return [*(answer.output_ids for answer in given), *said]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[list[int]]]:
+    with Engine(**SETTINGS) as engine:
+        yield answers(engine)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_a_draft_layer_changes_no_answer(
+    case: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    recording = str(tmp_path / "run.events")
+    with Engine(**SETTINGS | MTP | CASES[case], record_events=recording) as engine:
+        assert answers(engine) == expected
+        assert engine.flush_cache()
+        assert answers(engine) == expected
+        counters = engine.server_info()["counters"]
+    assert counters["accepted_draft_tokens"] > 0.4 * counters["drafted_tokens"]
+    assert (counters["requests_force_retracted"] > 0) == ("test_retract" in CASES[case])
+    assert replay([recording]) == 0
