@@ -2,34 +2,36 @@
 """Latent attention on TPU by its schedules, beside other engines' kernels; needs no TPU.
 
     python -m benchmarks.kernels.latent_cost [--chips v5e v6e v5p tpu7x] [--heads 16 128]
-        [--contexts 4096 65536] [--sglang-jax DIR] [--tpu-inference DIR] [--json FILE]
+        [--contexts 4096 65536] [--prefill] [--sglang-jax DIR] [--tpu-inference DIR] [--json FILE]
 
 Decode: bundles for each token of context, in the loop over blocks of keys and of whole rows, with
 the work done once a row and the block that it ends in. A row is estimated to take the longer of its
 bundles, one a cycle, and the transfer of its rows of 640 numbers. MBU is the share of that time
 that the transfer takes, MFU the share that products of 576 and 512 numbers for each head take at
 the chip's peak; the time is that of `--contexts`' longest. Prefill: bundles of the loop over keys
-that all queries see, for 10**9 of these operations.
+that all queries see, and of a chunk of 2,048 tokens that ends at a context, for 10**9 of these
+operations, whichever form computes them.
 
 Other engines' kernels are compiled out of their checkouts for the same shapes. Branches not taken
 for most blocks count in all of them.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax: it has the compiler write its schedules.
-from benchmarks.kernels.compiled_kernel import compile_for  # isort: skip
+from benchmarks.kernels.compiled_kernel import compile_for, hot_loop  # isort: skip
 from benchmarks.kernels.latent_kernels import (
     PEERS,
     RANK,
     ROPE_DIM,
     ROW_SIZE,
     DecodeCost,
+    PrefillForm,
     our_decode_cost,
-    our_prefill,
     peer_decode_cost,
 )
 from sgl_jax.planner.topology import CHIPS
@@ -60,12 +62,28 @@ def figures(chip_name: str, heads: int, cost: DecodeCost, contexts: list[int]) -
     }
 
 
+def prefill_figures(chip: str, form: PrefillForm, contexts: list[int]) -> dict[str, float]:
+    """The numbers of a line: bundles for 10**9 operations."""
+    _, compiled = compile_for(chip, form.kernel)
+    loop, blocks = hot_loop(compiled.schedule), form.blocks
+    pairs = blocks.queries * blocks.keys * form.heads // blocks.parts * blocks.heads
+    return {
+        "loop": loop.bundles / (2 * pairs * (RANK + ROPE_DIM + RANK) / 1e9),
+        **{
+            f"{context} tokens": form.chunk_bundles(compiled.schedule, context)
+            for context in contexts
+        },
+        "matrix": loop.units["MXU"] / loop.bundles,
+        "spills": loop.spills,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128], help="on a chip")
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 65536], help="tokens")
-    parser.add_argument("--no-prefill", action="store_true", help="leave prefill out")
+    parser.add_argument("--prefill", action="store_true", help="prefill too, in both forms")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     for name in PEERS:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help="its checkout")
@@ -87,22 +105,16 @@ def main() -> None:
                     for key, value in line.items()
                 )
                 print(f"| {heads} | {chip} | {name} | {numbers} |", flush=True)
-    if not options.no_prefill:
-        print(
-            "\n| heads | chip | prefill, bundles a GFLOP | matrix | spills |\n|---|---|---|---|---|"
-        )
-        for heads in options.heads:
-            for chip in options.chips:
-                kernel, compiled = compile_for(chip, lambda heads=heads: our_prefill(heads))
-                bundles, loop = kernel.cost(compiled.schedule)
-                matrix = loop.units["MXU"] / loop.bundles
-                found.append(
-                    {"heads": heads, "chip": chip, "kernel": kernel.name, "GFLOP": bundles}
-                )
-                print(
-                    f"| {heads} | {chip} | {bundles:,.0f} | {matrix:.2f} | {loop.spills:,} |",
-                    flush=True,
-                )
+    if options.prefill:
+        print(f"\n| heads | chip | prefill | loop | {lengths} | matrix | spills |")
+        print("|---" * (6 + len(options.contexts)) + "|")
+        for heads, chip in itertools.product(options.heads, options.chips):
+            for form in (PrefillForm.absorbed(heads), PrefillForm.of_expanded(heads)):
+                line = prefill_figures(chip, form, options.contexts)
+                found.append({"heads": heads, "chip": chip, **form._asdict(), **line})
+                name = "expanded" if form.expanded else "absorbed"
+                numbers = " | ".join(f"{value:,.{key == 'matrix'}f}" for key, value in line.items())
+                print(f"| {heads} | {chip} | {name} | {numbers} |", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -28,15 +28,23 @@ from benchmarks.kernels.schedule import Loop, Schedule
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
+from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.kernels.latent_attention.tpu import latent_slots
-from sgl_jax.kernels.latent_attention.tpu.tuned import DECODE_BLOCKS, latent_prefill_blocks
+from sgl_jax.kernels.latent_attention.tpu.tuned import (
+    DECODE_BLOCKS,
+    EXPANDED_HEADS,
+    expanded_prefill_blocks,
+    latent_prefill_blocks,
+)
 from sgl_jax.planner.topology import Topology, topology_mesh
 
-RANK, ROPE_DIM, PAGE_SIZE, DTYPE = 512, 64, 128, jnp.bfloat16
+RANK, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
+PAGE_SIZE, DTYPE = 128, jnp.bfloat16
 ROW_SIZE = latent_row_size(RANK, ROPE_DIM)
 ROWS, CONTEXT, CHUNK = 64, 4096, 2048
-OPTIONS = ScoreOptions(192**-0.5)
+OPTIONS, SLOTS = ScoreOptions(192**-0.5), latent_slots(RANK)
 # Keys and rows that other engines' kernels take at once: the most that their tables have.
 PEER_PAGES, PEER_ROWS = 16, 2
 
@@ -81,8 +89,7 @@ def step_arguments(heads: int, tokens: int) -> list[Shape]:
 def our_decode(heads: int) -> Kernel:
     def decode(q, cache, layer, *rows):
         batch = AttentionBatch.build(*rows, ROWS)
-        slots = latent_slots(RANK)
-        return decode_attention(q, cache, layer, batch, OPTIONS, slots=slots, blocks=DECODE_BLOCKS)
+        return decode_attention(q, cache, layer, batch, OPTIONS, slots=SLOTS, blocks=DECODE_BLOCKS)
 
     return Kernel(
         f"latent decode, {heads} heads",
@@ -105,25 +112,61 @@ def our_decode_cost(chip: str, heads: int) -> DecodeCost:
     return DecodeCost(row.bundles, keys, block.bundles, part_keys, part.bundles, block)
 
 
-def our_prefill(heads: int) -> Kernel:
-    blocks = latent_prefill_blocks(heads, PAGE_SIZE, DTYPE, CHUNK)
+class PrefillForm(NamedTuple):
+    """A form of prefill for the heads of a chip."""
 
-    def prefill(q, cache, layer, *rows):
-        batch = AttentionBatch.build(*rows, CHUNK)
-        return prefill_attention(
-            q, cache, layer, batch, OPTIONS, slots=latent_slots(RANK), blocks=blocks
-        )
+    heads: int  # of one call
+    calls: int
+    blocks: PrefillBlocks
+    expanded: bool
 
-    pairs = blocks.queries * blocks.keys * (heads // blocks.parts) * blocks.heads
-    return Kernel(
-        f"latent prefill, {heads} heads",
-        prefill,
-        step_arguments(heads, CHUNK),
-        0,
-        "GFLOP",
-        per(2 * pairs * (RANK + ROPE_DIM + RANK) / 1e9),
-        f"{PAGE_SIZE * ROW_SIZE * 2 // 1024} KiB",
-    )
+    @classmethod
+    def absorbed(cls, heads: int) -> "PrefillForm":
+        blocks = latent_prefill_blocks(heads, PAGE_SIZE, jnp.dtype(DTYPE), CHUNK)
+        return cls(heads, 1, blocks, expanded=False)
+
+    @classmethod
+    def of_expanded(cls, heads: int) -> "PrefillForm":
+        blocks = expanded_prefill_blocks(EXPANDED_HEADS, PAGE_SIZE, CHUNK)
+        return cls(EXPANDED_HEADS, heads // EXPANDED_HEADS, blocks, expanded=True)
+
+    def kernel(self) -> Kernel:
+        """One call."""
+        slots = CacheSlots(packed=True, value_dim=VALUE_DIM) if self.expanded else SLOTS
+
+        def prefill(q, cache, layer, keys, values, *rows):
+            return prefill_attention(
+                q,
+                cache,
+                layer,
+                AttentionBatch.build(*rows, CHUNK),
+                OPTIONS,
+                slots=slots,
+                blocks=self.blocks,
+                expansion=Expansion(keys, values) if self.expanded else None,
+            )
+
+        _, *others = step_arguments(self.heads, CHUNK)
+        width = NOPE_DIM + ROW_SIZE - RANK if self.expanded else ROW_SIZE
+        matrices = ((self.heads, NOPE_DIM, RANK), DTYPE), ((self.heads, RANK, VALUE_DIM), DTYPE)
+        shapes = [((CHUNK, self.heads, width), DTYPE), *others[:2], *matrices, *others[2:]]
+        return Kernel("latent prefill", prefill, shapes, 0, "KV token", per(1), "")
+
+    def chunk_bundles(self, schedule: Schedule, context: int) -> float:
+        """Bundles of the loops over keys for a chunk that ends at `context`, for 10**9 operations
+        of absorbed heads that causality leaves."""
+        blocks, clear = self.blocks, hot_loop(schedule)
+        masked = next(loop for loop in schedule.hot_loops if loop is not clear)
+        turns = blocks.parts // blocks.heads
+        masked_turns = blocks.parts // blocks.masked_heads(blocks.parts)
+        bundles = 0
+        for position in range(context - CHUNK, context, blocks.queries):
+            blocks_seen = (position + 1) // blocks.keys
+            rest = position + blocks.queries - blocks_seen * blocks.keys
+            bundles += blocks_seen * turns * clear.bundles
+            bundles += -(-rest // blocks.part_keys) * masked_turns * masked.bundles
+        pairs = sum(range(context - CHUNK + 1, context + 1))
+        return bundles / (2 * pairs * self.heads * (RANK + ROPE_DIM + RANK) / 1e9)
 
 
 def _bundles(loop: Loop) -> int:

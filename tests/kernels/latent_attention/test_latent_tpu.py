@@ -14,6 +14,7 @@ from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
 from sgl_jax.kernels.latent_attention import tpu
 from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
+from sgl_jax.kernels.latent_attention.tpu import tuned
 from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import LAYER, Case, cases
 from tests.kernels.latent_attention.problems import (
@@ -33,6 +34,8 @@ PROGRAMS = (
     PLAIN,
     LatentProgram(heads=6, max_drafts=2, rows=5, page_size=64, max_len=280, tokens=96),
 )
+# Keys and values of a head in whole rows of lanes: such steps prefill in the expanded form.
+EXPANDED = PLAIN._replace(nope_dim=128, value_dim=128)
 BFLOAT16 = PLAIN._replace(heads=8, dtype=jnp.bfloat16, max_drafts=1)
 EIGHT_BITS = BFLOAT16._replace(page_size=32, cache_dtype=jnp.int8)
 TOLERANCE = {jnp.dtype(jnp.float32): 2e-5, jnp.dtype(jnp.bfloat16): 0.03}
@@ -43,11 +46,11 @@ def small_blocks(monkeypatch):
     """Rows of a few hundred keys have several blocks, and queries of several parts."""
     monkeypatch.setattr(tpu, "DECODE_BLOCKS", DecodeBlocks(block_keys=64, part_keys=32))
     monkeypatch.setattr(decode, "TURN_KEYS", 32)
-    monkeypatch.setattr(
-        tpu,
-        "latent_prefill_blocks",
-        lambda *_: PrefillBlocks(32, 16, keys=256, part_keys=128, heads=1, parts=2),
-    )
+    blocks = PrefillBlocks(32, 16, keys=256, part_keys=128, heads=1, parts=2)
+    monkeypatch.setattr(tpu, "latent_prefill_blocks", lambda *_: blocks)
+    monkeypatch.setattr(tpu, "expanded_prefill_blocks", lambda *_: blocks)
+    monkeypatch.setattr(tpu, "EXPANDED_HEADS", 2)
+    monkeypatch.setattr(tuned, "EXPANDED_TOKENS", 96)
 
 
 def attend(program, mode):
@@ -89,8 +92,9 @@ MIXED = Case(PLAIN, [(150, 1), (63, 1)], [(190, 40), (0, 0), (0, 17)], 1, seed=4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mixed_step_agrees_with_float64(mode):
-    check(MIXED, compiled(PLAIN, mode))
+@pytest.mark.parametrize("program", [PLAIN, EXPANDED], ids=["absorbed", "expanded"])
+def test_a_mixed_step_agrees_with_float64(program, mode):
+    check(MIXED._replace(program=program), compiled(program, mode))
 
 
 @pytest.mark.parametrize(("program", "mode"), [(BFLOAT16, "lazy"), (EIGHT_BITS, "eager")])
@@ -109,7 +113,7 @@ def test_a_step_without_decode_or_without_prefill_or_without_rows(mode):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=100, deadline=None)
-@given(case=cases((*PROGRAMS, BFLOAT16, EIGHT_BITS), max_chunk=MAX_CHUNK))
+@given(case=cases((*PROGRAMS, EXPANDED, BFLOAT16, EIGHT_BITS), max_chunk=MAX_CHUNK))
 def test_any_step_agrees_with_float64(mode, case):
     check(case, compiled(case.program, mode))
 
@@ -188,3 +192,12 @@ def test_a_missing_wait_is_a_race(module, part, fault, monkeypatch):
     monkeypatch.setattr(module, part, fault)
     with pytest.raises(SimulationError, match="race"):
         check(MIXED, attend(PLAIN, "eager"))
+
+
+def test_keys_made_for_another_head_are_noticed(monkeypatch):
+    make = prefill.keys_and_values
+    monkeypatch.setattr(
+        prefill, "keys_and_values", lambda kernel, work, head: make(kernel, work, 0)
+    )
+    with pytest.raises(AssertionError):
+        check(MIXED._replace(program=EXPANDED), attend(EXPANDED, "lazy"))

@@ -52,6 +52,7 @@ from sgl_jax.kernels.attention.tpu.shared import (
     KEYS_THEN_VALUES,
     LOG2_E,
     CacheSlots,
+    Expansion,
     PageBlock,
     PageBuffers,
     PagedArrays,
@@ -101,10 +102,12 @@ def prefill_attention(
     *,
     slots: CacheSlots = KEYS_THEN_VALUES,
     blocks: PrefillBlocks | None = None,
+    expansion: Expansion | None = None,
 ) -> jax.Array:
     """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
 
-    Arguments and result as of `decode.decode_attention`.
+    Arguments and result as of `decode.decode_attention`; `expansion`, if keys and values are made
+    here, of queries whose parts are one a head.
 
     Raises:
         ValueError: a block of keys is no whole number of pages.
@@ -135,7 +138,8 @@ def prefill_attention(
     ]
     kernel = partial(_kernel, (shape, blocks, options._replace(sinks=None)))
     hbm = PagedArrays(batch.page_table[:, None], kv_cache, q)
-    (out,) = call(kernel, "paged_prefill", (Rows.of(batch, layer),), (sinks,), hbm, 1, scratch)
+    scalars, in_vmem = (Rows.of(batch, layer),), (sinks, expansion)
+    (out,) = call(kernel, "paged_prefill", scalars, in_vmem, hbm, 1, scratch)
     return out
 
 
@@ -143,6 +147,7 @@ def _kernel(
     static: tuple[Shape, PrefillBlocks, ScoreOptions],
     rows: Rows,
     sinks: Any,
+    expansion: Expansion | None,
     hbm: PagedArrays,
     tokens: Any,
     next_rows: Any,
@@ -151,7 +156,8 @@ def _kernel(
     softmax: Softmax,
 ) -> None:
     pages = Pages(rows, hbm, page_buffers)
-    kernel = Prefill(*static, rows, sinks, tokens, next_rows, pages, buffers, softmax)
+    inputs = rows, sinks, expansion, tokens
+    kernel = Prefill(*static, *inputs, next_rows, pages, buffers, softmax)
     first_row = find_next_rows(kernel)
 
     @pl.when(first_row < kernel.no_row)
@@ -358,14 +364,10 @@ def seen_keys(kernel: Prefill, work: Work) -> jax.Array:
 def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) -> None:
     """Merge the attention of one KV head's queries over a block of keys into the softmax."""
     shape, options, softmax = kernel.shape, kernel.options, kernel.softmax
-    num_keys, head_dim, kv = work.num_keys, shape.head_dim, kernel.pages.buffers.kv
+    num_keys, head_dim = work.num_keys, shape.head_dim
     by_token, rows = (shape.group, work.num_tokens), shape.group * work.num_tokens
     at = pl.ds(work.first, work.num_tokens)
-    pages = pl.ds(work.first_page, num_keys // shape.page_size)
-    k = kv[work.buffer, pages, shape.keys_of(head)].reshape(num_keys, head_dim)
-    v = kv[work.buffer, pages, shape.values_of(head)].reshape(num_keys, head_dim)
-    k, v = converted(k, shape.product_dtype), converted(v, shape.product_dtype)
-    v = v[:, : shape.value_dim]
+    k, v = keys_and_values(kernel, work, head)
     scores = scaled(product(softmax.q[head, :, at].reshape(rows, head_dim), k, (1, 1)), options)
     if seen is not None:
         scores = scores.reshape(*by_token, num_keys)
@@ -380,6 +382,27 @@ def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) 
     softmax.m[head, :, at] = m.reshape(*by_token, LANES)
     softmax.l[head, :, at] = sums.reshape(*by_token, LANES)
     softmax.acc[head, :, at] = acc.reshape(*by_token, shape.value_dim)
+
+
+def keys_and_values(kernel: Prefill, work: Work, head: Any) -> tuple[jax.Array, jax.Array]:
+    """[keys, head_dim] and [keys, value_dim] of one KV head, in the type of products."""
+    shape, expansion, kv = kernel.shape, kernel.expansion, kernel.pages.buffers.kv
+    pages = pl.ds(work.first_page, work.num_keys // shape.page_size)
+
+    def slots(index: Any) -> jax.Array:
+        cached = kv[work.buffer, pages, index].reshape(work.num_keys, kv.shape[4])
+        return converted(cached, shape.product_dtype)
+
+    keys = slots(shape.keys_of(head))
+    if expansion is None:
+        return keys, slots(shape.values_of(head))[:, : shape.value_dim]
+    latents, rest = keys[:, : expansion.keys.shape[2]], keys[:, expansion.keys.shape[2] :]
+    parts = (
+        product(latents, expansion.keys[head], (1, 1)),
+        product(latents, expansion.values[head], (1, 0)),
+    )
+    made, values = (part.astype(shape.product_dtype) for part in parts)
+    return jnp.concatenate([made, rest], axis=1), values
 
 
 def found_before(

@@ -12,7 +12,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import ScoreOptions
-from sgl_jax.kernels.attention.tpu.shared import Pages, Rows, Shape, Softmax, TokenBuffers, div
+from sgl_jax.kernels.attention.tpu.shared import (
+    Expansion,
+    Pages,
+    Rows,
+    Shape,
+    Softmax,
+    TokenBuffers,
+    div,
+)
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
 from sgl_jax.kernels.pallas_tpu import for_each_run
 
@@ -28,6 +36,7 @@ class Prefill(NamedTuple):
     options: ScoreOptions
     rows: Rows
     sinks: Any  # float32 [H, G, 1, 128] in powers of two, or None
+    expansion: Expansion | None
     tokens: Any  # [T, q_heads, D] in HBM: queries, then results
     next_rows: Any
     pages: Pages

@@ -80,13 +80,23 @@ class CacheSlots(NamedTuple):
 KEYS_THEN_VALUES = CacheSlots(packed=False)  # of a page: K heads, then V heads
 
 
+class Expansion(NamedTuple):
+    """Matrices that make keys and values of each head from the slots of one that all heads share.
+
+    A slot's first `rank` lanes are multiplied; a key's other lanes are the slot's other lanes.
+    """
+
+    keys: Any  # [heads, lanes of a key, rank]
+    values: Any  # [heads, rank, lanes of a value]
+
+
 class Shape(NamedTuple):
     """The static sizes of a cache and of the queries that read it."""
 
     kv_heads: int
     group: int  # queries per KV head
     page_size: int
-    head_dim: int  # of a slot of the cache
+    head_dim: int  # of queries and keys
     value_dim: int  # of a head's values and results
     parts: int  # KV heads in a row that share keys and values: parts of one head's queries
     packed: bool  # see `CacheSlots`
@@ -95,9 +105,9 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, q: jax.Array, kv_cache: jax.Array, slots: CacheSlots) -> "Shape":
         """The sizes of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
-        _, _, heads, page_size, head_dim = kv_cache.shape
+        (_, q_heads, head_dim), (heads, page_size) = q.shape, kv_cache.shape[2:4]
         kv_heads = heads if slots.packed else heads // 2
-        group, value_dim = q.shape[1] // kv_heads, slots.value_dim or head_dim
+        group, value_dim = q_heads // kv_heads, slots.value_dim or head_dim
         dtype = product_dtype(q.dtype, kv_cache.dtype)
         return cls(kv_heads, group, page_size, head_dim, value_dim, 1, slots.packed, dtype)
 

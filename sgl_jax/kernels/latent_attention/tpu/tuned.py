@@ -3,21 +3,41 @@
 import jax.numpy as jnp
 
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
+from sgl_jax.kernels.latent_attention.latents import UpProjections
+from sgl_jax.kernels.tpu_chip import LANES
 
 DECODE_BLOCKS = DecodeBlocks(block_keys=2048, part_keys=512)
-PREFILL_ROWS = 4096  # of queries: tokens, times heads
-PART_ROWS = 1024  # of these, which pass each weight of the matrix unit together
+PREFILL_ROWS = 4096  # of absorbed queries: tokens, times heads
+PART_ROWS = 1024  # of these, at most, which pass each weight of the matrix unit together
+# Steps of this many tokens prefill in the expanded form.
+EXPANDED_TOKENS = 512
+EXPANDED_QUERIES = 1024  # of a row, for which keys and values are made once
+EXPANDED_HEADS = 8  # at most, whose queries and results lie in vector memory together
+
+
+def is_expanded(num_tokens: int, up: UpProjections) -> bool:
+    """True if a step of `num_tokens` prefills in the expanded form: it is shorter, and parts of
+    keys and values lie in whole rows of lanes."""
+    sizes = up.keys.shape[1], up.rank, up.values.shape[2]
+    return num_tokens >= EXPANDED_TOKENS and all(size % LANES == 0 for size in sizes)
 
 
 def latent_prefill_blocks(
     heads: int, page_size: int, dtype: jnp.dtype, num_tokens: int
 ) -> PrefillBlocks:
-    """Blocks for a step of `num_tokens` whose queries of `heads` are of `dtype`."""
+    """Blocks for a step of `num_tokens` whose absorbed queries of `heads` are of `dtype`."""
     # Float32 takes several passes through the matrix unit, and more memory.
     shrink = 2 if jnp.dtype(dtype).itemsize > 2 else 1
-    few = max(16, 128 // heads // 16 * 16)
+    few = max(16, LANES // heads // 16 * 16)
     queries = max(2, PREFILL_ROWS // shrink // heads // few) * few
     queries = min(queries, -(-num_tokens // few) * few)
-    most = max(1, queries * heads * shrink // PART_ROWS)
-    parts = max(n for n in range(1, most + 1) if heads % n == 0)
+    least = queries * heads * shrink / PART_ROWS
+    parts = min(n for n in range(1, heads + 1) if heads % n == 0 and n >= min(least, heads))
     return PrefillBlocks(queries, few, max(512, page_size), max(256, page_size), 1, parts)
+
+
+def expanded_prefill_blocks(heads: int, page_size: int, num_tokens: int) -> PrefillBlocks:
+    """Blocks for `heads` in the expanded form."""
+    few = EXPANDED_QUERIES // 4
+    queries = min(EXPANDED_QUERIES, -(-num_tokens // few) * few)
+    return PrefillBlocks(queries, few, max(512, page_size), max(256, page_size), 1, heads)
