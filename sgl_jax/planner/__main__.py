@@ -51,13 +51,13 @@ def _sweep(request: PlanRequest) -> int:
     outcomes = sweep(request)
     if request.json:
         rows = [
-            {"dp_size": dp, "tp_size": tp}
+            mesh._asdict()
             | (
                 {"fits": True, **as_dict(outcome)}
                 if isinstance(outcome, Estimate)
                 else {"fits": False, "reason": outcome}
             )
-            for (dp, tp), outcome in outcomes.items()
+            for mesh, outcome in outcomes.items()
         ]
         print(json.dumps(rows, indent=2))
     else:

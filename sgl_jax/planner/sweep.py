@@ -1,7 +1,9 @@
 """All meshes that use a whole slice, side by side."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from sgl_jax.planner.arguments import PlanRequest, on_mesh
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
@@ -10,41 +12,70 @@ from sgl_jax.planner.plot_file import figure_class
 Outcome = Estimate | str  # or the reason for none
 
 
-def sweep(request: PlanRequest) -> dict[tuple[int, int], Outcome]:
-    """By (dp_size, tp_size), the most ranks first; each takes two compilations, named on stderr."""
-    outcomes: dict[tuple[int, int], Outcome] = {}
+class SweptMesh(NamedTuple):
+    """A mesh, and the chips that whole experts are dealt out to."""
+
+    dp_size: int
+    tp_size: int
+    ep_size: int = 1
+
+    def __str__(self) -> str:
+        mesh = f"{self.dp_size} x {self.tp_size}"
+        return mesh if self.ep_size == 1 else f"{mesh}, ep {self.ep_size}"
+
+
+def sweep(request: PlanRequest) -> dict[SweptMesh, Outcome]:
+    """By mesh, the most ranks first, with each way to deal out experts, if the model has any.
+
+    Each one that has room takes two compilations, named on stderr.
+    """
+    outcomes: dict[SweptMesh, Outcome] = {}
     for dp_size, tp_size in request.topology.meshes():
-        print(f"planning dp {dp_size} x tp {tp_size} ...", file=sys.stderr)
-        try:
-            plan = make_estimate(on_mesh(request, request.topology, dp_size, tp_size))
-            outcomes[dp_size, tp_size] = plan
-        except (DoesNotFitError, ValueError) as error:
-            outcomes[dp_size, tp_size] = str(error)
+        has_experts = request.config.moe is not None
+        for ep_size in sorted({1, tp_size, dp_size * tp_size}) if has_experts else [1]:
+            mesh = SweptMesh(dp_size, tp_size, ep_size)
+            print(f"planning dp x tp {mesh} ...", file=sys.stderr)
+            try:
+                outcomes[mesh] = make_estimate(_on_swept(request, mesh))
+            except (DoesNotFitError, ValueError) as error:
+                outcomes[mesh] = str(error)
     return outcomes
 
 
-def sweep_table(outcomes: dict[tuple[int, int], Outcome]) -> str:
-    """One line for each mesh."""
+def _on_swept(request: PlanRequest, mesh: SweptMesh) -> PlanRequest:
+    own = on_mesh(request, request.topology, mesh.dp_size, mesh.tp_size)
+    return replace(own, args=replace(own.args, ep_size=mesh.ep_size))
+
+
+def sweep_table(outcomes: dict[SweptMesh, Outcome]) -> str:
+    """One line for each mesh, and the fastest."""
+    width = max(9, *(len(str(mesh)) for mesh in outcomes))
     lines = [
-        f"{'dp x tp':>9} {'KV tokens':>12} {'at once':>8} {'decode':>10} {'bound':>12} "
+        f"{'dp x tp':>{width}} {'KV tokens':>12} {'at once':>8} {'decode':>10} {'bound':>12} "
         f"{'prefill':>10} {'tokens/s':>10} {'per chip':>9}"
     ]
-    for (dp_size, tp_size), outcome in outcomes.items():
-        mesh = f"{dp_size} x {tp_size}"
+    for mesh, outcome in outcomes.items():
         if isinstance(outcome, str):
-            lines.append(f"{mesh:>9} {outcome}")
+            lines.append(f"{mesh!s:>{width}} {outcome}")
             continue
         decode, prefill = outcome.decode.time, outcome.prefill.time
         lines.append(
-            f"{mesh:>9} {dp_size * outcome.memory.kv_tokens:12,} "
-            f"{dp_size * outcome.concurrency:8,} {decode.total_s * 1e3:7.2f} ms "
+            f"{mesh!s:>{width}} {mesh.dp_size * outcome.memory.kv_tokens:12,} "
+            f"{mesh.dp_size * outcome.concurrency:8,} {decode.total_s * 1e3:7.2f} ms "
             f"{decode.bound:>12} {prefill.total_s * 1e3:7.2f} ms "
             f"{outcome.output_tokens_per_s:10,.0f} {outcome.output_tokens_per_s_per_chip:9,.0f}"
         )
+    speeds = {
+        mesh: own.output_tokens_per_s for mesh, own in outcomes.items() if isinstance(own, Estimate)
+    }
+    if len(speeds) > 1:
+        best = max(speeds, key=lambda mesh: speeds[mesh])
+        flags = [f"--{name.replace('_size', '-size')} {n}" for name, n in best._asdict().items()]
+        lines.append(f"Fastest: {' '.join(flags)}")
     return "\n".join(lines)
 
 
-def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
+def plot_sweep(outcomes: dict[SweptMesh, Outcome], path: Path) -> None:
     """Tokens per second and KV tokens of each mesh that fits.
 
     Raises RuntimeError without matplotlib, ValueError if no mesh fits.
@@ -52,7 +83,7 @@ def plot_sweep(outcomes: dict[tuple[int, int], Outcome], path: Path) -> None:
     plans = {mesh: outcome for mesh, outcome in outcomes.items() if isinstance(outcome, Estimate)}
     if not plans:
         raise ValueError("nothing to plot: no mesh fits")
-    names = [f"{dp_size} x {tp_size}" for dp_size, tp_size in plans]
+    names = list(map(str, plans))
     figure = figure_class()(figsize=(8, 3.2), layout="constrained")
     speed, room = figure.subplots(1, 2)
     speed.bar(names, [plan.output_tokens_per_s for plan in plans.values()])

@@ -11,7 +11,12 @@ from sgl_jax.planner import sweep as sweep_module
 from sgl_jax.planner import topology as topology_module
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.estimate import ExpertBalance, StepDoesNotFitError, expert_balance
+from sgl_jax.planner.estimate import (
+    DoesNotFitError,
+    ExpertBalance,
+    StepDoesNotFitError,
+    expert_balance,
+)
 from sgl_jax.planner.memory import plan_memory, smallest_fit
 from sgl_jax.planner.report import as_dict, as_text, balance_lines
 from sgl_jax.planner.topology import has_tpu_compiler
@@ -56,7 +61,7 @@ def outcomes(model_path):
 @pytest.fixture(scope="module")
 def plan(outcomes):
     """Of the mesh that fits."""
-    return outcomes[2, 2]
+    return outcomes[2, 2, 1]
 
 
 def test_memory_is_divided_as_the_engine_does(plan):
@@ -151,7 +156,7 @@ def test_a_plan_comes_with_advice(plan):
 
 
 def test_a_sweep_says_what_fits_what_does_not_and_what_cannot_be(outcomes, plan):
-    assert list(outcomes) == [(4, 1), (2, 2), (1, 4)]
+    assert list(outcomes) == [(4, 1, 1), (2, 2, 1), (1, 4, 1)]
     _, no_room, fits, no_heads = sweep_module.sweep_table(outcomes).splitlines()
     assert no_room.lstrip().startswith("4 x 1 weights and tables take 3")
     assert "leaves no page" in no_room
@@ -161,6 +166,25 @@ def test_a_sweep_says_what_fits_what_does_not_and_what_cannot_be(outcomes, plan)
     assert values[:5] == ["2", "x", "2", f"{2 * plan.memory.kv_tokens:,}", "16"]
     assert float(values[5]) == pytest.approx(plan.decode.time.total_s * 1e3, abs=0.01)
     assert values[-1] == f"{plan.output_tokens_per_s_per_chip:,.0f}"
+
+
+def test_a_sweep_deals_experts_out_to_all_chips_of_a_rank_or_of_the_slice(plan, monkeypatch):
+    asked = []
+
+    def estimate(request):
+        args = request.args
+        asked.append((args.dp_size, args.tp_size, args.ep_size))
+        if args.ep_size == 1:
+            raise DoesNotFitError("too large")
+        return dataclasses.replace(plan, requests_per_s=args.dp_size * args.ep_size)
+
+    monkeypatch.setattr(sweep_module, "make_estimate", estimate)
+    request = parse_plan_request(["--model-path", "deepseek-v2-lite", "--topology", "v6e-4"])
+    table = sweep_module.sweep_table(sweep_module.sweep(request)).splitlines()
+    assert asked == [(4, 1, 1), (4, 1, 4), (2, 2, 1), (2, 2, 2), (2, 2, 4), (1, 4, 1), (1, 4, 4)]
+    assert table[1].strip() == "4 x 1 too large"
+    assert table[5].split()[:5] == ["2", "x", "2,", "ep", "4"]
+    assert table[-1] == "Fastest: --dp-size 4 --tp-size 1 --ep-size 4"
 
 
 def test_a_sweeps_plot_shows_the_meshes_that_fit(outcomes, model_path, tmp_path, monkeypatch):
@@ -183,8 +207,8 @@ def test_a_sweep_as_json_has_a_line_for_each_mesh(outcomes, model_path, monkeypa
         (2, 2, True),
         (1, 4, False),
     ]
-    assert rows[0]["reason"] == outcomes[4, 1]
-    assert rows[1]["output_tokens_per_s"] == outcomes[2, 2].output_tokens_per_s
+    assert rows[0]["reason"] == outcomes[4, 1, 1]
+    assert rows[1]["output_tokens_per_s"] == outcomes[2, 2, 1].output_tokens_per_s
 
 
 def test_a_model_that_does_not_fit_is_told_where_it_would(capsys):
