@@ -21,6 +21,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before jax: it has the compiler write its schedules.
 from benchmarks.kernels.compiled_kernel import compile_for, hot_loop  # isort: skip
@@ -78,12 +79,55 @@ def prefill_figures(chip: str, form: PrefillForm, contexts: list[int]) -> dict[s
     }
 
 
+def decode_lines(
+    heads: list[int], chips: list[str], contexts: list[int], checkouts: dict[str, Path]
+) -> list[dict[str, Any]]:
+    """Print the table of decode; its numbers."""
+    found = []
+    lengths = " | ".join(f"{context:,} tokens" for context in contexts)
+    print(f"| heads | chip | decode | block | {lengths} | memory | peak | MBU | MFU | matrix |")
+    print("|---" * (9 + len(contexts)) + "|")
+    for number, chip in itertools.product(heads, chips):
+        for name, cost in costs(chip, number, checkouts):
+            line = figures(chip, number, cost, contexts)
+            found.append({"heads": number, "chip": chip, "kernel": name, **line})
+            numbers = " | ".join(
+                f"{value:.0%}" if key in ("MBU", "MFU") else f"{value:.2f}"
+                for key, value in line.items()
+            )
+            print(f"| {number} | {chip} | {name} | {numbers} |", flush=True)
+    return found
+
+
+def prefill_lines(
+    heads: list[int], chips: list[str], contexts: list[int], _: dict[str, Path]
+) -> list[dict[str, Any]]:
+    """Print the table of prefill's forms; its numbers."""
+    found = []
+    lengths = " | ".join(f"{context:,} tokens" for context in contexts)
+    print(f"| heads | chip | prefill | loop | {lengths} | matrix | spills |")
+    print("|---" * (6 + len(contexts)) + "|")
+    for number, chip in itertools.product(heads, chips):
+        for name, form in (
+            ("absorbed", PrefillForm.absorbed(number)),
+            ("expanded", PrefillForm.of_expanded(number)),
+        ):
+            line = prefill_figures(chip, form, contexts)
+            found.append({"heads": number, "chip": chip, "form": name, **line})
+            numbers = " | ".join(
+                f"{value:.2f}" if key == "matrix" else f"{value:,.0f}"
+                for key, value in line.items()
+            )
+            print(f"| {number} | {chip} | {name} | {numbers} |", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128], help="on a chip")
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 65536], help="tokens")
-    parser.add_argument("--prefill", action="store_true", help="prefill too, in both forms")
+    parser.add_argument("--prefill", action="store_true", help="prefill in both forms, not decode")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     for name in PEERS:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help="its checkout")
@@ -91,30 +135,8 @@ def main() -> None:
     given = vars(options)
     checkouts = {name: given[name.replace("-", "_")] for name in PEERS}
     checkouts = {name: checkout for name, checkout in checkouts.items() if checkout}
-    found = []
-    lengths = " | ".join(f"{context:,} tokens" for context in options.contexts)
-    print(f"| heads | chip | decode | block | {lengths} | memory | peak | MBU | MFU | matrix |")
-    print("|---" * (9 + len(options.contexts)) + "|")
-    for heads in options.heads:
-        for chip in options.chips:
-            for name, cost in costs(chip, heads, checkouts):
-                line = figures(chip, heads, cost, options.contexts)
-                found.append({"heads": heads, "chip": chip, "kernel": name, **line})
-                numbers = " | ".join(
-                    f"{value:.0%}" if key in ("MBU", "MFU") else f"{value:.2f}"
-                    for key, value in line.items()
-                )
-                print(f"| {heads} | {chip} | {name} | {numbers} |", flush=True)
-    if options.prefill:
-        print(f"\n| heads | chip | prefill | loop | {lengths} | matrix | spills |")
-        print("|---" * (6 + len(options.contexts)) + "|")
-        for heads, chip in itertools.product(options.heads, options.chips):
-            for form in (PrefillForm.absorbed(heads), PrefillForm.of_expanded(heads)):
-                line = prefill_figures(chip, form, options.contexts)
-                found.append({"heads": heads, "chip": chip, **form._asdict(), **line})
-                name = "expanded" if form.expanded else "absorbed"
-                numbers = " | ".join(f"{value:,.{key == 'matrix'}f}" for key, value in line.items())
-                print(f"| {heads} | {chip} | {name} | {numbers} |", flush=True)
+    print_lines = prefill_lines if options.prefill else decode_lines
+    found = print_lines(options.heads, options.chips, options.contexts, checkouts)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

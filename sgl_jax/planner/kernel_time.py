@@ -87,18 +87,18 @@ class AttentionBundles(NamedTuple):
 # 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
 BUNDLES: Mapping[str, AttentionBundles] = MappingProxyType(
     {
-        "TPU v5 lite": AttentionBundles(1.50, 7610),
-        "TPU v6 lite": AttentionBundles(1.21, 4930),
-        "TPU v5": AttentionBundles(1.51, 7790),
-        "TPU7x": AttentionBundles(1.29, 5130),
+        "TPU v5 lite": AttentionBundles(1.41, 7610),
+        "TPU v6 lite": AttentionBundles(1.13, 4930),
+        "TPU v5": AttentionBundles(1.41, 7790),
+        "TPU7x": AttentionBundles(1.21, 5130),
     }
 )
 BUNDLES_8_BITS: Mapping[str, AttentionBundles] = MappingProxyType(
     {
-        "TPU v5 lite": AttentionBundles(1.91, 8510),
-        "TPU v6 lite": AttentionBundles(1.74, 5430),
-        "TPU v5": AttentionBundles(1.89, 8410),
-        "TPU7x": AttentionBundles(1.39, 5140),
+        "TPU v5 lite": AttentionBundles(1.71, 8510),
+        "TPU v6 lite": AttentionBundles(1.69, 5430),
+        "TPU v5": AttentionBundles(1.71, 8410),
+        "TPU7x": AttentionBundles(1.23, 5140),
     }
 )
 _COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, for which decode's bundles were counted

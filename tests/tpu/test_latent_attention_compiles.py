@@ -77,7 +77,7 @@ def test_every_generation_compiles_an_expanded_step(heads, generation, tpu_mesh)
         {"tokens": 2048, "heads": 16, "cache_dtype": jnp.int8},
         {"tokens": 256, "heads": 8, "max_drafts": 3, "page_size": 16},
         {"tokens": 320, "heads": 20, "page_size": 256},
-        {"tokens": 512, "heads": 4, "dtype": jnp.float32},
+        {"tokens": 1024, "heads": 4, "dtype": jnp.float32},
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ DECODE_BLOCKS = DecodeBlocks(block_keys=2048, part_keys=512)
 PREFILL_ROWS = 4096  # of absorbed queries: tokens, times heads
 PART_ROWS = 1024  # of these, at most, which pass each weight of the matrix unit together
 # Steps of this many tokens prefill in the expanded form.
-EXPANDED_TOKENS = 512
+EXPANDED_TOKENS = 1024
 EXPANDED_QUERIES = 1024  # of a row, for which keys and values are made once
 EXPANDED_HEADS = 8  # at most, whose queries and results lie in vector memory together
 
@@ -38,6 +38,6 @@ def latent_prefill_blocks(
 
 def expanded_prefill_blocks(heads: int, page_size: int, num_tokens: int) -> PrefillBlocks:
     """Blocks for `heads` in the expanded form."""
-    few = EXPANDED_QUERIES // 4
+    few = EXPANDED_QUERIES // 2
     queries = min(EXPANDED_QUERIES, -(-num_tokens // few) * few)
     return PrefillBlocks(queries, few, max(512, page_size), max(256, page_size), 1, heads)
