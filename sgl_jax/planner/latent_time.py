@@ -19,10 +19,10 @@ class LatentBundles(NamedTuple):
 
 LATENT_BUNDLES: Mapping[str, LatentBundles] = MappingProxyType(
     {
-        "TPU v5 lite": LatentBundles((0.75, 2.26), 0, 0),
-        "TPU v6 lite": LatentBundles((0.65, 1.06), 0, 0),
-        "TPU v5": LatentBundles((0.75, 2.19), 0, 0),
-        "TPU7x": LatentBundles((0.64, 0.92), 0, 0),
+        "TPU v5 lite": LatentBundles((0.75, 2.26), 7410, 3410),
+        "TPU v6 lite": LatentBundles((0.65, 1.06), 2790, 1600),
+        "TPU v5": LatentBundles((0.75, 2.19), 7000, 3450),
+        "TPU7x": LatentBundles((0.64, 0.92), 2030, 2090),
     }
 )
 
@@ -46,8 +46,8 @@ def latent_attention_time(work: StepWork, sizes: LatentSizes, chip: Chip) -> Ker
     """The time of all rows of a step, writes left out."""
     bundles = LATENT_BUNDLES[chip.device_kind]
     if work.is_prefill:
-        long = work.tokens >= EXPANDED_TOKENS
-        each = bundles.expanded if long else bundles.absorbed
+        expanded = work.tokens >= EXPANDED_TOKENS
+        each = bundles.expanded if expanded else bundles.absorbed
         cycles = latent_flops(work.query_key_pairs, sizes) / 1e9 * each
     else:
         few, many = bundles.decode
