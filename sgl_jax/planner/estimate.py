@@ -12,7 +12,7 @@ from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
+from sgl_jax.planner.kernel_time import DeviceBytes
 from sgl_jax.planner.memory import (
     MemoryPlan,
     in_gib,
@@ -26,6 +26,7 @@ from sgl_jax.planner.quantized_products import expert_format, quantized_products
 from sgl_jax.planner.quantized_time import conversion_bundles
 from sgl_jax.planner.ring_products import ring_products
 from sgl_jax.planner.step_time import StepTime, estimate_step
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import topology_mesh
 
 

@@ -19,20 +19,11 @@ from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.qkv_heads import block_tokens
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
+from sgl_jax.planner.latent_time import LatentSizes, latent_attention_time
 from sgl_jax.planner.quantized_products import QuantizedProduct
 from sgl_jax.planner.ring_products import RingProduct
+from sgl_jax.planner.step_work import KernelTime, StepWork
 from sgl_jax.planner.topology import Chip
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """The work of one rank in a step."""
-
-    tokens: int  # queries of all rows
-    kv_tokens_read: int  # by all rows together
-    query_key_pairs: int  # of attention
-    rows: int = 0  # whose states are read and written
-    is_prefill: bool = True  # decode's products hide behind its reads
 
 
 @dataclass(frozen=True)
@@ -53,25 +44,6 @@ class DeviceBytes:
     ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, if they are multiplied so
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # of one sequence, in all layers with a recurrence
-
-
-class KernelTime(NamedTuple):
-    """Seconds of all layers on one device."""
-
-    hbm_s: float
-    instructions_s: float
-    feeds_mxu: bool = False  # the instructions are there to feed the matrix units
-
-    @property
-    def total_s(self) -> float:
-        return max(self.hbm_s, self.instructions_s)
-
-    @property
-    def bound(self) -> str:
-        """The main wait: "HBM", "MXU" or "instructions"."""
-        if self.hbm_s >= self.instructions_s:
-            return "HBM"
-        return "MXU" if self.feeds_mxu else "instructions"
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -104,49 +76,19 @@ BUNDLES_8_BITS: Mapping[str, AttentionBundles] = MappingProxyType(
 _COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, for which decode's bundles were counted
 
 
-class LatentBundles(NamedTuple):
-    """Instructions of the kernels' hot loops over latents of 512 and rotated keys of 64."""
-
-    decode_16: float  # for a row of the cache and 16 heads, in one layer
-    decode_128: float  # and 128 heads; in between they grow evenly
-    prefill: int  # for 10^9 operations of the absorbed form
-
-
-LATENT_BUNDLES: Mapping[str, LatentBundles] = MappingProxyType(
-    {
-        "TPU v5 lite": LatentBundles(0.76, 2.28, 7610),
-        "TPU v6 lite": LatentBundles(0.65, 1.08, 4930),
-        "TPU v5": LatentBundles(0.75, 2.21, 7790),
-        "TPU7x": LatentBundles(0.64, 0.92, 5130),
-    }
-)
-_FEWEST_HEADS, _MOST_HEADS = 16, 128  # for which they were counted
-
-
-def latent_attention_time(
-    work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
-) -> KernelTime:
-    """The time of all rows of a step, of a model with latents."""
-    own, bundles = config.latent, LATENT_BUNDLES[chip.device_kind]
-    assert own is not None
-    layers, heads = config.num_attention_layers, config.num_heads / memory.tp_size
-    kv_bytes = work.kv_tokens_read * memory.kv_token_bytes
-    if work.is_prefill:
-        flops = 2 * work.query_key_pairs * heads * (own.width + own.rank) * layers
-        cycles = flops / 1e9 * bundles.prefill
-    else:
-        growth = (bundles.decode_128 - bundles.decode_16) / (_MOST_HEADS - _FEWEST_HEADS)
-        of_row = bundles.decode_16 + growth * max(heads - _FEWEST_HEADS, 0)
-        cycles = work.kv_tokens_read * layers * of_row
-    return KernelTime(kv_bytes / chip.hbm_bytes_per_s, cycles / chip.clock_hz, feeds_mxu=True)
-
-
 def attention_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
     """The time of all rows of a step."""
     if config.latent is not None:
-        return latent_attention_time(work, config, memory, chip)
+        sizes = LatentSizes(
+            heads=config.num_heads // memory.tp_size,
+            rank=config.latent.rank,
+            rope_dim=config.latent.rope_dim,
+            layers=config.num_attention_layers,
+            token_bytes=memory.kv_token_bytes,
+        )
+        return latent_attention_time(work, sizes, chip)
     bundles = (BUNDLES_8_BITS if memory.kv_itemsize == 1 else BUNDLES)[chip.device_kind]
     kv_bytes = work.kv_tokens_read * memory.kv_token_bytes
     if work.is_prefill:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.kernels.latent_attention.tpu.tuned import EXPANDED_TOKENS
-from sgl_jax.planner.kernel_time import KernelTime, StepWork
+from sgl_jax.planner.step_work import KernelTime, StepWork
 from sgl_jax.planner.topology import Chip
 
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sgl_jax.kernels.quantized_matmul.tpu import VALUES_NAME, kernel_of
-from sgl_jax.planner.kernel_time import KernelTime
 from sgl_jax.planner.quantized_products import ExpertFormat, QuantizedProduct
+from sgl_jax.planner.step_work import KernelTime
 from sgl_jax.planner.topology import Chip
 
 _MI = 2**20

@@ -13,7 +13,6 @@ from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.kernel_time import (
     DeviceBytes,
-    StepWork,
     attention_time,
     experts_time,
     heads_time,
@@ -23,6 +22,7 @@ from sgl_jax.planner.kernel_time import (
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.quantized_time import quantized_time
 from sgl_jax.planner.ring_time import ring_time
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
 # A ring through the slice uses two of a chip's links, one in each direction.

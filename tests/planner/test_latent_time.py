@@ -2,8 +2,8 @@
 
 import pytest
 
-from sgl_jax.planner.kernel_time import StepWork
 from sgl_jax.planner.latent_time import LATENT_BUNDLES, LatentSizes, latent_attention_time
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import CHIPS
 
 V6E, V5P = CHIPS["v6e"], CHIPS["v5p"]

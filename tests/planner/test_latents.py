@@ -3,8 +3,9 @@
 import pytest
 
 from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.kernel_time import DeviceBytes, StepWork, attention_time
+from sgl_jax.planner.kernel_time import DeviceBytes, attention_time
 from sgl_jax.planner.memory import plan_memory, requests_with_heads
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import has_tpu_compiler
 
 pytestmark = pytest.mark.skipif(

@@ -9,10 +9,11 @@ from sgl_jax.layers.parameter import declarations
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from sgl_jax.planner.arguments import parse_plan_request, read_config
-from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
+from sgl_jax.planner.kernel_time import DeviceBytes
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import ProgramCost
 from sgl_jax.planner.step_time import estimate_step
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import CHIPS, has_tpu_compiler
 
 CHIP = CHIPS["v6e"]

@@ -11,13 +11,13 @@ from sgl_jax.planner.kernel_time import (
     BUNDLES_8_BITS,
     HEADS_CYCLES,
     DeviceBytes,
-    StepWork,
     experts_time,
     heads_time,
     lines_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.step_time import collective_time, estimate_step, exposed_time
+from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import CHIPS, ICI_HOP_S
 
 CHIP = CHIPS["v6e"]
