@@ -66,6 +66,9 @@ def markov_weights(seed=0, vocab_size=CONFIG["vocab_size"]):
         if name.endswith(("o_proj.weight", "down_proj.weight")) or "norm" in name:
             own[:] = 0
     weights["mtp.fc.weight"] = np.eye(HIDDEN, 2 * HIDDEN, dtype=np.float32)
+    # Small, and of either sign: else a token would be followed by itself alone.
+    factors = np.random.default_rng(seed).normal(0, 0.3, HIDDEN).astype(np.float32)
+    weights["model.norm.weight"] = weights["mtp.norm.weight"] = factors - 1
     return weights
 
 
