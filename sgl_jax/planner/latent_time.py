@@ -44,7 +44,7 @@ def latent_flops(pairs: int, sizes: LatentSizes) -> int:
 
 def latent_attention_time(work: StepWork, sizes: LatentSizes, chip: Chip) -> KernelTime:
     """The time of all rows of a step, writes left out."""
-    bundles = LATENT_BUNDLES[chip.device_kind]
+    bundles, each = LATENT_BUNDLES[chip.device_kind], 0.0
     if work.is_prefill:
         expanded = work.tokens >= EXPANDED_TOKENS
         each = bundles.expanded if expanded else bundles.absorbed
