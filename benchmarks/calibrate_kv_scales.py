@@ -111,10 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 1 <= options.margin <= 448:
             raise ValueError(f"--margin must be between 1 and 448, got {options.margin}")
         args = ServerArgs(**{name: getattr(options, name) for name in SERVER_SETTINGS})
+        config = ModelConfig.from_path(args.model_path)
+        if config.latent is not None:
+            raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
         prompts = read_prompts(options, args)
         k, v = kv_absmax(args, prompts, options.output_len)
         scales = ScalesByHead.fitting(k, v, options.margin)
-        write_kv_scales(options.output, scales, ModelConfig.from_path(args.model_path))
+        write_kv_scales(options.output, scales, config)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

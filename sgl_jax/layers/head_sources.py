@@ -169,7 +169,7 @@ class HeadRows:
 class ByHead(Source):
     """Columns [*inputs, num_heads * width]: for each head, its rows of all parts, side by side.
 
-    The parts' tensors are stored as [rows, *inputs]. Slices of the parameter hold whole heads.
+    The parts' tensors are stored as [rows, *inputs].
     """
 
     parts: tuple[HeadRows, ...]
@@ -198,11 +198,11 @@ class ByHead(Source):
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         *inputs, columns = index
-        assert columns.start % self.width == columns.stop % self.width == 0
-        heads = range(columns.start // self.width, columns.stop // self.width)
+        heads = range(columns.start // self.width, -(-columns.stop // self.width))
         parts = [part.of_heads(heads, tuple(inputs), tensors, prefix) for part in self.parts]
         by_head = np.concatenate(parts, axis=1)
-        out[...] = np.moveaxis(by_head.reshape(-1, *by_head.shape[2:]), 0, -1)
+        rows = by_head.reshape(-1, *by_head.shape[2:])[columns.start - heads[0] * self.width :]
+        out[...] = np.moveaxis(rows[: columns.stop - columns.start], 0, -1)
 
 
 @dataclass(frozen=True)

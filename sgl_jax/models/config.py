@@ -323,6 +323,8 @@ def _quantized(
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if is_hybrid(raw) and _activation(raw) != "silu":
         raise ModelConfigError(f"hidden_act must be silu, got {raw['hidden_act']!r}")
+    if has_latents(raw) and raw.get("attention_bias"):
+        raise ModelConfigError("attention_bias is not supported with latent attention")
     for name in ("mlp_bias", "use_bidirectional_attention"):
         if raw.get(name):
             raise ModelConfigError(f"{name} = {raw[name]!r} is not supported")

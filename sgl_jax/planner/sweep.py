@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_jax.core.settings import flag
 from sgl_jax.planner.arguments import PlanRequest, on_mesh
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
 from sgl_jax.planner.plot_file import figure_class
@@ -70,7 +71,7 @@ def sweep_table(outcomes: dict[SweptMesh, Outcome]) -> str:
     }
     if len(speeds) > 1:
         best = max(speeds, key=lambda mesh: speeds[mesh])
-        flags = [f"--{name.replace('_size', '-size')} {n}" for name, n in best._asdict().items()]
+        flags = [f"{flag(name)} {size}" for name, size in best._asdict().items()]
         lines.append(f"Fastest: {' '.join(flags)}")
     return "\n".join(lines)
 

@@ -117,7 +117,7 @@ def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
     ranks.num_verified += int(np.count_nonzero(drafted))
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())
-    rate_drafts(running, rows, drafted, accepted, ranks.max_draft_tokens)
+    rate_drafts(running, rows, drafted, accepted)
 
 
 def _output(

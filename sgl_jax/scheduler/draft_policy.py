@@ -17,7 +17,7 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The weight of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
-# Below this many accepted tokens per step, as a share of the most drafts, drafting pauses.
+# Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
 _USEFUL_SHARE = 0.1
 # A row drafts one token more than this many times its accepted tokens per step: drafts come right
 # in bursts, and a number that they reach grows.
@@ -70,7 +70,7 @@ def choose_expected(
 
 
 def rate_drafts(
-    running: RowColumns, rows: RowIndex, drafted: Int32Array, accepted: Int32Array, most: int
+    running: RowColumns, rows: RowIndex, drafted: Int32Array, accepted: Int32Array
 ) -> None:
     """Update the statistics of rows that drafted `drafted` tokens each, whose results were just
     read."""
@@ -79,9 +79,10 @@ def rate_drafts(
     gain = running.draft_gain[rows]
     gain += _WEIGHT * (accepted - gain)
     running.draft_pause[rows[accepted > 0]] = _FIRST_PAUSE
-    useless = gain < _USEFUL_SHARE * most
+    least = _USEFUL_SHARE * drafted
+    useless = gain < least
     # Two more failures will pause it again.
-    gain[useless] = 1.5 * _USEFUL_SHARE * most
+    gain[useless] = 1.5 * least[useless]
     running.draft_gain[rows] = gain
     paused = rows[useless]
     running.draft_from_len[paused] = running.known_len[paused] + running.draft_pause[paused]

@@ -21,10 +21,11 @@ PARTS = ("values", "scales")
 FLOATS = QUANTIZED.parent / "qwen3"
 
 
-def load(folder, *, tp=1, quantization="none", load_format=None, **options):
-    mesh = Mesh(np.array(jax.devices()[:tp]).reshape(1, tp), ("data", "tensor"))
+def load(folder, *, dp=1, tp=1, quantization="none", load_format=None, **options):
+    """With several ranks, each has its part of a layer."""
+    mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("data", "tensor"))
     config = ModelConfig.from_path(folder).quantized(quantization)
-    placed = place_model(config, mesh, BuildOptions(jnp.float32))
+    placed = place_model(config, mesh, BuildOptions(jnp.float32, shards_weights=dp > 1))
     return flatten_mapping(
         load_params(placed, folder, load_format or detect_format(folder), **options)
     )
@@ -157,3 +158,13 @@ def test_dummies_are_as_large_as_those_of_floats(name):
     weight = config.layers[0].rules[0][1].scheme.weight
     numbers = dequantized(values, scales, None, weight, jnp.float32)
     assert 0.7 < float(numbers.std()) / config.initializer_range < 1.4
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("deepseek_v3", "int8"), ("quantized/latent_fp8_block", "none")]
+)
+def test_scales_of_latents_may_be_cut_over_ranks(name, quantization):
+    """Few groups of inputs cannot be cut, so outputs are, within heads."""
+    folder = QUANTIZED.parent / name
+    expected = load(folder, quantization=quantization)
+    assert_same(load(folder, dp=4, quantization=quantization), expected)

@@ -112,3 +112,10 @@ def test_prompts_of_ones_own_are_lines_of_a_file(
     assert calibrate_kv_scales.main(arguments) == expected
     assert output.exists() == (expected == 0)
     assert words in "".join(capsys.readouterr())
+
+
+def test_a_model_without_heads_in_its_cache_has_no_scales(tmp_path, capsys):
+    model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
+    arguments = ["--model-path", str(model), "--output", str(tmp_path / "scales.json")]
+    assert calibrate_kv_scales.main(arguments) == 2
+    assert "are of heads, and latents have none" in capsys.readouterr().err

@@ -50,6 +50,14 @@ def test_the_heads_of_a_chip_are_read_however_they_are_stored(stored, heads):
         np.testing.assert_array_equal(part(source, tensors, inputs, columns), expected)
 
 
+def test_a_slice_may_cut_heads(stored):
+    """As `--weight-sharding data` cuts a projection that all chips of a rank have."""
+    rows, tensors = stored
+    source = ByHead((HeadRows("together", 18, 0, 6, 6),), 3, (HIDDEN,))
+    found = part(source, tensors, slice(0, HIDDEN), slice(4, 13))
+    np.testing.assert_array_equal(found, rows.reshape(18, HIDDEN)[4:13].T)
+
+
 def test_some_of_each_heads_rows_may_be_a_parameter_of_their_own(stored):
     rows, tensors = stored
     source = ByHead((HeadRows("together", 18, 2, 6, 4),), 3, (HIDDEN,))

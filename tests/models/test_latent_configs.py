@@ -89,6 +89,7 @@ def test_yarn_multiplies_scores_by_the_square_of_its_growth():
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
         ({"rope_interleave": False}, "rope_interleave = False is not supported"),
         ({"kv_lora_rank": 0}, "kv_lora_rank"),
+        ({"attention_bias": True}, "attention_bias is not supported with latent attention"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused_by_name(changes, message):

@@ -40,7 +40,7 @@ def choose(running: RowColumns, rows: np.ndarray, *known_lens: int) -> list[int]
 def learn(running: RowColumns, accepted: tuple[int, ...], *known_lens: int) -> None:
     rows = ROWS[: len(accepted)]
     running.known_len[rows] = known_lens
-    rate_drafts(running, rows, np.full(len(rows), MOST, np.int32), ints(*accepted), MOST)
+    rate_drafts(running, rows, np.full(len(rows), MOST, np.int32), ints(*accepted))
 
 
 def test_new_requests_draft(running: RowColumns) -> None:
@@ -72,9 +72,20 @@ def test_a_row_drafts_about_as_many_as_it_has_accepted(running: RowColumns) -> N
     assert numbers[-1] == 4
 
 
+def test_a_row_whose_few_drafts_come_right_never_pauses(running: RowColumns) -> None:
+    """However many it may draft."""
+    start_drafting(running, ROWS, 32)
+    running.known_len[ROWS] = running.planned_len[ROWS] = 10
+    for _ in range(40):
+        drafts = choose_drafts(running, ROWS, 32)
+        assert drafts.all()
+        rate_drafts(running, ROWS, drafts, np.minimum(drafts, ints(1, 2)))
+    assert drafts.tolist() == [3, 5]
+
+
 def test_what_was_not_drafted_teaches_nothing(running: RowColumns) -> None:
     for _ in range(10):
-        rate_drafts(running, ROWS, ints(0, 0), ints(0, 0), MOST)
+        rate_drafts(running, ROWS, ints(0, 0), ints(0, 0))
     assert choose(running, ROWS, 10, 20) == [4, 4]
 
 
