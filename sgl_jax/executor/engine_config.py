@@ -149,12 +149,17 @@ class EngineConfig(NamedTuple):
             and self.args.weight_sharding == "replicated",
             # docs/measurements/planning.md has the figures. Within a turn the compiler prefetches a
             # layer's weights while the layer before it computes.
-            unrolled_layers=_UNROLLED_LAYERS if on_tpu else 1,
+            unrolled_layers=self._unrolled_layers,
             # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
             # product adds its own if no exchange follows it.
             defers_sum=on_tpu and self.args.tp_size > 1,
             splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
+
+    @property
+    def _unrolled_layers(self) -> int:
+        # The kernels of latents take a minute to compile for each layer of a turn.
+        return _UNROLLED_LAYERS if self.platform == "tpu" and self.model.latent is None else 1
 
     @property
     def _counts_experts(self) -> bool:

@@ -47,7 +47,7 @@ def latent_attention_time(work: StepWork, sizes: LatentSizes, chip: Chip) -> Ker
     bundles, each = LATENT_BUNDLES[chip.device_kind], 0.0
     if work.is_prefill:
         expanded = work.tokens >= EXPANDED_TOKENS
-        each = bundles.expanded if expanded else bundles.absorbed
+        each = float(bundles.expanded if expanded else bundles.absorbed)
         cycles = latent_flops(work.query_key_pairs, sizes) / 1e9 * each
     else:
         few, many = bundles.decode

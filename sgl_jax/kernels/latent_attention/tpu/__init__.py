@@ -5,7 +5,7 @@ decodes and prefills: with slots that are key and value alike, and values that t
 lanes alone. Queries are absorbed before, and results expanded after, by products of XLA.
 
 Long steps prefill in the expanded form: the kernel makes each head's keys and values of a block of
-latents, once for a thousand queries. The length from which this is shorter is in `tuned`.
+latents, once for a thousand queries (`tuned.EXPANDED_TOKENS`).
 """
 
 import jax
