@@ -145,6 +145,14 @@ def draw_step(
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
+    kv_pools = state.kv_pools
+    if model.draft_layer is not None and max_drafts:
+        lasts = queries.new_starts - 1 + jnp.maximum(counts - 1, 0)
+        token_table, kv_pools = draft_tokens(
+            *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
+            *(computed.hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
+            max_drafts,
+        )
     scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
     # From the written table: reading the old one here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
@@ -163,14 +171,6 @@ def draw_step(
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
         num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
         states = keep_states(states, controls, state_batch, num_kept)
-    kv_pools = state.kv_pools
-    if model.draft_layer is not None and max_drafts:
-        lasts = queries.new_starts - 1 + jnp.maximum(counts - 1, 0)
-        token_table, kv_pools = draft_tokens(
-            *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
-            *(computed.hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
-            max_drafts,
-        )
     return StepState(token_table, row_lens, kv_pools, states, state.expert_counts), output
 
 
@@ -268,11 +268,14 @@ def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[
         if model.draft_layer is None:
             searched = (drafts > 0) & is_guessed[:, 0]
             guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
-        else:
+            guesses = jnp.where(is_guessed, guesses, controls.drafts)
+            token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
+        else:  # guesses lie there already
+            num_given = jnp.where(is_guessed[:, 0], 0, drafts)
+            given_drafts = jnp.maximum(controls.drafts, 0)
+            token_table = _write_tokens(token_table, rows, new_starts, given_drafts, num_given)
             ahead = new_starts[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)
             guesses = token_table.at[rows[:, None], ahead].get(mode="clip")
-        guesses = jnp.where(is_guessed, guesses, controls.drafts)
-        token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
     return token_table, Queries(kv_starts, drafts, new_starts, guesses)
 
 
