@@ -360,3 +360,28 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert kernels[NAME] == 3 * 2
     exchanges = sum(c.times for c in cost.collectives if c.kind == "all-reduce")
     assert exchanges == 2 * len(layers) + 1  # the embedding's, too
+
+
+# Model, slice, dp, tp, with experts over all chips.
+WITH_LATENTS = (
+    ("deepseek-v2-lite", "v6e-4", 4, 1),
+    ("deepseek-v3", "tpu7x-16", 16, 1),
+    ("deepseek-v3", "v6e-64", 8, 8),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("case", WITH_LATENTS, ids=str)
+def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case, step):
+    model, topology_name, dp, tp = case
+    specs = read_config(model).layers
+    first = next(layer for layer, spec in enumerate(specs) if spec.moe)
+    layers = specs[first - 1 : first + 1]
+    engine, program, bucket = _compile(model, topology_name, dp, tp, step, layers, ep_size=dp * tp)
+    cost = program_cost(program)
+    _print_figures(cost, 0.0, Topology.parse(topology_name).chip)
+    assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    assert cost.temp_bytes < GIB
+    assert {"paged_write", "paged_decode", "paged_prefill"} <= set(cost.kernels)
