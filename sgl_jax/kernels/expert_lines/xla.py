@@ -17,10 +17,10 @@ def xla_choose(
     """See `interface.ChooseExperts`."""
     choice = router.choice
     normalised = rms_normalised(x, router.norm, router.eps, router.from_one)
-    logits = normalised @ lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
+    matrix = lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
+    logits = jnp.matmul(normalised, matrix, preferred_element_type=jnp.float32)
     if router.bias is not None:
-        logits += router.bias
-    logits = logits.astype(jnp.float32)
+        logits += router.bias.astype(jnp.float32)
     if choice.is_plain and router.choice_bias is None:
         weights, experts = _most_probable(logits, choice)
     else:

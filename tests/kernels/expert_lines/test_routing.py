@@ -63,7 +63,7 @@ def check_choice(case, choice, run, from_one=False):
     x, norm, matrices, bias, is_token, *choice_bias = map(jnp.array, case)
     router = Router(choice, EPS, from_one, norm, matrices, bias, *choice_bias)
     expected = xla_choose(x, router, jnp.int32(1), is_token)
-    rtol = 1e-5 if case[0].dtype == np.float32 else 2.0**-5  # XLA rounds logits once more
+    rtol = 1e-5 if case[0].dtype == np.float32 else 2.0**-7  # hidden states of 16 bits
     for own, other in zip(found[:2], expected[:2], strict=True):
         own, other = (np.asarray(part, np.float64) for part in (own, other))
         np.testing.assert_allclose(own, other, rtol=rtol, atol=1e-6)
