@@ -15,7 +15,7 @@ from sgl_jax.models.llama import gated_mlp, norm
 from sgl_jax.models.projections import as_floats, linear
 from sgl_jax.models.qwen3 import mixture_of_experts
 
-_LATENT_EPS = 1e-6  # of latents' norms, whatever the config has for the others
+_LATENT_EPS = 1e-6  # of latents' norms; the config's `rms_norm_eps` is for all others
 
 
 def deepseek_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
