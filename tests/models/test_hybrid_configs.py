@@ -3,6 +3,7 @@
 import pytest
 
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.core.recurrence import GatedDeltaConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
 from sgl_jax.models.decoder import BuildOptions
@@ -64,7 +65,7 @@ def test_the_text_part_of_a_model_with_images_is_read():
     assert config.eos_token_ids == (7,)
     assert config.moe is not None
     assert (config.moe.num_experts, config.moe.shared_intermediate_size) == (4, 512)
-    assert config.moe.norm_topk_prob
+    assert config.moe.choice == ExpertChoice(2, norm_topk_prob=True)
 
 
 @pytest.mark.parametrize(
