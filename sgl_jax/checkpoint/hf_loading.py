@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,9 +56,10 @@ def load_safetensors(
 
         declared = {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
         expected: dict[str, Expected] = {}
-        for _, source in declared.values():
+        for array, source in declared.values():
+            is_integer = jnp.issubdtype(array.dtype, jnp.integer)
             for name, shape in source.tensors().items():
-                for own, wanted in stored.expected(name, shape).items():
+                for own, wanted in stored.expected(name, shape, is_integer=is_integer).items():
                     if own not in expected or wanted.shapes:
                         expected[own] = wanted
 

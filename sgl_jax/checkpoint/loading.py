@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.checkpoint.errors import CheckpointError
@@ -18,6 +19,7 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
+from sgl_jax.models.eagle3 import SPARE_TENSORS
 from sgl_jax.models.placement import PlacedModel
 
 _DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: int4 has few above 7
@@ -31,6 +33,7 @@ def load_params(
     *,
     seed: int = 0,
     kv_cache_scales: str | Path | None = None,
+    draft_model_path: str | Path | None = None,
     check_all_weights: bool = False,
     progress: Progress | None = None,
 ) -> ParamTree:
@@ -43,6 +46,7 @@ def load_params(
         seed: seed of dummy weights.
         kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
             that was placed with `has_kv_scales`. None: such a model takes its checkpoint's scales.
+        draft_model_path: folder of the safetensors of an EAGLE-3 head, for a model that has one.
         check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
         progress: gets the phase "loading".
 
@@ -66,6 +70,15 @@ def load_params(
     elif load_format != "dummy" and any(own.source is None for own in placed.declared.values()):
         kv_scales = stored_kv_scales(folder, config)
     sourced = {path: (own.array, own.source) for path, own in placed.declared.items() if own.source}
+    head_params: dict[ParamPath, jax.Array] = {}
+    if config.eagle3 is not None and load_format != "dummy":
+        assert draft_model_path is not None
+        of_head = {path: sourced.pop(path) for path in list(sourced) if path[0] == "draft_layer"}
+        head_params = load_safetensors(
+            *(Path(draft_model_path), of_head, SPARE_TENSORS.__contains__, progress),
+            check_all=check_all_weights,
+        )
+        _check_draft_tokens(head_params, config.vocab_size)
     if load_format == "dummy":
         params = _dummy_params(placed.declared, config.initializer_range, seed, progress)
     elif load_format == "orbax":
@@ -75,6 +88,7 @@ def load_params(
         params = load_safetensors(
             *(folder, sourced, spare, progress, config.quantization), check_all=check_all_weights
         )
+    params |= head_params
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
     tree: ParamTree = unflatten_mapping(params)
@@ -93,6 +107,18 @@ def detect_format(folder: Path) -> str:
         f"{str(folder)!r} holds neither *.safetensors nor {PARAMS_FOLDER}; for random weights "
         f"set load_format to 'dummy'"
     )
+
+
+def _check_draft_tokens(head: Mapping[ParamPath, jax.Array], vocab_size: int) -> None:
+    """Raise CheckpointError if columns of an EAGLE-3 head are for tokens that do not exist."""
+    offsets = head.get(("draft_layer", "offsets"))
+    if offsets is None:
+        return
+    tokens = np.asarray(offsets) + np.arange(len(offsets))
+    if not (tokens[0] >= 0 and (np.diff(tokens) > 0).all() and tokens[-1] < vocab_size):
+        raise CheckpointError(
+            f"d2t plus the number of each column must be ascending tokens in [0, {vocab_size})"
+        )
 
 
 def _dummy_params(

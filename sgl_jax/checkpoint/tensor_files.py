@@ -22,7 +22,8 @@ from sgl_jax.checkpoint.errors import CheckpointError
 _FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes of an element by stored type.
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_ITEM_BYTES |= {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 class TensorFiles:

@@ -230,8 +230,11 @@ class ServerArgs(SchedulerArgs):
     speculative_algorithm: str = setting(
         "none",
         "NGRAM drafts the tokens that followed an earlier occurrence of the last tokens; MTP (or "
-        "NEXTN) drafts by the model's own layer for it",
-        ("none", "NGRAM", "MTP", "NEXTN"),
+        "NEXTN) drafts by the model's own layer for it, EAGLE3 by a layer of another checkpoint",
+        ("none", "NGRAM", "MTP", "NEXTN", "EAGLE3"),
+    )
+    speculative_draft_model_path: str | None = setting(
+        None, "folder of the EAGLE-3 head: config.json and safetensors"
     )
     speculative_num_draft_tokens: int = setting(
         4, "tokens drafted per request and step", bounds=(1, 32)
@@ -367,6 +370,10 @@ class ServerArgs(SchedulerArgs):
                 "--enable-hierarchical-cache needs the prefix cache: no --disable-radix-cache"
             )
         self._check_storage()
+        if (self.speculative_algorithm == "EAGLE3") != bool(self.speculative_draft_model_path):
+            raise ValueError(
+                "--speculative-algorithm EAGLE3 and --speculative-draft-model-path need each other"
+            )
         if self.num_devices % self.num_hosts:
             raise ValueError(
                 f"--dp-size {self.dp_size} x --tp-size {self.tp_size} must be a multiple of "
@@ -464,8 +471,8 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def has_draft_layer(self) -> bool:
-        """True if a layer of the model drafts; NEXTN is SGLang's name for that."""
-        return self.speculative_algorithm in ("MTP", "NEXTN")
+        """True if a layer drafts; NEXTN is SGLang's name for MTP."""
+        return self.speculative_algorithm in ("MTP", "NEXTN", "EAGLE3")
 
     @property
     def num_draft_tokens(self) -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import CONFIG_FILE, ModelConfig
+from sgl_jax.models.served import served_config
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import load_tokenizer
 
@@ -15,5 +16,5 @@ def open_model_files(args: ServerArgs) -> Tokenizer:
     # The tokenizer's library reads config.json too, and would report a bad one as the tokenizer's
     # fault.
     if (Path(args.model_path) / CONFIG_FILE).is_file():
-        ModelConfig.from_path(args.model_path).served(args)
+        served_config(ModelConfig.from_path(args.model_path), args)
     return load_tokenizer(args)

@@ -1,4 +1,4 @@
-"""Drafts of the next step, made by the model's draft layer at the end of a step.
+"""Drafts of the next step, made by a draft layer at the end of a step.
 
 They stay in the token table, past each row's last token: there the next step reads them, and there
 its verified tokens replace them. A row without room for drafts, or that has just been admitted, has
@@ -54,7 +54,7 @@ def draft_tokens(
             the KV pools, as in `StepState`.
         row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
         batches: of the step, for each cache group.
-        hidden: [T, hidden_size] of the step's queries, after all layers.
+        hidden: [T, hidden_size] of the step's queries, the model's `draft_hidden`.
         drafted: the step's rows.
         num_drafts: static, at least 1.
     """
@@ -65,7 +65,9 @@ def draft_tokens(
         """Draft number `number` of each row, int32[B], and the table with it."""
         positions = drafted.lasts + 2 + number
         where = SampledRows(rows, positions, drafted.samples)
-        tokens, _ = draw_tokens(model.logits(hidden), row_params, table, where, jnp.bool_(False))
+        tokens, _ = draw_tokens(
+            model.draft_logits(hidden), row_params, table, where, jnp.bool_(False)
+        )
         is_kept = drafted.samples & (positions < most)
         lines, columns = jnp.where(is_kept, rows, 0), jnp.where(is_kept, positions, 0)
         return tokens, table.at[lines, columns].set(tokens)

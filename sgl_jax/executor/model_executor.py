@@ -57,6 +57,7 @@ from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.same_model import check_same_model
+from sgl_jax.models.served import served_config
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class ModelExecutor(Executor):
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
-        model = ModelConfig.from_path(args.model_path).served(args)
+        model = served_config(ModelConfig.from_path(args.model_path), args)
         if args.load_format == "auto":
             args = replace(args, load_format=detect_format(Path(args.model_path)))
         config = EngineConfig.resolve(args, model, platform_of(self._mesh))
@@ -126,6 +127,7 @@ class ModelExecutor(Executor):
             placed,
             seed=args.random_seed,
             kv_cache_scales=args.kv_cache_scales,
+            draft_model_path=args.speculative_draft_model_path,
             check_all_weights=args.check_weights == "all",
             progress=self._progress,
         )
@@ -342,7 +344,7 @@ class ModelExecutor(Executor):
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the present programs can serve
         the folder's weights."""
-        given = ModelConfig.from_path(model_path).served(self._args)
+        given = served_config(ModelConfig.from_path(model_path), self._args)
         check_same_model(self._model, given)
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:

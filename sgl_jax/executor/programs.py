@@ -36,7 +36,7 @@ AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piec
 
 _MAX_COMPILE_THREADS = 4
 # Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
-_SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), P("data"), P("data"))
+_SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), *(P("data"),) * 3)
 _COMPUTED_SPECS: Any = Computed(*_SPECS)
 _OUTPUT_SPEC = P("data")
 

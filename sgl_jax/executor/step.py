@@ -49,6 +49,7 @@ class Computed(NamedTuple):
 
     logits: jax.Array  # float32[queries that may draw, columns of this chip]
     hidden: jax.Array  # [T, hidden_size] after all layers
+    draft_hidden: jax.Array | None  # and as the draft layer starts from it
     queries: "Queries"
 
 
@@ -89,7 +90,7 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None:
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
-    hidden, kv_pools, layer_states, chosen = model(
+    hidden, kv_pools, layer_states, chosen, draft_hidden = model(
         token_table[token_rows, batch.positions],
         *(batches, state.kv_pools, state_batch, layer_states),
     )
@@ -101,7 +102,7 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     state = state._replace(token_table=token_table, kv_pools=kv_pools, states=states)
     if state.expert_counts is not None and chosen is not None:
         state = state._replace(expert_counts=state.expert_counts + chosen)
-    return state, Computed(logits.columns, hidden, queries)
+    return state, Computed(logits.columns, hidden, draft_hidden, queries)
 
 
 def draw_step(
@@ -146,11 +147,11 @@ def draw_step(
         queries.new_starts + counts
     )
     kv_pools = state.kv_pools
-    if model.draft_layer is not None and max_drafts:
+    if computed.draft_hidden is not None and max_drafts:
         lasts = queries.new_starts - 1 + jnp.maximum(counts - 1, 0)
         token_table, kv_pools = draft_tokens(
             *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
-            *(computed.hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
+            *(computed.draft_hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
             max_drafts,
         )
     scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)

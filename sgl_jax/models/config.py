@@ -15,7 +15,6 @@ from typing import Any, Literal
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.core.latents import LatentConfig
 from sgl_jax.core.recurrence import GatedDeltaConfig
-from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config_defaults import (
     architecture_name,
     completed,
@@ -86,6 +85,7 @@ class ModelConfig:
     brings_draft_layer: bool = True  # if models of its architecture do
     # The layer that drafts tokens, see `DraftLayer`; None: it is not used, or there is none.
     draft_layer: LayerSpec | None = None
+    eagle3: "Eagle3Head | None" = None  # whose layer `draft_layer` is
 
     @property
     def num_layers(self) -> int:
@@ -143,14 +143,6 @@ class ModelConfig:
             groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
         return tuple(groups)
 
-    def served(self, args: ServerArgs) -> "ModelConfig":
-        """The model as an engine of `args` runs it: quantized at load, and with its draft layer.
-
-        Raises ModelConfigError if it cannot be quantized so, or has no draft layer.
-        """
-        config = self.quantized(args.quantization)
-        return config.drafting() if args.has_draft_layer else config
-
     @property
     def draft_names(self) -> DraftNames | None:
         """The names of the draft layer's tensors; None: the model has none."""
@@ -200,8 +192,8 @@ class ModelConfig:
         generation_file = config_file.parent / GENERATION_FILE
         generation: Mapping[str, Any] = {}
         if folder.is_dir() and generation_file.is_file():
-            generation = _read_json(generation_file)
-        raw = _read_json(config_file)
+            generation = read_json(generation_file)
+        raw = read_json(config_file)
         try:
             return cls.from_dict(raw, generation)
         except ModelConfigError as error:
@@ -258,7 +250,17 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Eagle3Head:
+    """A layer of a checkpoint of its own that drafts for a model, see `Eagle3Layer`."""
+
+    config: ModelConfig  # of one layer
+    draft_vocab_size: int  # tokens that it can draft
+    captured: tuple[int, ...]  # layers of the model whose inputs it reads; their number: the output
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -32,7 +33,6 @@ from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
-from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
@@ -50,7 +50,7 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
-from sgl_jax.models.draft_layer import DraftLayer
+from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
@@ -106,9 +106,26 @@ class BuildOptions(NamedTuple):
         return 1 if self.expert_axes else self.tp_size
 
 
-# One or two terms whose sum is the hidden state, [T, hidden_size] each, or this chip's columns of
-# it; and the memory of each pool: KV pools, then the states if there are any.
-Carry = tuple[tuple[jax.Array, ...], tuple[Any, ...]]
+class _Carry(NamedTuple):
+    """The arrays that go from layer to layer."""
+
+    # One or two whose sum is the hidden state, [T, hidden_size] each, or this chip's columns of it.
+    terms: tuple[jax.Array, ...]
+    memories: tuple[Any, ...]  # of each pool: KV pools, then the states if there are any
+    # The hidden states before some layers, [slots, T, columns], and a spare slot for all others;
+    # None where no drafter reads them.
+    captured: jax.Array | None
+
+
+class ModelOutput(NamedTuple):
+    """One step's results of a model."""
+
+    hidden: jax.Array  # [T, hidden_size], normalised and ready for `logits`
+    kv_pools: tuple[jax.Array, ...]
+    states: LayerStates | None
+    # With `counts_experts`, int32 [layers, experts] how many of this rank's tokens chose each.
+    expert_counts: jax.Array | None
+    draft_hidden: jax.Array | None  # [T, hidden_size] for the first pass of `draft`
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -135,7 +152,11 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, architecture: Architecture, options: BuildOptions
+        self,
+        config: ModelConfig,
+        architecture: Architecture,
+        options: BuildOptions,
+        draft_layer: Drafter | None = None,
     ) -> None:
         self.config = config
         self.architecture = architecture
@@ -168,33 +189,9 @@ class CausalLM(nnx.Module):
         norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
-        self.draft_layer = self._declare_draft_layer(options)
-
-    def _declare_draft_layer(self, options: BuildOptions) -> DraftLayer | None:
-        config, names, hidden = self.config, self.config.draft_names, self.config.hidden_size
-        if config.draft_layer is None or names is None:
-            return None
-        if hidden % options.tp_size:
-            raise ValueError(f"tp_size ({options.tp_size}) must divide hidden_size ({hidden})")
-        # It has no scales of an 8-bit cache, and its experts are in order: neither file has its.
-        own = options._replace(placement=None, has_kv_scales=False)
-        layer = self.architecture.build_layer(config, config.draft_layer, own)
-        shards = options.dp_size if options.shards_weights else 1
-        stack_layers(layer, (config.num_layers,), shards, names.layer)
-
-        def norm(name: str) -> RMSNorm:
-            weight = Tensor(f"{name}.weight", (hidden,))
-            from_one = self.architecture.norms_from_one
-            return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
-
-        join = Tensor(f"{names.join}.weight", (2 * hidden, hidden), transposed=True)
-        return DraftLayer(
-            norm(names.embedding_norm),
-            norm(names.hidden_norm),
-            Linear(join, options.dtype, "outputs"),
-            layer,
-            norm(names.norm),
-        )
+        self.draft_layer = draft_layer
+        # The layers whose inputs the draft layer reads, each once.
+        self.captured_layers = tuple(sorted(set(draft_layer.captured))) if draft_layer else ()
 
     def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
         own = self.architecture
@@ -211,7 +208,7 @@ class CausalLM(nnx.Module):
         kv_pools: tuple[jax.Array, ...],
         state_batch: StateBatch | None = None,
         states: LayerStates | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], LayerStates | None, jax.Array | None]:
+    ) -> ModelOutput:
         """Run one step's tokens.
 
         Args:
@@ -224,9 +221,7 @@ class CausalLM(nnx.Module):
             states: this chip's part, of the layers of that group.
 
         Returns:
-            hidden [T, hidden_size], normalised and ready for `logits`; the updated kv_pools and
-            states; with `counts_experts`, int32 [layers, experts] how many of this rank's tokens
-            chose each expert.
+            the results, with the updated kv_pools and states.
         """
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
@@ -238,15 +233,40 @@ class CausalLM(nnx.Module):
             terms = (hidden, jnp.zeros_like(hidden))
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
+        captured = None
+        if self.captured_layers:
+            captured = jnp.zeros((len(self.captured_layers) + 1, *hidden.shape), hidden.dtype)
+        carry = _Carry(terms, memories, captured)
         for stretch in self.stretches:
-            carry = (terms, memories)
-            (terms, memories), own = self._run(stretch, carry, is_token, keys, reads)
+            carry, own = self._run(stretch, carry, is_token, keys, reads)
             counts.append(own)
-        hidden = reduce(jnp.add, terms)
-        if self.has_columns:
-            hidden = concatenate_over(TENSOR_AXIS, hidden, axis=1)
-        states = memories[-1] if is_recurrent else None
-        return self.norm(hidden), memories[: len(kv_pools)], states, join_counts(counts)
+        hidden = self.norm(self._whole(reduce(jnp.add, carry.terms)))
+        states = carry.memories[-1] if is_recurrent else None
+        kv_pools = carry.memories[: len(kv_pools)]
+        draft_hidden = self._draft_hidden(hidden, carry)
+        return ModelOutput(hidden, kv_pools, states, join_counts(counts), draft_hidden)
+
+    def _whole(self, hidden: jax.Array) -> jax.Array:
+        return concatenate_over(TENSOR_AXIS, hidden, axis=1) if self.has_columns else hidden
+
+    def _capture(self, captured: jax.Array | None, hidden: jax.Array, layer: jax.Array) -> Any:
+        """`captured` with the hidden states before `layer`, int32 []."""
+        if captured is None:
+            return None
+        slots = np.full(self.config.num_layers + 1, len(self.captured_layers), np.int32)
+        slots[list(self.captured_layers)] = range(len(self.captured_layers))
+        return lax.dynamic_update_index_in_dim(captured, hidden, jnp.asarray(slots)[layer], 0)
+
+    def _draft_hidden(self, hidden: jax.Array, carry: _Carry) -> jax.Array | None:
+        if self.draft_layer is None:
+            return None
+        last = jnp.int32(self.config.num_layers)
+        captured = self._capture(carry.captured, reduce(jnp.add, carry.terms), last)
+        own = [
+            self._whole(captured[self.captured_layers.index(layer)])
+            for layer in self.draft_layer.captured
+        ]
+        return self.draft_layer.first_hidden(hidden, own)
 
     def draft(
         self,
@@ -259,11 +279,12 @@ class CausalLM(nnx.Module):
 
         Args:
             token_ids: int32 [T], the tokens after these positions.
-            hidden: [T, hidden_size] at the positions, as `__call__` or this returns it.
+            hidden: [T, hidden_size] at the positions: `draft_hidden`, or as this returns it.
             batches, kv_pools: as `__call__` has them.
 
         Returns:
-            [T, hidden_size], ready for the `logits` of the tokens two positions on; the pools.
+            [T, hidden_size], ready for the `draft_logits` of the tokens two positions on; the
+            pools.
         """
         spec, number = self.config.draft_layer, self.config.num_layers
         assert self.draft_layer is not None
@@ -312,11 +333,11 @@ class CausalLM(nnx.Module):
     def _run(
         self,
         stretch: Stretch,
-        carry: Carry,
+        carry: _Carry,
         is_token: jax.Array,
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
-    ) -> tuple[Carry, jax.Array | None]:
+    ) -> tuple[_Carry, jax.Array | None]:
         """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
@@ -326,13 +347,15 @@ class CausalLM(nnx.Module):
             for place in range(stretch.period)
         ]
 
-        def run_period(carry: Carry, turn: jax.Array) -> tuple[Carry, jax.Array | None]:
-            terms, memories, chosen = carry[0], list(carry[1]), []
+        def run_period(carry: _Carry, turn: jax.Array) -> tuple[_Carry, jax.Array | None]:
+            terms, memories, captured = carry.terms, list(carry.memories), carry.captured
+            chosen = []
             for place, (graphdef, weights) in split.items():
                 layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, turn))
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden = reduce(jnp.add, terms)
+                captured = self._capture(captured, hidden, place + turn * stretch.period)
                 copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
                 rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
                 if self.has_columns:
@@ -343,7 +366,8 @@ class CausalLM(nnx.Module):
                     hidden, delta, memories[pool], experts = layer(hidden, *rest)
                     terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
-            return (terms, tuple(memories)), count_experts(chosen, self.num_counted)
+            carry = _Carry(terms, tuple(memories), captured)
+            return carry, count_experts(chosen, self.num_counted)
 
         turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
         unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
@@ -366,6 +390,12 @@ class CausalLM(nnx.Module):
         if cap is None:
             return logits
         return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
+
+    def draft_logits(self, hidden: jax.Array) -> SplitLogits:
+        """`logits` of the draft layer's hidden states."""
+        assert self.draft_layer is not None
+        own = self.draft_layer.logits(hidden)
+        return self.logits(hidden) if own is None else own
 
     def is_spare(self, tensor: str) -> bool:
         """True for tensors that a checkpoint may hold although no parameter needs them."""

@@ -1,12 +1,8 @@
 """A model's own draft layer (multi-token prediction, MTP): one decoder layer that guesses the token
-after the next one.
-
-At position t it joins two vectors: the hidden state at t (the model's, or the layer's own at the
-position before a guess), and the embedding of the token at t + 1. Its result at t gives the logits
-of the token at t + 2, by the model's head. Its KV is one more layer of the model's cache, at the
-same slots (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+after the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and head are the model's.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +13,17 @@ from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over
 from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.sources import Tensor
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 
 
 class DraftLayer(nnx.Module):
     """Two norms, a product that joins their results, a decoder layer, and a norm."""
+
+    captured: Sequence[int] = ()
 
     def __init__(
         self,
@@ -39,6 +41,9 @@ class DraftLayer(nnx.Module):
         self.layer = layer
         self.norm = norm
 
+    def first_hidden(self, hidden: jax.Array, _captured: Sequence[jax.Array]) -> jax.Array:
+        return hidden
+
     def __call__(
         self,
         vectors: jax.Array,
@@ -48,24 +53,58 @@ class DraftLayer(nnx.Module):
         kv_pool: jax.Array,
         number: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """The layer over T positions.
-
-        Args:
-            vectors: [T, hidden_size] embeddings of the tokens after them.
-            hidden: [T, hidden_size] hidden states at them, after the model's last norm or this
-                layer's.
-            is_token, reads: as `DecoderLayer` has them.
-            kv_pool: with K and V of the positions before.
-            number: int32 [] of this layer among the layers of the pool.
-
-        Returns:
-            [T, hidden_size], ready for the head and to be `hidden` one position on; the pool.
-        """
         both = self.embedding_norm(vectors), self.hidden_norm(hidden)
         joined = self.join(jnp.concatenate(both, axis=-1))
         joined = concatenate_over(TENSOR_AXIS, joined, axis=1)
-        graphdef, weights = nnx.split(self.layer)
-        layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, jnp.int32(0)))
-        gather_over_data(layer)
+        layer = the_only_layer(self.layer)
         out, added, kv_pool, _ = layer(joined, is_token, None, reads, kv_pool, number)
         return self.norm(out + added), kv_pool
+
+    def logits(self, _hidden: jax.Array) -> None:
+        return None
+
+
+def the_only_layer(stacked: DecoderLayer) -> DecoderLayer:
+    """The layer whose parameters are stacked on axis 0 without another, as this chip runs it."""
+    graphdef, weights = nnx.split(stacked)
+    layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, jnp.int32(0)))
+    gather_over_data(layer)
+    return layer
+
+
+def declare_draft_layer(
+    config: ModelConfig, architecture: Architecture, options: BuildOptions
+) -> DraftLayer:
+    """The draft layer of `config`, which has one. Raises ValueError if chips cannot share it."""
+    names, hidden = config.draft_names, config.hidden_size
+    assert config.draft_layer is not None
+    assert names is not None
+    if hidden % options.tp_size:
+        raise ValueError(f"tp_size ({options.tp_size}) must divide hidden_size ({hidden})")
+    layer = architecture.build_layer(config, config.draft_layer, draft_options(options))
+    stack_draft_layer(layer, config.num_layers, options, names.layer)
+
+    def norm(name: str) -> RMSNorm:
+        weight = Tensor(f"{name}.weight", (hidden,))
+        from_one = architecture.norms_from_one
+        return RMSNorm(weight, config.rms_norm_eps, options.dtype, from_one=from_one)
+
+    join = Tensor(f"{names.join}.weight", (2 * hidden, hidden), transposed=True)
+    return DraftLayer(
+        norm(names.embedding_norm),
+        norm(names.hidden_norm),
+        Linear(join, options.dtype, "outputs"),
+        layer,
+        norm(names.norm),
+    )
+
+
+def draft_options(options: BuildOptions) -> BuildOptions:
+    """For a draft layer, which has no scales of an 8-bit cache and has its experts in order: the
+    files of neither name it."""
+    return options._replace(placement=None, has_kv_scales=False)
+
+
+def stack_draft_layer(layer: DecoderLayer, number: int, options: BuildOptions, prefix: str) -> None:
+    """Declare `layer`, in place, as the only one of its kind, for `the_only_layer`."""
+    stack_layers(layer, (number,), options.dp_size if options.shards_weights else 1, prefix)

@@ -22,16 +22,22 @@ def llama_layer(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     experts: MixtureOfExperts | None = None,
+    attention_inputs: int | None = None,
 ) -> DecoderLayer:
     """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
-    `qk_norm`: each query and key is normalised.
+    `qk_norm`: each query and key is normalised. `attention_inputs`: see `attention`.
 
     Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
     """
     return DecoderLayer(
         norm("input_layernorm", config.hidden_size, config, options),
-        attention(config, spec, options, qkv_bias=qkv_bias, qk_norm=qk_norm),
+        attention(
+            *(config, spec, options),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            num_inputs=attention_inputs,
+        ),
         norm("post_attention_layernorm", config.hidden_size, config, options),
         experts or gated_mlp(config, spec, options),
     )
@@ -53,11 +59,13 @@ def attention(
     qk_norm: bool = False,
     norms_from_one: bool = False,
     sinks: Source | None = None,
+    num_inputs: int | None = None,
 ) -> Attention:
     """Declare the attention of a layer.
 
     `qkv_bias`: the projections of Q, K and V have biases even where the config does not give them
-    to all four. `norms_from_one`: see `RMSNorm`; `sinks`: see `Attention`.
+    to all four. `norms_from_one`: see `RMSNorm`; `sinks`: see `Attention`. `num_inputs`: the width
+    of its input; None: the hidden states'.
 
     Raises ValueError if heads cannot be dealt out to `tp_size` chips.
     """
@@ -72,7 +80,7 @@ def attention(
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
     qkv, bias = (
         FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), inputs, heads, gated)
-        for kind, inputs in (("weight", (hidden,)), ("bias", ()))
+        for kind, inputs in (("weight", (num_inputs or hidden,)), ("bias", ()))
     )
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
     output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None

@@ -7,6 +7,9 @@ from types import MappingProxyType
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
 from sgl_jax.models.deepseek import DEEPSEEK
+from sgl_jax.models.draft_layer import declare_draft_layer
+from sgl_jax.models.drafter import Drafter
+from sgl_jax.models.eagle3 import declare_eagle3_layer
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
@@ -46,4 +49,15 @@ def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
         raise ModelConfigError(
             f"architecture {config.architecture!r} is not supported; supported: {known}"
         )
-    return CausalLM(config, _ARCHITECTURES[config.architecture], options)
+    architecture = _ARCHITECTURES[config.architecture]
+    return CausalLM(config, architecture, options, _drafter(config, architecture, options))
+
+
+def _drafter(
+    config: ModelConfig, architecture: Architecture, options: BuildOptions
+) -> Drafter | None:
+    if config.eagle3 is not None:
+        return declare_eagle3_layer(config, config.eagle3, options)
+    if config.draft_layer is not None:
+        return declare_draft_layer(config, architecture, options)
+    return None

@@ -10,6 +10,7 @@ from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.models.served import served_config
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
 from sgl_jax.planner.topology import Topology
 
@@ -21,7 +22,7 @@ SERVER_SETTINGS = (
     *("page_size", "mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
     *("enable_hierarchical_cache", "hicache_ratio", "hicache_size"),
     *("max_running_requests", "chunked_prefill_size"),
-    *("speculative_algorithm", "speculative_num_draft_tokens"),
+    *("speculative_algorithm", "speculative_num_draft_tokens", "speculative_draft_model_path"),
 )
 _MODELS = Path(__file__).parent / "models"
 
@@ -122,7 +123,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
             topology.check_mesh(args.dp_size, args.tp_size)
-        config = read_config(args.model_path).served(args)
+        config = served_config(read_config(args.model_path), args)
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings
         if workload.tokens > limit:

@@ -1,11 +1,10 @@
 """Drafts of DeepSeek V3's own next layer: a plain layer's, whatever the mesh."""
 
-import numpy as np
 import pytest
 
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from tests.executor.step_driver import Driver
-from tests.executor.test_layer_drafts import DRAFTING, GREEDY, RANDOM, rows
+from tests.executor.draft_checks import GREEDY, RANDOM, check_drafts, check_same_tokens
+from tests.executor.test_layer_drafts import DRAFTING
 from tests.long import long
 from tests.models.latent_draft_reference import LatentDraftReference, write_drafting_checkpoint
 
@@ -38,31 +37,12 @@ def make(make_executor, latent_model):
 )
 def test_drafts_are_those_of_the_plain_layer(make, latent_model, settings):
     reference = LatentDraftReference(latent_model)
-    executor = make(**DRAFTING | settings)
-    driver = Driver(executor, rows(executor.sizes.dp_size), 3)
-    num_checked = 0
-    for _ in range(7):
-        plan, order = driver.plan(chunk=8)
-        driver._read([(plan, executor.launch(plan), order)])
-        table = np.asarray(executor._state.token_table)
-        for row in driver.rows:
-            if row.output:
-                known = row.prompt + row.output
-                line = table[row.rank * executor.sizes.num_rows + row.row]
-                drafts = line[len(known) : len(known) + 3]
-                assert drafts.tolist() == reference.drafts(known, 3)
-                num_checked += 1
-    assert num_checked > 15
+    assert check_drafts(make(**DRAFTING | settings), reference, 7) > 15
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, *long(RANDOM)], ids=["greedy", "random"])
 def test_drafts_change_no_token(make, sampling):
-    plain = Driver(make(), rows(1, sampling)).run(30, chunk=3)
-    drafting = Driver(make(**DRAFTING), rows(1, sampling), num_drafts=3)
-    for output, expected in zip(drafting.run(24, 3), plain, strict=True):
-        shared = min(len(output), len(expected))
-        assert shared > 10
-        assert output[:shared] == expected[:shared]
+    check_same_tokens(make(), make(**DRAFTING), sampling)
 
 
 def test_memory_of_the_draft_layer_is_one_more_layer(make):

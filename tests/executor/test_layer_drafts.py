@@ -1,14 +1,20 @@
 """Drafts of a model's own draft layer: a plain layer's, whatever the mesh; they change no token."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.executor.model_executor import ModelExecutor
+from tests.executor.draft_checks import (
+    GREEDY,
+    PROMPTS,
+    RANDOM,
+    check_drafts,
+    check_draws,
+    check_same_tokens,
+    rows,
+)
 from tests.executor.step_driver import Driver, Row
 from tests.long import long
 from tests.models.draft_reference import (
@@ -18,11 +24,7 @@ from tests.models.draft_reference import (
     write_checkpoint,
 )
 
-RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(0, 90, n).tolist() for n in (3, 21, 2, 10)]
 DRAFTING = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
-GREEDY = SamplingParams(temperature=0.0)
-RANDOM = SamplingParams(temperature=0.8, top_k=40, frequency_penalty=0.3)
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +46,6 @@ def make(make_executor):
     return make
 
 
-def rows(dp_size=1, sampling=GREEDY, prompts=PROMPTS):
-    return [
-        Row(i % dp_size, 1 + i // dp_size, list(p), sampling, seed=i + 7)
-        for i, p in enumerate(prompts)
-    ]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,22 +62,7 @@ def rows(dp_size=1, sampling=GREEDY, prompts=PROMPTS):
 )
 def test_drafts_are_those_of_the_plain_layer(make, random_model, settings):
     reference = DraftReference(random_weights())
-    executor = make(random_model, **DRAFTING | settings)
-    num_drafts = executor.sizes.max_draft_tokens
-    driver = Driver(executor, rows(executor.sizes.dp_size), num_drafts)
-    num_checked = 0
-    for _ in range(9):
-        plan, order = driver.plan(chunk=8)
-        driver._read([(plan, executor.launch(plan), order)])
-        table = np.asarray(executor._state.token_table)
-        for row in driver.rows:
-            if row.output:
-                known = row.prompt + row.output
-                line = table[row.rank * executor.sizes.num_rows + row.row]
-                drafts = line[len(known) : len(known) + num_drafts]
-                assert drafts.tolist() == reference.drafts(known, num_drafts)
-                num_checked += 1
-    assert num_checked > 20
+    assert check_drafts(make(random_model, **DRAFTING | settings), reference, 9) > 20
 
 
 @pytest.mark.parametrize(
@@ -98,14 +78,8 @@ def test_drafts_are_those_of_the_plain_layer(make, random_model, settings):
 )
 def test_drafts_change_no_token(make, random_model, case):
     sampling, settings, overlap = case
-    plain = Driver(make(random_model), rows(1, sampling)).run(30, chunk=3)
-    executor = make(random_model, **DRAFTING | settings)
-    drafting = Driver(executor, rows(executor.sizes.dp_size, sampling), num_drafts=3)
-    outputs = drafting.run(24, 3, overlap)
-    for output, expected in zip(outputs, plain, strict=True):
-        shared = min(len(output), len(expected))
-        assert shared > 12
-        assert output[:shared] == expected[:shared]
+    drafting = make(random_model, **DRAFTING | settings)
+    check_same_tokens(make(random_model), drafting, sampling, overlap=overlap)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
@@ -121,7 +95,7 @@ def test_drafts_of_the_models_own_distribution_are_all_accepted(make, markov_mod
 
 def test_a_row_at_the_end_of_its_context_drafts_what_fits(make, markov_model):
     executor = make(markov_model, **DRAFTING)
-    (row,) = rows(prompts=[RNG.integers(0, 90, 50).tolist()])
+    (row,) = rows(prompts=[np.random.default_rng(1).integers(0, 90, 50).tolist()])
     (output,) = Driver(executor, [row], num_drafts=3).run(12, overlap=False)
     plain = Driver(make(markov_model), [Row(0, 1, list(row.prompt), seed=7)])
     assert output == plain.run(6 + len(output))[0]
@@ -132,36 +106,14 @@ def test_a_row_at_the_end_of_its_context_drafts_what_fits(make, markov_model):
     "num_draws", [3_000, pytest.param(100_000, marks=pytest.mark.long)], ids=str
 )
 def test_draws_with_drafts_are_of_the_models_distribution(make, tmp_path, num_draws):
-    """Of all tokens that follow the same token, each has its share; of the drafts some are right
-    and some are wrong."""
-    vocab_size, temperature = 12, 0.8
+    """Some drafts are right, and some are wrong."""
+    vocab_size = 12
     weights = markov_weights(vocab_size=vocab_size)
     rng = np.random.default_rng(1)
     weights["mtp.fc.weight"] += rng.normal(0, 0.1, weights["mtp.fc.weight"].shape)
-    folder = write_checkpoint(tmp_path, weights, eos_token_id=0)
-    executor = make(folder, **DRAFTING)
-    logits = DraftReference(weights).logits(np.arange(vocab_size)) / temperature
-    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    shares /= shares.sum(axis=-1, keepdims=True)
-    sampling = SamplingParams(temperature=temperature)
-    counts, steps, seed = np.zeros((vocab_size, vocab_size)), Counter(), 0
-    while counts.sum() < num_draws:
-        executor.reset()
-        started = [Row(0, 1 + i, [i], sampling, seed + i) for i in range(4)]
-        seed += 4
-        driver = Driver(executor, started, num_drafts=3)
-        for output in driver.run(12):
-            np.add.at(counts, (output[:-1], output[1:]), 1)
-            steps["tokens"] += len(output)
-            steps["decode"] += 11
-    assert 1.1 < steps["tokens"] / steps["decode"] < 3.5
-    expected = counts.sum(axis=-1, keepdims=True) * shares
-    is_large = expected > 5
-    statistic = np.sum((counts - expected)[is_large] ** 2 / expected[is_large])
-    degrees = is_large.sum() - is_large.any(axis=-1).sum()
-    # The normal approximation of Wilson and Hilferty: 4 standard deviations.
-    spread = np.sqrt(2 / (9 * degrees))
-    assert (statistic / degrees) ** (1 / 3) < 1 - spread**2 + 4 * spread
+    executor = make(write_checkpoint(tmp_path, weights, eos_token_id=0), **DRAFTING)
+    logits = DraftReference(weights).logits(np.arange(vocab_size))
+    assert 1.1 < check_draws(executor, logits, 0.8, num_draws) < 3.5
 
 
 def test_memory_of_the_draft_layer_is_one_more_layer(make, random_model):

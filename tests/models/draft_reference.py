@@ -79,6 +79,20 @@ def write_checkpoint(folder: Path, weights, **changes):
     return folder
 
 
+def attended(q, k, v, positions, cache):
+    """Causal attention [n, heads, dim]; `cache` gets the key and the value of each position."""
+    found, (_, num_heads, dim), num_kv_heads = np.zeros(q.shape), q.shape, k.shape[1]
+    for i, position in enumerate(positions):
+        cache[position] = k[i], v[i]
+        keys, values = (np.array([cache[p][j] for p in range(position + 1)]) for j in (0, 1))
+        for head in range(num_heads):
+            group = head // (num_heads // num_kv_heads)
+            scores = keys[:, group] @ q[i, head] / np.sqrt(dim)
+            shares = np.exp(scores - scores.max())
+            found[i, head] = shares @ values[:, group] / shares.sum()
+    return found
+
+
 class DraftReference:
     """The model of `weights` over one row, without a cache."""
 
@@ -109,15 +123,7 @@ class DraftReference:
         k, v = (self.project(f"{own}.{p}_proj", h).reshape(len(x), KV_HEADS, DIM) for p in "kv")
         q = self.rotated(self.norm(f"{own}.q_norm", q), positions)
         k = self.rotated(self.norm(f"{own}.k_norm", k), positions)
-        found = np.zeros((len(x), HEADS, DIM))
-        for i, position in enumerate(positions):
-            cache[position] = k[i], v[i]
-            keys, values = (np.array([cache[p][j] for p in range(position + 1)]) for j in (0, 1))
-            for head in range(HEADS):
-                group = head // (HEADS // KV_HEADS)
-                scores = keys[:, group] @ q[i, head] / np.sqrt(DIM)
-                shares = np.exp(scores - scores.max())
-                found[i, head] = shares @ values[:, group] / shares.sum()
+        found = attended(q, k, v, positions, cache)
         found = found / (1 + np.exp(-gate))
         x = x + self.project(f"{own}.o_proj", found.reshape(len(x), -1))
         h = self.norm(f"{name}.post_attention_layernorm", x)

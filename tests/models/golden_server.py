@@ -183,7 +183,7 @@ class Server:
         state_batch = None
         if states is not None:
             state_batch = StateBatch.build(*slots[0], kept[0], *rows, tokens.shape[1])
-        hidden, pools, states, _ = model(tokens[0], batches, pools, state_batch, states)
+        hidden, pools, states, *_ = model(tokens[0], batches, pools, state_batch, states)
         logits = join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])
         return logits[None], pools, states
 

@@ -21,6 +21,7 @@ _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
     "gptq": InputsFirstReader,
     "mxfp4": Mxfp4Reader,
 }
+_INTEGERS = frozenset({"I64", "I32"})
 # Tensors beside a quantized matrix that may lie in files, though no part is made from them. The
 # groups of inputs are stored even where they are neighbours.
 _SPARE: Mapping[Packing, frozenset[str]] = {
@@ -38,11 +39,16 @@ class QuantizedTensors:
         self._config = config
         self._readers: dict[Rule, Reader] = {}
 
-    def expected(self, name: str, shape: Shape) -> Mapping[str, Expected]:
-        """The tensors in files that `name`, of shape `shape`, is made from."""
+    def expected(
+        self, name: str, shape: Shape, *, is_integer: bool = False
+    ) -> Mapping[str, Expected]:
+        """The tensors in files that `name`, of shape `shape`, is made from.
+
+        `is_integer`: a parameter of integers, unless it is part of a matrix.
+        """
         weight, part = MatrixPart.parse(name)
         if part is None:
-            return {name: Expected((shape,), FLOATS)}
+            return {name: Expected((shape,), _INTEGERS if is_integer else FLOATS)}
         return self._reader(weight).tensors(weight, part, shape)
 
     def read(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:

@@ -24,7 +24,11 @@ class SplitLogits(NamedTuple):
     """Logits of n rows, inside `jax.shard_map`."""
 
     columns: jax.Array  # float32[n, columns of this chip]; those past the vocabulary are padding
-    vocab_size: int
+    vocab_size: int  # columns of all chips, without padding
+    # int32[vocab_size] the token of each column, ascending, of `num_tokens` of them; None: columns
+    # are tokens.
+    token_ids: jax.Array | None = None
+    num_tokens: int = 0
 
     def allowed(self, masks: jax.Array) -> "SplitLogits":
         """The same, -inf for tokens that are not allowed.
@@ -53,15 +57,23 @@ class SplitLogits(NamedTuple):
             columns = jnp.where(first + jnp.arange(width) < self.vocab_size, columns, -jnp.inf)
         ids = jnp.minimum(first + first_argmax(columns), self.vocab_size - 1)
         if lax.axis_size(TENSOR_AXIS) == 1:
-            return ids
+            return self._tokens_of(ids)
         # One exchange of both: an integer array holds the values' bits.
         largest = lax.bitcast_convert_type(jnp.max(columns, axis=-1), jnp.int32)
         pairs = concatenate_over(TENSOR_AXIS, jnp.stack([largest, ids])[None])
         values = lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
         # Chips are in the order of their ids, so of equal values the lowest id wins.
         chip = first_argmax(values.T)
-        return jnp.take_along_axis(pairs[:, 1], chip[None], axis=0)[0]
+        return self._tokens_of(jnp.take_along_axis(pairs[:, 1], chip[None], axis=0)[0])
 
     def whole_rows(self) -> jax.Array:
-        """This chip's share of the rows, float32[ceil(n / chips), vocab_size], as `own_share`."""
-        return split_rows_over_tensor(pad_to_shares(self.columns))[:, : self.vocab_size]
+        """This chip's share of the rows, float32[ceil(n / chips), tokens], as `own_share`; -inf for
+        tokens without a column."""
+        rows = split_rows_over_tensor(pad_to_shares(self.columns))[:, : self.vocab_size]
+        if self.token_ids is None:
+            return rows
+        all_tokens = jnp.full((rows.shape[0], self.num_tokens), -jnp.inf, rows.dtype)
+        return all_tokens.at[:, self.token_ids].set(rows, mode="drop")
+
+    def _tokens_of(self, columns: jax.Array) -> jax.Array:
+        return columns if self.token_ids is None else self.token_ids[columns]

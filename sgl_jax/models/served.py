@@ -1,0 +1,18 @@
+"""The model as an engine of some settings runs it."""
+
+from pathlib import Path
+
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.eagle3_config import with_eagle3_head
+
+
+def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
+    """`config` quantized at load, and with a layer that drafts, if `args` have them.
+
+    Raises ModelConfigError if it cannot be quantized so, or has no such layer.
+    """
+    config = config.quantized(args.quantization)
+    if args.speculative_draft_model_path is not None:
+        return with_eagle3_head(config, Path(args.speculative_draft_model_path))
+    return config.drafting() if args.has_draft_layer else config
