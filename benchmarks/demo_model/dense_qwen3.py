@@ -5,6 +5,7 @@ parameters are one flat dictionary under the names that Hugging Face transformer
 exporting is only writing the file.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,35 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     causal = jnp.tril(jnp.ones((length, length), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
+    return out.reshape(batch, length, -1)
+
+
+def attend_passes(
+    q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array]
+) -> jax.Array:
+    """Attention of the last pass's scaled q [B, T, H, D]: [B, T, H * D].
+
+    A query at t sees the first pass's keys up to t - n, where n passes came before its own, and
+    the key of each later pass at the position after: [B, T, KV, D] of each pass.
+    """
+    batch, length, kv_heads, dim = keys[0].shape
+    q = q.reshape(batch, length, kv_heads, -1, dim)
+    num_before = len(keys) - 1
+    seen = jnp.tril(jnp.ones((length, length), bool), -num_before)
+    scores = [jnp.where(seen, jnp.einsum("btkgd,bskd->bkgts", q, keys[0]), -1e30)]
+
+    def at_its_place(x: jax.Array, number: int) -> jax.Array:
+        return jnp.roll(x, num_before - number, axis=1)
+
+    later = range(1, len(keys))
+    for number in later:
+        own = jnp.einsum("btkgd,btkd->bkgt", q, at_its_place(keys[number], number))
+        scores.append(own[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :length], values[0])
+    for number in later:
+        share = weights[..., length + number - 1]
+        out += jnp.einsum("bkgt,btkd->btkgd", share, at_its_place(values[number], number))
     return out.reshape(batch, length, -1)
 
 
@@ -96,16 +126,26 @@ class DenseQwen3(NamedTuple):
 
     def forward(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
+        return self.logits(params, self.states(params, tokens, positions)[-1])
+
+    def logits(self, params: Params, state: jax.Array) -> jax.Array:
+        """Logits [B, T, vocab] of the last of `states`."""
+        normal = rms_norm(state, params["model.norm.weight"], self.rms_norm_eps)
+        return normal @ params["model.embed_tokens.weight"].T
+
+    def states(self, params: Params, tokens: jax.Array, positions: jax.Array) -> list[jax.Array]:
+        """The hidden states [B, T, hidden] before each layer, and after the last one."""
         eps = self.rms_norm_eps
-        embedding = params["model.embed_tokens.weight"]
-        x = embedding[tokens]
+        x = params["model.embed_tokens.weight"][tokens]
+        states = [x]
         for i in range(self.num_hidden_layers):
             layer = f"model.layers.{i}"
             h = rms_norm(x, params[f"{layer}.input_layernorm.weight"], eps)
             x = x + self._attention(params, f"{layer}.self_attn", h, positions)
             h = rms_norm(x, params[f"{layer}.post_attention_layernorm.weight"], eps)
             x = x + gated_mlp(params, f"{layer}.mlp", h)
-        return rms_norm(x, params["model.norm.weight"], eps) @ embedding.T
+            states.append(x)
+        return states
 
     def describe(self) -> dict[str, Any]:
         """The model's config.json."""

@@ -5,14 +5,20 @@ that Hugging Face transformers gives them. The delta rule runs in chunks (arXiv 
 its recurrence would be one small product a token.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 
-from benchmarks.demo_model.dense_qwen3 import Params, attend, gated_mlp, rms_norm, rotate
+from benchmarks.demo_model.dense_qwen3 import (
+    Params,
+    attend,
+    attend_passes,
+    gated_mlp,
+    rms_norm,
+    rotate,
+)
 
 CHUNK = 64  # tokens
 
@@ -34,6 +40,11 @@ class HybridQwen35(NamedTuple):
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 8192
+
+    @property
+    def token_ids(self) -> range:
+        """The tokens of the columns of its logits, and of its draft layer's."""
+        return range(self.vocab_size)
 
     @property
     def layer_types(self) -> list[str]:
@@ -134,7 +145,14 @@ class HybridQwen35(NamedTuple):
             x = x + gated_mlp(params, f"{layer}.mlp", h)
         return self._norm(params, "model.norm", x)
 
-    def draft_hidden_states(
+    def model_outputs(
+        self, params: Params, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The states that `draft_logits` starts from, and the model's logits."""
+        hidden = self.hidden_states(params, tokens, positions)
+        return hidden, self.logits(params, hidden)
+
+    def draft_logits(
         self,
         params: Params,
         hidden: jax.Array,
@@ -142,7 +160,7 @@ class HybridQwen35(NamedTuple):
         positions: jax.Array,
         num_passes: int,
     ) -> list[jax.Array]:
-        """The draft layer's results of each pass, [B, T, hidden]; those at t are of the token at
+        """The draft layer's logits of each pass, [B, T, vocab]; those at t are of the token at
         t + 2.
 
         The first pass reads the model's `hidden` at t. Each further one reads the result of the
@@ -170,8 +188,9 @@ class HybridQwen35(NamedTuple):
             x = x + attend_passes(q, keys, values) * gate @ params[f"{name}.o_proj.weight"].T
             h = self._norm(params, f"{layer}.post_attention_layernorm", x)
             x = x + gated_mlp(params, f"{layer}.mlp", h)
-            results.append(self._norm(params, "mtp.norm", x))
-            hidden = jnp.roll(results[-1], 1, axis=1)
+            x = self._norm(params, "mtp.norm", x)
+            results.append(self.logits(params, x))
+            hidden = jnp.roll(x, 1, axis=1)
         return results
 
     def describe(self) -> dict[str, Any]:
@@ -266,35 +285,6 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         return jnp.zeros(shape)
     scale = 0.02 if "embed" in name else shape[-1] ** -0.5
     return scale * jax.random.normal(key, shape)
-
-
-def attend_passes(
-    q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array]
-) -> jax.Array:
-    """Attention of the last pass's scaled q [B, T, H, D]: [B, T, H * D].
-
-    A query at t sees the first pass's keys up to t - n, where n passes came before its own, and
-    the key of each later pass at the position after: [B, T, KV, D] of each pass.
-    """
-    batch, length, kv_heads, dim = keys[0].shape
-    q = q.reshape(batch, length, kv_heads, -1, dim)
-    num_before = len(keys) - 1
-    seen = jnp.tril(jnp.ones((length, length), bool), -num_before)
-    scores = [jnp.where(seen, jnp.einsum("btkgd,bskd->bkgts", q, keys[0]), -1e30)]
-
-    def at_its_place(x: jax.Array, number: int) -> jax.Array:
-        return jnp.roll(x, num_before - number, axis=1)
-
-    later = range(1, len(keys))
-    for number in later:
-        own = jnp.einsum("btkgd,btkd->bkgt", q, at_its_place(keys[number], number))
-        scores.append(own[..., None])
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :length], values[0])
-    for number in later:
-        share = weights[..., length + number - 1]
-        out += jnp.einsum("bkgt,btkd->btkgd", share, at_its_place(values[number], number))
-    return out.reshape(batch, length, -1)
 
 
 def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
     python -m benchmarks.demo_model.speculation --num-questions 40
     python -m benchmarks.demo_model.speculation --model-path models/demo_hybrid \\
         --speculative-algorithm MTP --num-draft-tokens 3
+    python -m benchmarks.demo_model.speculation --speculative-algorithm EAGLE3 \\
+        --speculative-draft-model-path models/demo_eagle3
 
 Runs a demonstration model's questions twice, with and without drafts, one at a time and
 each step's result read before the next, so that every decode step serves one request. A first run
@@ -84,6 +86,7 @@ def compare(
     seed: int = 0,
     algorithm: str = "NGRAM",
     num_draft_tokens: int = 4,
+    draft_model_path: str | None = None,
     **settings: Any,
 ) -> list[Comparison]:
     """Run `num_questions` of each task with and without drafts.
@@ -92,7 +95,11 @@ def compare(
         settings: of both engines, beside how steps overlap; by default of the dense model.
     """
     settings = {"model_path": str(DEMO_MODEL)} | settings
-    drafts = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": num_draft_tokens}
+    drafts = {
+        "speculative_algorithm": algorithm,
+        "speculative_num_draft_tokens": num_draft_tokens,
+        "speculative_draft_model_path": draft_model_path,
+    }
     plain = _run_all(num_questions, seed, settings)
     drafting = _run_all(num_questions, seed, settings | drafts)
     return [Comparison(task, plain[task], drafting[task]) for task in TASKS]
@@ -151,7 +158,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-questions", type=int, default=25, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     parser.add_argument("--model-path", default=str(DEMO_MODEL), help="a demonstration model's")
-    parser.add_argument("--speculative-algorithm", default="NGRAM", help="NGRAM or MTP")
+    parser.add_argument("--speculative-algorithm", default="NGRAM", help="NGRAM, MTP or EAGLE3")
+    parser.add_argument("--speculative-draft-model-path", help="of EAGLE3")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="per step")
     parser.add_argument("--min-ratio", type=float, default=1.5, help="over all tasks")
     args = parser.parse_args(argv)
@@ -168,6 +176,7 @@ def main() -> None:
         seed=args.seed,
         algorithm=args.speculative_algorithm,
         num_draft_tokens=args.num_draft_tokens,
+        draft_model_path=args.speculative_draft_model_path,
         model_path=args.model_path,
     )
     overall = together(comparisons)

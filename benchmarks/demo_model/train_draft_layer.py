@@ -1,8 +1,10 @@
-"""Train the draft layer of the hybrid demonstration model on a CPU, in about a quarter of an hour.
+"""Train a layer that drafts for a demonstration model on a CPU, in about a quarter of an hour.
 
-    python -m benchmarks.demo_model.train_draft_layer
+    python -m benchmarks.demo_model.train_draft_layer --model hybrid
+    python -m benchmarks.demo_model.train_draft_layer --model dense
 
-The model stays as it is: the layer (`mtp.` in its file) learns the model's own distribution of the
+The hybrid gets a draft layer of its own (`mtp.` in its file), the dense model an EAGLE-3 head in a
+folder beside it. The model stays as it is: the layer learns the model's own distribution of the
 token after the next one, on the dialogues that trained the model, and from its own results the
 distributions of further ones. Needs the extra ``train`` (optax).
 """
@@ -13,6 +15,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +25,11 @@ import optax
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model.dense_qwen3 import Params
+from benchmarks.demo_model.dense_qwen3 import DenseQwen3, Params
+from benchmarks.demo_model.eagle3_head import Eagle3Head
 from benchmarks.demo_model.hybrid_qwen3_5 import HybridQwen35
 from benchmarks.demo_model.tasks import DEFAULT_MIX
-from benchmarks.demo_model.train import Batch, make_optimizer, read_params, training_batch
+from benchmarks.demo_model.train import MODELS, Batch, make_optimizer, read_params, training_batch
 
 logger = logging.getLogger("benchmarks.demo_model")
 
@@ -33,37 +37,41 @@ logger = logging.getLogger("benchmarks.demo_model")
 # its batches that suffices here.
 _PROGRESS, _PART = 0.4, 2
 _NUM_PASSES = 3  # drafts whose distributions are learned; a server may draft more
+_NUM_DRAFTED, _COUNTED_BATCHES = 512, 100  # tokens that the head drafts: the most frequent ones
+HEAD_FOLDER = Path("models/demo_eagle3")
+
+Drafting = HybridQwen35 | Eagle3Head
 
 
 def draft_loss(
-    draft_params: Params, params: Params, batch: Batch, config: HybridQwen35
+    draft_params: Params, params: Params, batch: Batch, drafting: Drafting
 ) -> tuple[jax.Array, jax.Array]:
     """Mean cross entropy of all passes against the model's distributions, and each pass's share of
     most likely tokens that are the model's, [passes]."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
-    hidden = jax.lax.stop_gradient(config.hidden_states(params, tokens, positions))
-    wanted = config.logits(params, hidden)[:, 1:-1]
+    start, model_logits = jax.lax.stop_gradient(drafting.model_outputs(params, tokens, positions))
+    columns = jnp.asarray(drafting.token_ids)
+    wanted = model_logits[:, 1:-1, columns]
+    best = jnp.argmax(model_logits[:, 1:-1], axis=-1)
     weights = jnp.asarray(batch.weights)[:, 2:]
     losses, shares = [], []
-    passes = config.draft_hidden_states(
-        params | draft_params, hidden, tokens, positions, _NUM_PASSES
-    )
+    passes = drafting.draft_logits(params | draft_params, start, tokens, positions, _NUM_PASSES)
     for number, result in enumerate(passes):
-        logits = config.logits(params, result)[:, :-2]
+        logits = result[:, :-2]
         own = weights.at[:, :number].set(0.0)  # these read results from before the first token
+        is_equal = columns[jnp.argmax(logits, axis=-1)] == best
+        shares.append(jnp.sum(own * is_equal) / jnp.sum(own))
+        own *= jnp.isin(best, columns)  # no column is right elsewhere
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(wanted))
         losses.append(jnp.sum(own * loss) / jnp.sum(own))
-        is_equal = jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)
-        shares.append(jnp.sum(own * is_equal) / jnp.sum(own))
     return jnp.mean(jnp.stack(losses)), jnp.stack(shares)
 
 
-def train(folder: Path, steps: int, seed: int) -> None:
-    """Train the draft layer of the model in `folder`, and write it to the model's file."""
-    config = HybridQwen35()
+def train(drafting: Drafting, folder: Path, steps: int, seed: int) -> tuple[Params, dict[str, Any]]:
+    """Train the layer for the model in `folder`; its weights, and a record of the run."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     params = read_params(folder)
-    draft_params = config.init_draft_params(jax.random.key(seed))
+    draft_params = drafting.init_draft_params(jax.random.key(seed))
     optimizer = make_optimizer(draft_params, steps)
     opt_state = optimizer.init(draft_params)
 
@@ -71,7 +79,7 @@ def train(folder: Path, steps: int, seed: int) -> None:
     def update(
         draft_params: Params, opt_state: optax.OptState, batch: Batch
     ) -> tuple[Params, optax.OptState, jax.Array]:
-        grads, shares = jax.grad(draft_loss, has_aux=True)(draft_params, params, batch, config)
+        grads, shares = jax.grad(draft_loss, has_aux=True)(draft_params, params, batch, drafting)
         updates, opt_state = optimizer.update(grads, opt_state, draft_params)
         return optax.apply_updates(draft_params, updates), opt_state, shares
 
@@ -85,29 +93,65 @@ def train(folder: Path, steps: int, seed: int) -> None:
             equal = np.mean(recent[-50:], axis=0).round(3).tolist()
             seconds = round(time.monotonic() - started)
             logger.info("step %d equal %s seconds %d", step, equal, seconds)
-    stored = load_file(folder / "model.safetensors")
-    stored |= {
-        name: np.asarray(leaf).astype(ml_dtypes.bfloat16) for name, leaf in draft_params.items()
+    return draft_params, {"seed": seed, "steps": steps, "seconds": seconds, "equal": equal}
+
+
+def frequent_tokens(folder: Path, seed: int) -> tuple[int, ...]:
+    """The tokens that the dialogues' answers have most often, ascending."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    counts = np.zeros(tokenizer.get_vocab_size())
+    for step in range(_COUNTED_BATCHES):
+        batch = training_batch(tokenizer, seed, step, _PROGRESS, dict(DEFAULT_MIX))
+        np.add.at(counts, batch.tokens, batch.weights)
+    return tuple(sorted(np.argsort(-counts, kind="stable")[:_NUM_DRAFTED].tolist()))
+
+
+def write_draft_layer(folder: Path, draft_params: Params, record: dict[str, Any]) -> None:
+    """Add the layer to the model in `folder`."""
+    stored = load_file(folder / "model.safetensors") | _as_stored(draft_params)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    _change_json(folder / "training.json", {"draft_layer": record}, indent=1)
+    _change_json(folder / "config.json", {"mtp_num_hidden_layers": 1}, indent=2)
+
+
+def write_head(
+    folder: Path, head: Eagle3Head, draft_params: Params, record: dict[str, Any]
+) -> None:
+    """Write the checkpoint of a head; files of its names are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = np.array(head.token_ids)
+    stored = _as_stored(draft_params) | {
+        "d2t": tokens - np.arange(len(tokens)),
+        "t2d": np.isin(np.arange(head.model.vocab_size), tokens),
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "training.json"
-    own = {"seed": seed, "steps": steps, "seconds": seconds, "equal": equal}
-    record = json.loads(path.read_text()) | {"draft_layer": own}
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    path = folder / "config.json"
-    described = json.loads(path.read_text()) | {"mtp_num_hidden_layers": 1}
-    path.write_text(json.dumps(described, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(head.describe(), indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _as_stored(params: Params) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf).astype(ml_dtypes.bfloat16) for name, leaf in params.items()}
+
+
+def _change_json(path: Path, changes: dict[str, Any], *, indent: int) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(content, indent=indent) + "\n")
 
 
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/demo_hybrid"))
+    parser.add_argument("--model", choices=sorted(MODELS), default="hybrid")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    train(args.model, args.steps, args.seed)
+    config, folder = MODELS[args.model]
+    if isinstance(config, DenseQwen3):
+        head = Eagle3Head(config, frequent_tokens(folder, args.seed))
+        write_head(HEAD_FOLDER, head, *train(head, folder, args.steps, args.seed))
+    else:
+        write_draft_layer(folder, *train(config, folder, args.steps, args.seed))
 
 
 if __name__ == "__main__":

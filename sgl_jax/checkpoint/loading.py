@@ -12,14 +12,14 @@ import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.checkpoint.hf_loading import load_safetensors
+from sgl_jax.checkpoint.hf_loading import Declared, load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales, stored_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.models.eagle3 import SPARE_TENSORS
+from sgl_jax.models.eagle3 import is_spare_of_head
 from sgl_jax.models.placement import PlacedModel
 
 _DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: int4 has few above 7
@@ -74,11 +74,10 @@ def load_params(
     if config.eagle3 is not None and load_format != "dummy":
         assert draft_model_path is not None
         of_head = {path: sourced.pop(path) for path in list(sourced) if path[0] == "draft_layer"}
-        head_params = load_safetensors(
-            *(Path(draft_model_path), of_head, SPARE_TENSORS.__contains__, progress),
+        head_params = _load_head(
+            *(Path(draft_model_path), of_head, config.vocab_size, progress),
             check_all=check_all_weights,
         )
-        _check_draft_tokens(head_params, config.vocab_size)
     if load_format == "dummy":
         params = _dummy_params(placed.declared, config.initializer_range, seed, progress)
     elif load_format == "orbax":
@@ -109,16 +108,21 @@ def detect_format(folder: Path) -> str:
     )
 
 
-def _check_draft_tokens(head: Mapping[ParamPath, jax.Array], vocab_size: int) -> None:
-    """Raise CheckpointError if columns of an EAGLE-3 head are for tokens that do not exist."""
-    offsets = head.get(("draft_layer", "offsets"))
-    if offsets is None:
-        return
-    tokens = np.asarray(offsets) + np.arange(len(offsets))
-    if not (tokens[0] >= 0 and (np.diff(tokens) > 0).all() and tokens[-1] < vocab_size):
-        raise CheckpointError(
-            f"d2t plus the number of each column must be ascending tokens in [0, {vocab_size})"
-        )
+def _load_head(
+    folder: Path, declared: Declared, vocab_size: int, progress: Progress, *, check_all: bool
+) -> dict[ParamPath, jax.Array]:
+    """The parameters of an EAGLE-3 head. Raises CheckpointError, also if columns of its logits are
+    for tokens that do not exist."""
+    params = load_safetensors(folder, declared, is_spare_of_head, progress, check_all=check_all)
+    offsets = params.get(("draft_layer", "offsets"))
+    if offsets is not None:
+        tokens = np.asarray(offsets) + np.arange(len(offsets))
+        if not (tokens[0] >= 0 and (np.diff(tokens) > 0).all() and tokens[-1] < vocab_size):
+            raise CheckpointError(
+                f"d2t in {str(folder)!r}, plus the number of each column, must be ascending tokens "
+                f"in [0, {vocab_size})"
+            )
+    return params
 
 
 def _dummy_params(

@@ -370,7 +370,8 @@ class ServerArgs(SchedulerArgs):
                 "--enable-hierarchical-cache needs the prefix cache: no --disable-radix-cache"
             )
         self._check_storage()
-        if (self.speculative_algorithm == "EAGLE3") != bool(self.speculative_draft_model_path):
+        is_eagle3 = self.speculative_algorithm == "EAGLE3"
+        if is_eagle3 != bool(self.speculative_draft_model_path):
             raise ValueError(
                 "--speculative-algorithm EAGLE3 and --speculative-draft-model-path need each other"
             )

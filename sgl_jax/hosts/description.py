@@ -16,8 +16,9 @@ _COMPILER_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENA
 # Settings that may differ: places of files, HTTP, logs, and all that host 0 alone uses.
 _OWN_SETTINGS = frozenset(
     "node_rank dist_init_addr host_key host_key_file dist_timeout model_path tokenizer_path "
-    "served_model_name chat_template host port api_key api_key_file admin_api_key "
-    "admin_api_key_file cors_allow_origins max_connections max_body_bytes receive_timeout "
+    "speculative_draft_model_path served_model_name chat_template host port api_key "
+    "api_key_file admin_api_key admin_api_key_file cors_allow_origins "
+    "max_connections max_body_bytes receive_timeout "
     "keep_alive_timeout log_level log_format log_requests disable_access_log record_events "
     "memory_dump_dir kv_events_config kv_cache_scales enable_trace otlp_traces_endpoint "
     "compilation_cache_dir".split()
@@ -38,10 +39,12 @@ def describe_host(args: ServerArgs) -> dict[str, str]:
     for field in dataclasses.fields(args):
         if field.name not in _OWN_SETTINGS:
             facts[flag(field.name)] = str(getattr(args, field.name))
-    folder = Path(args.model_path)
-    facts["config.json"] = _digest(folder / "config.json")
-    if args.load_format != "dummy":
-        facts["weights"] = _weights_digest(folder)
+    folders = {"": args.model_path, " of the draft model": args.speculative_draft_model_path}
+    for suffix, folder in folders.items():
+        if folder:
+            facts[f"config.json{suffix}"] = _digest(Path(folder) / "config.json")
+            if args.load_format != "dummy":
+                facts[f"weights{suffix}"] = _weights_digest(Path(folder))
     return facts
 
 

@@ -255,8 +255,8 @@ class Eagle3Head:
     """A layer of a checkpoint of its own that drafts for a model, see `Eagle3Layer`."""
 
     config: ModelConfig  # of one layer
-    draft_vocab_size: int  # tokens that it can draft
-    captured: tuple[int, ...]  # layers of the model whose inputs it reads; their number: the output
+    draft_vocab_size: int | None  # tokens that it can draft; None: it has the model's head
+    captured: tuple[int, ...]  # layers of the model whose inputs it reads, ascending
 
 
 def read_json(path: Path) -> dict[str, Any]:

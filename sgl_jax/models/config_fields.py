@@ -59,6 +59,14 @@ def switch(raw: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     return value
 
 
+def object_field(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of the field's object; an empty one if the field is absent."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ModelConfigError(f"{name} must be an object, got {value!r}")
+    return dict(value or {})
+
+
 def is_int(value: Any) -> bool:
     """True for whole numbers, and not for true and false, which Python counts as such."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -190,8 +189,13 @@ class CausalLM(nnx.Module):
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
         self.draft_layer = draft_layer
-        # The layers whose inputs the draft layer reads, each once.
-        self.captured_layers = tuple(sorted(set(draft_layer.captured))) if draft_layer else ()
+        captured = tuple(draft_layer.captured) if draft_layer else ()
+        self.num_captured = len(captured)
+        # Each layer's slot among `_Carry.captured`.
+        self.capture_slots = tuple(
+            captured.index(layer) if layer in captured else len(captured)
+            for layer in range(config.num_layers)
+        )
 
     def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
         own = self.architecture
@@ -234,8 +238,8 @@ class CausalLM(nnx.Module):
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
         captured = None
-        if self.captured_layers:
-            captured = jnp.zeros((len(self.captured_layers) + 1, *hidden.shape), hidden.dtype)
+        if self.num_captured:
+            captured = jnp.zeros((self.num_captured + 1, *hidden.shape), hidden.dtype)
         carry = _Carry(terms, memories, captured)
         for stretch in self.stretches:
             carry, own = self._run(stretch, carry, is_token, keys, reads)
@@ -243,29 +247,26 @@ class CausalLM(nnx.Module):
         hidden = self.norm(self._whole(reduce(jnp.add, carry.terms)))
         states = carry.memories[-1] if is_recurrent else None
         kv_pools = carry.memories[: len(kv_pools)]
-        draft_hidden = self._draft_hidden(hidden, carry)
+        draft_hidden = self._draft_hidden(hidden, carry.captured)
         return ModelOutput(hidden, kv_pools, states, join_counts(counts), draft_hidden)
 
     def _whole(self, hidden: jax.Array) -> jax.Array:
         return concatenate_over(TENSOR_AXIS, hidden, axis=1) if self.has_columns else hidden
 
-    def _capture(self, captured: jax.Array | None, hidden: jax.Array, layer: jax.Array) -> Any:
+    def _capture(
+        self, captured: jax.Array | None, hidden: jax.Array, layer: jax.Array
+    ) -> jax.Array | None:
         """`captured` with the hidden states before `layer`, int32 []."""
         if captured is None:
             return None
-        slots = np.full(self.config.num_layers + 1, len(self.captured_layers), np.int32)
-        slots[list(self.captured_layers)] = range(len(self.captured_layers))
-        return lax.dynamic_update_index_in_dim(captured, hidden, jnp.asarray(slots)[layer], 0)
+        slot = jnp.array(self.capture_slots, jnp.int32)[layer]
+        updated: jax.Array = lax.dynamic_update_index_in_dim(captured, hidden, slot, 0)
+        return updated
 
-    def _draft_hidden(self, hidden: jax.Array, carry: _Carry) -> jax.Array | None:
+    def _draft_hidden(self, hidden: jax.Array, captured: jax.Array | None) -> jax.Array | None:
         if self.draft_layer is None:
             return None
-        last = jnp.int32(self.config.num_layers)
-        captured = self._capture(carry.captured, reduce(jnp.add, carry.terms), last)
-        own = [
-            self._whole(captured[self.captured_layers.index(layer)])
-            for layer in self.draft_layer.captured
-        ]
+        own = [] if captured is None else [self._whole(one) for one in captured[:-1]]
         return self.draft_layer.first_hidden(hidden, own)
 
     def draft(
@@ -394,8 +395,7 @@ class CausalLM(nnx.Module):
     def draft_logits(self, hidden: jax.Array) -> SplitLogits:
         """`logits` of the draft layer's hidden states."""
         assert self.draft_layer is not None
-        own = self.draft_layer.logits(hidden)
-        return self.logits(hidden) if own is None else own
+        return self.draft_layer.logits(hidden, self.logits)
 
     def is_spare(self, tensor: str) -> bool:
         """True for tensors that a checkpoint may hold although no parameter needs them."""

@@ -2,7 +2,7 @@
 after the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and head are the model's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
@@ -60,8 +61,8 @@ class DraftLayer(nnx.Module):
         out, added, kv_pool, _ = layer(joined, is_token, None, reads, kv_pool, number)
         return self.norm(out + added), kv_pool
 
-    def logits(self, _hidden: jax.Array) -> None:
-        return None
+    def logits(self, hidden: jax.Array, head: Callable[[jax.Array], SplitLogits]) -> SplitLogits:
+        return head(hidden)
 
 
 def the_only_layer(stacked: DecoderLayer) -> DecoderLayer:

@@ -1,6 +1,6 @@
 """The protocol of layers that draft the tokens after a step's, by the model's hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -17,8 +17,7 @@ class Drafter(Protocol):
 
     @property
     def captured(self) -> Sequence[int]:
-        """The layers of the model whose inputs `first_hidden` gets; the number of layers stands
-        for the output of the last one."""
+        """The layers of the model whose inputs `first_hidden` gets, ascending."""
         ...
 
     def first_hidden(self, hidden: jax.Array, captured: Sequence[jax.Array]) -> jax.Array:
@@ -54,6 +53,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def logits(self, hidden: jax.Array) -> SplitLogits | None:
-        """hidden [n, hidden_size] of this layer -> logits; None: the model's head gives them."""
+    def logits(self, hidden: jax.Array, head: Callable[[jax.Array], SplitLogits]) -> SplitLogits:
+        """hidden [n, hidden_size] of this layer -> logits; `head` is the model's."""
         ...

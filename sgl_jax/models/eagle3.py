@@ -4,7 +4,7 @@ It starts from the hidden states before three of the model's layers, and its hea
 frequent tokens of the model's vocabulary alone. The model embeds tokens for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,12 @@ from sgl_jax.models.config import Eagle3Head, ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.draft_layer import draft_options, stack_draft_layer, the_only_layer
-from sgl_jax.models.llama import llama_layer, norm
+from sgl_jax.models.llama import llama_layer, norm, require_divisible
 
 _LAYER = "midlayer."
-# Tensors of a head's checkpoint that no parameter needs: the inverse of d2t, and a copy of the
-# model's embedding.
-SPARE_TENSORS = ("t2d", "embed_tokens.weight")
+# Tensors that a checkpoint may hold although no parameter needs them: which tokens are drafted, and
+# a copy of the model's embedding.
+_SPARE = ("d2t", "t2d", "embed_tokens.weight", f"{_LAYER}self_attn.rotary_emb.inv_freq")
 
 
 class Eagle3Layer(nnx.Module):
@@ -42,11 +42,11 @@ class Eagle3Layer(nnx.Module):
         hidden_norm: RMSNorm,
         layer: DecoderLayer,
         norm: RMSNorm,
-        lm_head: LMHead,
+        lm_head: LMHead | None,
     ) -> None:
         """`join` is [len(head.captured) * hidden, hidden], split by its outputs; the parameters of
         `layer` are stacked on axis 0, as the only one of its kind. Its first norm is for the
-        embedding, and its attention has an input of both."""
+        embedding, and its attention has an input of both. `lm_head`: None for the model's."""
         self.captured = head.captured
         self.model_vocab_size = head.config.vocab_size
         self.join = join
@@ -55,8 +55,9 @@ class Eagle3Layer(nnx.Module):
         self.norm = norm
         self.lm_head = lm_head
         # The tokens of the head's columns, each less the number of its column: int32 [columns].
-        size, offsets = head.draft_vocab_size, Tensor("d2t", (head.draft_vocab_size,))
-        has_some = size < head.config.vocab_size
+        size = head.draft_vocab_size
+        has_some = size is not None and size < head.config.vocab_size
+        offsets = Tensor("d2t", (size or 0,))
         self.offsets = parameter(offsets, jnp.int32, initial="zeros") if has_some else None
 
     def first_hidden(self, _hidden: jax.Array, captured: Sequence[jax.Array]) -> jax.Array:
@@ -80,8 +81,8 @@ class Eagle3Layer(nnx.Module):
         hidden += attended
         return hidden + layer.mlp(layer.post_attention_norm(hidden)), kv_pool
 
-    def logits(self, hidden: jax.Array) -> SplitLogits:
-        own = self.lm_head.logits(self.norm(hidden))
+    def logits(self, hidden: jax.Array, head: Callable[[jax.Array], SplitLogits]) -> SplitLogits:
+        own = (head if self.lm_head is None else self.lm_head.logits)(self.norm(hidden))
         if self.offsets is None:
             return own
         token_ids = jnp.arange(own.vocab_size, dtype=jnp.int32) + self.offsets[...]
@@ -93,14 +94,11 @@ def declare_eagle3_layer(
 ) -> Eagle3Layer:
     """The head for a model. Raises ValueError if `tp_size` chips cannot share it."""
     config, hidden, dtype = head.config, head.config.hidden_size, options.dtype
-    if hidden % options.tp_size:
-        raise ValueError(f"tp_size ({options.tp_size}) must divide hidden_size ({hidden})")
+    require_divisible("hidden_size", hidden, options.tp_size)
     layer = llama_layer(
         *(config, config.layers[0], draft_options(options)), attention_inputs=2 * hidden
     )
     stack_draft_layer(layer, served.num_layers, options, _LAYER)
-    columns = padded_vocab_size(head.draft_vocab_size, options.tp_size)
-    lm_head = Tensor("lm_head.weight", (hidden, head.draft_vocab_size), transposed=True)
     join = Tensor("fc.weight", (len(head.captured) * hidden, hidden), transposed=True)
     return Eagle3Layer(
         head,
@@ -108,5 +106,19 @@ def declare_eagle3_layer(
         norm(f"{_LAYER}hidden_norm", hidden, config, options),
         layer,
         norm("norm", hidden, config, options),
-        LMHead(Padded(lm_head, columns, axis=1), head.draft_vocab_size, dtype),
+        _lm_head(head, options),
     )
+
+
+def is_spare_of_head(tensor: str) -> bool:
+    """True for tensors that a head's checkpoint may hold although no parameter needs them."""
+    return tensor in _SPARE
+
+
+def _lm_head(head: Eagle3Head, options: BuildOptions) -> LMHead | None:
+    size = head.draft_vocab_size
+    if size is None:
+        return None
+    weight = Tensor("lm_head.weight", (head.config.hidden_size, size), transposed=True)
+    columns = padded_vocab_size(size, options.tp_size)
+    return LMHead(Padded(weight, columns, axis=1), size, options.dtype)

@@ -1,23 +1,39 @@
 """The config.json of an EAGLE-3 head, for the model that it drafts for."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sgl_jax.models.config import Eagle3Head, ModelConfig, read_json
 from sgl_jax.models.config_defaults import architecture_name
-from sgl_jax.models.config_fields import CONFIG_FILE, ModelConfigError, is_int, positive_int
+from sgl_jax.models.config_fields import (
+    CONFIG_FILE,
+    ModelConfigError,
+    is_int,
+    object_field,
+    positive_int,
+)
 
 # The first is the authors' own: their heads have the name of a whole model.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
-# Fields that the head must have as its model has them, and the reason.
-_SHARED = {
-    "hidden_size": "it reads the model's hidden states",
-    "vocab_size": "the model embeds its tokens",
-    "num_kv_heads": "its KV is a layer of the model's cache",
-    "head_dim": "its KV is a layer of the model's cache",
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Fields that change a head's computation, with the values that are supported.
+_SUPPORTED = {
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "bias": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
 }
+# Attributes that the head must have as its model has them, their fields, and the reason.
+_SHARED = (
+    ("hidden_size", "hidden_size", "it reads the model's hidden states"),
+    ("vocab_size", "vocab_size", "the model embeds its tokens"),
+    ("num_kv_heads", "num_key_value_heads", "its KV is a layer of the model's cache"),
+    ("head_dim", "head_dim", "its KV is a layer of the model's cache"),
+)
 
 
 def with_eagle3_head(model: ModelConfig, folder: Path) -> ModelConfig:
@@ -30,8 +46,9 @@ def with_eagle3_head(model: ModelConfig, folder: Path) -> ModelConfig:
         raise ModelConfigError(f"--speculative-draft-model-path: no config.json in {str(folder)!r}")
     if model.latent is not None:
         raise ModelConfigError("EAGLE3 is not supported for models with latent attention")
+    raw = read_json(file)
     try:
-        head = _head(read_json(file), model)
+        head = _head(raw, model)
     except ModelConfigError as error:
         raise ModelConfigError(f"{str(file)!r}: {error}") from error
     return replace(model, draft_layer=head.config.layers[0], eagle3=head)
@@ -43,34 +60,54 @@ def _head(raw: dict[str, Any], model: ModelConfig) -> Eagle3Head:
             f"architecture {architecture_name(raw)!r} is no EAGLE-3 head; supported: "
             + ", ".join(_ARCHITECTURES)
         )
-    if raw.get("num_hidden_layers") != 1:
-        raise ModelConfigError(
-            f"num_hidden_layers of an EAGLE-3 head must be 1, got {raw.get('num_hidden_layers')!r}"
-        )
-    config = ModelConfig.from_dict(raw | {"architectures": ["LlamaForCausalLM"]})
-    for name, reason in _SHARED.items():
-        own, wanted = getattr(config, name), getattr(model, name)
-        if own != wanted:
-            raise ModelConfigError(f"{name} must be the model's {wanted}, got {own}: {reason}")
-    size = positive_int(raw, "draft_vocab_size", default=config.vocab_size)
-    if size > config.vocab_size:
-        raise ModelConfigError(
-            f"draft_vocab_size ({size}) must be at most vocab_size ({config.vocab_size})"
-        )
-    return Eagle3Head(config, size, _captured(raw.get("eagle_config") or {}, model.num_layers))
-
-
-def _captured(settings: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the head reads. A config has the layers before them."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    ids = settings.get(name)
-    if ids is None:
-        return 2, num_layers // 2, num_layers - 3
-    if not isinstance(ids, list) or not ids:
-        raise ModelConfigError(f"{name} must be a list of layers, got {ids!r}")
-    for layer in ids:
-        if not is_int(layer) or not 0 <= layer < num_layers:
+    settings = raw | object_field(raw, "eagle_config")
+    for name, supported in _SUPPORTED.items():
+        if settings.get(name, supported) != supported:
             raise ModelConfigError(
-                f"{name} must be layers of the model, in [0, {num_layers}), got {layer!r}"
+                f"{name} of an EAGLE-3 head must be {supported!r}, got {settings[name]!r}"
             )
-    return tuple(layer + 1 for layer in ids)
+    # Heads attend to all tokens, whatever the model that the fields were copied from.
+    whole = {"architectures": ["LlamaForCausalLM"], "sliding_window": None, "layer_types": None}
+    config = ModelConfig.from_dict(raw | whole | {"num_hidden_layers": 1})
+    if config.quantization is not None:
+        raise ModelConfigError("a quantized EAGLE-3 head is not supported")
+    for attribute, field, reason in _SHARED:
+        own, wanted = getattr(config, attribute), getattr(model, attribute)
+        if own != wanted:
+            raise ModelConfigError(f"{field} must be the model's {wanted}, got {own}: {reason}")
+    size = None
+    if raw.get("draft_vocab_size") is not None:
+        size = positive_int(raw, "draft_vocab_size")
+        if size > config.vocab_size:
+            raise ModelConfigError(
+                f"draft_vocab_size ({size}) must be at most vocab_size ({config.vocab_size})"
+            )
+    return Eagle3Head(config, size, _captured(raw, model.num_layers))
+
+
+def _captured(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs the head reads.
+
+    `eagle_config` names the layers whose outputs these are (SGLang); the same field outside of it,
+    the layers themselves (vLLM).
+    """
+    outputs, inputs = object_field(raw, "eagle_config").get(_LAYER_IDS), raw.get(_LAYER_IDS)
+    if outputs is None and inputs is None:
+        layers = [2, num_layers // 2, num_layers - 3]
+        if sorted(set(layers)) != layers:
+            raise ModelConfigError(
+                f"eagle_config must have {_LAYER_IDS} for a model of {num_layers} layers"
+            )
+        return tuple(layers)
+    first = 1 if inputs is None else 0
+    ids = outputs if inputs is None else inputs
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(is_int(layer) and 0 <= layer < num_layers - first for layer in ids)
+        or sorted(set(ids)) != ids
+    ):
+        raise ModelConfigError(
+            f"{_LAYER_IDS} must be ascending layers in [0, {num_layers - first}), got {ids!r}"
+        )
+    return tuple(layer + first for layer in ids)

@@ -18,6 +18,7 @@ from sgl_jax.models.config_defaults import has_latents, is_hybrid
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     is_int,
+    object_field,
     optional_float,
     positive_float,
     positive_int,
@@ -182,12 +183,12 @@ def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeCo
     `rope_theta` and `rope_scaling`, and where layers with a window had a base of their own
     (`rope_local_base_freq`), these two were for the others.
     """
-    given = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
+    given = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
     has_own_base = kind == _SLIDING and raw.get("rope_local_base_freq") is not None
     base = {"rope_theta": raw.get("rope_local_base_freq" if has_own_base else "rope_theta")}
     base |= {"partial_rotary_factor": raw.get("partial_rotary_factor")}
     if any(name in given for name in (_FULL, _SLIDING)):
-        own = base | _object(given, kind)
+        own = base | object_field(given, kind)
     else:
         own = base if has_own_base else base | given
     share = positive_float(own, "partial_rotary_factor", default=1.0)
@@ -195,13 +196,6 @@ def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeCo
         most = "at most 1" if is_hybrid(raw) else "1.0"
         raise ModelConfigError(f"partial_rotary_factor must be {most}, got {share!r}")
     return replace(_scaled_rope(own, max_positions), share=share)
-
-
-def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ModelConfigError(f"{name} must be an object, got {value!r}")
-    return dict(value or {})
 
 
 def _scaled_rope(own: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -245,7 +239,7 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
 
 def score_factor(raw: Mapping[str, Any]) -> float:
     """The factor of latent attention's scores for contexts that YaRN stretches; 1 without it."""
-    own = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
+    own = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
     if own.get("rope_type", own.get("type", "default")) == "default":
         return 1.0
     weight = optional_float(own, "mscale_all_dim")

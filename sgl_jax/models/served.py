@@ -13,6 +13,6 @@ def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
     Raises ModelConfigError if it cannot be quantized so, or has no such layer.
     """
     config = config.quantized(args.quantization)
-    if args.speculative_draft_model_path is not None:
+    if args.speculative_draft_model_path:
         return with_eagle3_head(config, Path(args.speculative_draft_model_path))
     return config.drafting() if args.has_draft_layer else config

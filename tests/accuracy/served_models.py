@@ -11,7 +11,7 @@ class ServedModel(NamedTuple):
 
     name: str  # its folder
     min_accuracy: float  # a share of the questions; less would be the server's doing
-    has_draft_layer: bool = False
+    draft_layer: str  # the algorithm of the layer that was trained to draft for it
 
     @property
     def path(self) -> Path:
@@ -19,6 +19,6 @@ class ServedModel(NamedTuple):
         return MODELS / self.name
 
 
-DENSE = ServedModel("demo", 0.95)
+DENSE = ServedModel("demo", 0.95, "EAGLE3")
 # Attention and gated delta nets in turn: its states are in the prefix cache as well.
-HYBRID = ServedModel("demo_hybrid", 0.8, has_draft_layer=True)
+HYBRID = ServedModel("demo_hybrid", 0.8, "MTP")

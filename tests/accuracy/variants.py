@@ -5,7 +5,10 @@ the larger chunks.
 """
 
 import itertools
+from pathlib import Path
 from typing import NamedTuple
+
+EAGLE3_HEAD = Path(__file__).parents[2] / "models" / "demo_eagle3"
 
 
 class Variant(NamedTuple):
@@ -47,6 +50,8 @@ class Variant(NamedTuple):
         if self.speculation != "none":
             algorithm = ("--speculative-algorithm", self.speculation)
             flags += [*algorithm, "--speculative-num-draft-tokens", "4"]
+        if self.speculation == "EAGLE3":
+            flags += ["--speculative-draft-model-path", str(EAGLE3_HEAD)]
         return (*COMMON_FLAGS, *flags)
 
     @property
@@ -68,7 +73,7 @@ COMMON_FLAGS = (
 )
 AXES = (
     *((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2)),
-    ("none", "NGRAM", "MTP"),  # MTP of models with a draft layer
+    ("none", "NGRAM", "MTP", "EAGLE3"),
 )
 # The innermost axes need no programs of their own, so that neighbours share what was compiled.
 ALL = sorted(

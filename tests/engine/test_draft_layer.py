@@ -1,4 +1,4 @@
-"""A trained draft layer through the whole engine: sessions, grammars, retracts, the host's memory.
+"""Trained draft layers through the whole engine: sessions, grammars, retracts, the host's memory.
 
 Each engine with drafts answers the same requests, one kind after the other, as one without.
 """
@@ -13,9 +13,8 @@ import pytest
 from sgl_jax.engine.offline import Engine
 from sgl_jax.replay.__main__ import main as replay
 
-HYBRID = Path(__file__).parents[2] / "models" / "demo_hybrid"
+MODELS = Path(__file__).parents[2] / "models"
 SETTINGS: dict[str, Any] = {
-    "model_path": str(HYBRID),
     "device": "cpu",
     "context_length": 256,
     "max_running_requests": 4,
@@ -25,7 +24,12 @@ SETTINGS: dict[str, Any] = {
     "warmup": "none",
     "check_memory": "busy",
 }
-MTP = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
+DRAFTS = {"speculative_num_draft_tokens": 3}
+MTP = DRAFTS | {"speculative_algorithm": "MTP"}
+EAGLE3 = DRAFTS | {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": str(MODELS / "demo_eagle3"),
+}
 RETRACT = {"test_retract": True, "test_retract_interval": 3}
 CASES: dict[str, dict[str, Any]] = {
     "retract": RETRACT,
@@ -79,18 +83,29 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[list[list[int]]]:
-    with Engine(**SETTINGS) as engine:
+def expected(model: str) -> Iterator[list[list[int]]]:
+    with Engine(**SETTINGS, model_path=str(MODELS / model)) as engine:
         yield answers(engine)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("model", "drafting"),
+    [("demo_hybrid", MTP), ("demo", EAGLE3)],
+    ids=["mtp", "eagle3"],
+    scope="module",
+)
 def test_a_draft_layer_changes_no_answer(
-    case: str, expected: list[list[int]], tmp_path: Path
+    model: str,
+    drafting: dict[str, Any],
+    case: str,
+    expected: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     recording = str(tmp_path / "run.events")
-    with Engine(**SETTINGS | MTP | CASES[case], record_events=recording) as engine:
+    settings = SETTINGS | {"model_path": str(MODELS / model)} | drafting | CASES[case]
+    with Engine(**settings, record_events=recording) as engine:
         assert answers(engine) == expected
         assert engine.flush_cache()
         assert answers(engine) == expected

@@ -1,10 +1,12 @@
 """Drafts of EAGLE-3 heads: a plain layer's, whatever the mesh; they change no token."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.models.config import ModelConfigError
@@ -30,6 +32,7 @@ from tests.models.eagle3_reference import (
     write_checkpoint,
 )
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -79,11 +82,33 @@ def test_drafts_are_those_of_the_plain_layer(make_executor, make_settings, case)
 
 
 @pytest.mark.long
-def test_a_config_names_the_layers_that_the_head_reads(make_executor, make_settings):
-    layers = {"eagle_aux_hidden_state_layer_ids": [6, 0, 3]}
-    executor = make_executor(**make_settings(head_config=HEAD_CONFIG | {"eagle_config": layers}))
-    reference = Eagle3Reference(model_weights(), head_weights(), captured=(7, 1, 4))
+@pytest.mark.parametrize(
+    "named",
+    [{"eagle_config": {LAYER_IDS: [0, 3, 5]}}, {LAYER_IDS: [1, 4, 6]}],
+    ids=["outputs", "inputs"],
+)
+def test_a_config_names_the_layers_that_the_head_reads(make_executor, make_settings, named):
+    executor = make_executor(**make_settings(head_config=HEAD_CONFIG | named))
+    reference = Eagle3Reference(model_weights(), head_weights(), captured=(1, 4, 6))
     assert check_drafts(executor, reference, 7) > 15
+
+
+@pytest.mark.long
+def test_a_head_may_share_the_models_own(make_executor, make_settings):
+    head = {name: own for name, own in head_weights().items() if name not in ("lm_head.weight",)}
+    config = {name: own for name, own in HEAD_CONFIG.items() if name != "draft_vocab_size"}
+    executor = make_executor(**make_settings(head_config=config, weights=(model_weights(), head)))
+    del head["d2t"]  # a checkpoint may hold it although no column needs it
+    assert check_drafts(executor, Eagle3Reference(model_weights(), head), 7) > 15
+
+
+@pytest.mark.long
+def test_a_model_from_orbax_takes_its_head_from_safetensors(make_executor, make_settings, tmp_path):
+    settings = make_settings()
+    convert(Path(settings["model_path"]), tmp_path / "orbax", "float32")
+    settings |= {"model_path": str(tmp_path / "orbax"), "load_format": "orbax"}
+    reference = Eagle3Reference(model_weights(), head_weights())
+    assert check_drafts(make_executor(**settings), reference, 7) > 15
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, *long(GREEDY)], ids=["random", "greedy"])
@@ -125,11 +150,16 @@ def test_draws_with_drafts_are_of_the_models_distribution(make_executor, make_se
         ({"num_hidden_layers": 2}, "num_hidden_layers of an EAGLE-3 head must be 1, got 2"),
         ({"hidden_size": 64}, "hidden_size must be the model's 32, got 64: it reads the model's"),
         ({"vocab_size": 128}, "vocab_size must be the model's 96, got 128"),
-        ({"num_key_value_heads": 4}, "num_kv_heads must be the model's 2, got 4: its KV is a"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads must be the model's 2, got 4: its KV is"),
         ({"draft_vocab_size": 97}, "draft_vocab_size (97) must be at most vocab_size (96)"),
+        ({"eagle_config": {LAYER_IDS: [1, 6]}}, f"{LAYER_IDS} must be ascending layers in [0, 6)"),
+        ({"eagle_config": {LAYER_IDS: [3, 1]}}, f"{LAYER_IDS} must be ascending layers in [0, 6)"),
+        ({LAYER_IDS: []}, f"{LAYER_IDS} must be ascending layers in [0, 7), got []"),
+        ({"eagle_config": [1]}, "eagle_config must be an object, got [1]"),
+        ({"norm_before_residual": True}, "norm_before_residual of an EAGLE-3 head must be False"),
         (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 7]}},
-            "eagle_aux_hidden_state_layer_ids must be layers of the model, in [0, 7), got 7",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "a quantized EAGLE-3 head is not supported",
         ),
     ],
     ids=lambda own: next(iter(own)) if isinstance(own, dict) else "",
@@ -137,6 +167,12 @@ def test_draws_with_drafts_are_of_the_models_distribution(make_executor, make_se
 def test_a_head_that_does_not_fit_is_refused(make_args, make_settings, changes, message):
     with pytest.raises(ModelConfigError, match=re.escape(message)):
         ModelExecutor(make_args(**make_settings(head_config=HEAD_CONFIG | changes)))
+
+
+def test_a_shallow_model_needs_the_layers_named(make_args, make_settings):
+    settings = make_settings(CONFIG | {"num_hidden_layers": 6})
+    with pytest.raises(ModelConfigError, match=f"{LAYER_IDS} for a model of 6 layers"):
+        ModelExecutor(make_args(**settings))
 
 
 def test_columns_for_tokens_that_do_not_exist_are_refused(make_args, make_settings):

@@ -122,6 +122,7 @@ class Eagle3Reference:
             for weights in (model, head)
         )
         self.captured = captured
+        self.lm_head = self.head.get("lm_head.weight", self.model["lm_head.weight"])
         offsets = head.get("d2t", np.zeros(VOCAB, np.int64))
         self.tokens = offsets.astype(np.int64) + np.arange(len(offsets))
 
@@ -176,7 +177,7 @@ class Eagle3Reference:
         drafts = []
         for number in range(num_drafts):
             normal = normalised(hidden, self.head["norm.weight"], HEAD_CONFIG)
-            column = int((normal @ self.head["lm_head.weight"].T).argmax())
+            column = int((normal @ self.lm_head.T).argmax())
             drafts.append(int(self.tokens[column]))
             hidden = self.draft_pass(drafts[-1:], hidden, [last + 1 + number], cache)
         return drafts

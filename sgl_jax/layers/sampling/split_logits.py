@@ -25,10 +25,9 @@ class SplitLogits(NamedTuple):
 
     columns: jax.Array  # float32[n, columns of this chip]; those past the vocabulary are padding
     vocab_size: int  # columns of all chips, without padding
-    # int32[vocab_size] the token of each column, ascending, of `num_tokens` of them; None: columns
-    # are tokens.
+    # int32[vocab_size] the token of each column, ascending; None: columns are tokens.
     token_ids: jax.Array | None = None
-    num_tokens: int = 0
+    num_tokens: int = 0  # that there are, with `token_ids`
 
     def allowed(self, masks: jax.Array) -> "SplitLogits":
         """The same, -inf for tokens that are not allowed.
@@ -36,6 +35,7 @@ class SplitLogits(NamedTuple):
         `masks` int32[n, ceil(vocab_size / 32)], bit i of word w for token 32 w + i, equal on all
         tensor chips.
         """
+        assert self.token_ids is None, "masks are by column"
         width = self.columns.shape[1]
         first = lax.axis_index(TENSOR_AXIS) * width
         bits = (masks[:, :, None] >> jnp.arange(32)) & 1
@@ -73,7 +73,9 @@ class SplitLogits(NamedTuple):
         if self.token_ids is None:
             return rows
         all_tokens = jnp.full((rows.shape[0], self.num_tokens), -jnp.inf, rows.dtype)
-        return all_tokens.at[:, self.token_ids].set(rows, mode="drop")
+        return all_tokens.at[:, self.token_ids].set(
+            rows, indices_are_sorted=True, unique_indices=True
+        )
 
     def _tokens_of(self, columns: jax.Array) -> jax.Array:
         return columns if self.token_ids is None else self.token_ids[columns]
