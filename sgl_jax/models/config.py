@@ -36,6 +36,7 @@ from sgl_jax.models.layer_specs import (
     LayerSpec,
     MoeConfig,
     RopeConfig,
+    read_latent,
     read_layers,
     score_factor,
 )
@@ -210,7 +211,7 @@ class ModelConfig:
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
         if has_latents(raw):
-            raw |= {"num_key_value_heads": 1, "head_dim": _latent_head_dim(raw)}
+            raw |= {"num_key_value_heads": 1, "head_dim": read_latent(raw).query_dim}
         num_kv_heads = positive_int(raw, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise ModelConfigError(
@@ -303,10 +304,6 @@ def _layers(
     if all(spec.recurrence for spec in layers):
         raise ModelConfigError("layer_types must name a full_attention layer")
     return layers
-
-
-def _latent_head_dim(raw: Mapping[str, Any]) -> int:
-    return positive_int(raw, "qk_nope_head_dim") + positive_int(raw, "qk_rope_head_dim")
 
 
 def _score_scale(raw: Mapping[str, Any], head_dim: int) -> float:

@@ -127,7 +127,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     has_windows = _SLIDING in kinds and switch(raw, "use_sliding_window", default=True)
     window = positive_int(raw, "sliding_window") if has_windows else None
     moe, recurrence = _moe(raw), _recurrence(raw) if _LINEAR in kinds else None
-    latent = _latent(raw) if has_latents(raw) else None
+    latent = read_latent(raw) if has_latents(raw) else None
     is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
     return tuple(
         LayerSpec(
@@ -250,7 +250,8 @@ def _yarn_growth(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _latent(raw: Mapping[str, Any]) -> LatentConfig:
+def read_latent(raw: Mapping[str, Any]) -> LatentConfig:
+    """The sizes of latent attention in config.json's contents `raw`. Raises ModelConfigError."""
     rope_dim = positive_int(raw, "qk_rope_head_dim")
     if rope_dim % 2:
         raise ModelConfigError(f"qk_rope_head_dim must be even, got {rope_dim}")

@@ -25,7 +25,7 @@ def check_drafts(executor, reference, num_steps):
     num_drafts = executor.sizes.max_draft_tokens
     driver, num_checked = Driver(executor, rows(executor.sizes.dp_size), num_drafts), 0
     for _ in range(num_steps):
-        plan, order = driver.plan(chunk=8)
+        plan, order = driver.plan(chunk=4)
         driver._read([(plan, executor.launch(plan), order)])
         table = np.asarray(executor._state.token_table)
         for row in driver.rows:
