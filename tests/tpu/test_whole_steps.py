@@ -5,12 +5,15 @@ has room for. `pytest -rP` prints the cost of a step: docs/measurements/planning
 """
 
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import sgl_jax.planner
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
 from sgl_jax.kernels.expert_lines.tpu.moves import ADD_NAME, GATE_NAME, GATHER_NAME
@@ -21,6 +24,7 @@ from sgl_jax.kernels.ring_products.tpu.call import GATHER_NAME as RING_GATHER_NA
 from sgl_jax.kernels.ring_products.tpu.call import SCATTER_NAME as RING_SCATTER_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.models.served import served_config
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import heads_time
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.skipif(
     reason="libtpu is not installed: pip install 'sgl-jax[tpu]' brings the TPU's compiler",
 )
 
+MODELS = Path(sgl_jax.planner.__file__).parent / "models"
 ROWS = 128  # of a rank
 CHUNK = 2048
 CONTEXT = 4096
@@ -113,7 +118,7 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
         **settings,
     )
     topology = Topology.parse(topology_name)
-    config = read_config(model)
+    config = served_config(read_config(model), args)
     config = dataclasses.replace(config, layers=layers or config.layers)
     request = PlanRequest(args, config, topology, Workload(1024, 1024))
     mesh = topology_mesh(topology, dp, tp)
@@ -218,6 +223,33 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     assert exchanges == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("model", "topology", "tp"),
+    [
+        ("llama-3.1-8b", "v6e-1", 1),
+        ("llama-3.3-70b", "v6e-8", 8),
+        ("qwen3-next-80b-a3b", "v6e-8", 8),
+    ],
+)
+def test_a_layer_that_drafts_copies_nothing(model, topology, tp, step, tmp_path):
+    drafts = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
+    if model.startswith("llama"):
+        config = json.loads((MODELS / f"{model}.json").read_text())
+        config |= {"num_hidden_layers": 1, "draft_vocab_size": 32000}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        head = {"speculative_draft_model_path": str(tmp_path)}
+        drafts |= {"speculative_algorithm": "EAGLE3"} | head
+    engine, program, bucket = _compile(model, topology, 1, tp, step, **drafts)
+    cost, chip = program_cost(program), Topology.parse(topology).chip
+    _print_figures(cost, 0.0, chip)
+    assert cost.resident_bytes < chip.usable_hbm_bytes
+    assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
+    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
+    assert cost.temp_bytes < GIB
 
 
 @pytest.mark.parametrize(
