@@ -126,9 +126,8 @@ def test_the_right_drafts_are_accepted(make_executor, make_settings):
     assert output == [(PROMPTS[0][-1] + 1 + i) % VOCAB for i in range(1 + 7 * 2)]
 
 
-@pytest.mark.parametrize(
-    "num_draws", [3_000, pytest.param(100_000, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_draws", [3_000, 100_000])
 def test_draws_with_drafts_are_of_the_models_distribution(make_executor, make_settings, num_draws):
     """Some drafts are right, and some are wrong."""
     model, head = chain_weights(vocab_size=12)

@@ -68,10 +68,12 @@ def test_drafts_are_those_of_the_plain_layer(make, random_model, settings):
 @pytest.mark.parametrize(
     "case",
     [
-        (GREEDY, {}, True),
         (RANDOM, {"dp_size": 2}, False),
         *long(
-            (GREEDY, {"tp_size": 2}, False), (RANDOM, {}, True), (RANDOM, {"page_size": 16}, False)
+            (GREEDY, {}, True),
+            (GREEDY, {"tp_size": 2}, False),
+            (RANDOM, {}, True),
+            (RANDOM, {"page_size": 16}, False),
         ),
     ],
     ids=lambda own: f"{own[0].temperature}-{own[1]}",
