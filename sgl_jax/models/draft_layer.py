@@ -19,6 +19,7 @@ from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.llama import require_divisible
 
 
 class DraftLayer(nnx.Module):
@@ -80,8 +81,7 @@ def declare_draft_layer(
     names, hidden = config.draft_names, config.hidden_size
     assert config.draft_layer is not None
     assert names is not None
-    if hidden % options.tp_size:
-        raise ValueError(f"tp_size ({options.tp_size}) must divide hidden_size ({hidden})")
+    require_divisible("hidden_size", hidden, options.tp_size)
     layer = architecture.build_layer(config, config.draft_layer, draft_options(options))
     stack_draft_layer(layer, config.num_layers, options, names.layer)
 

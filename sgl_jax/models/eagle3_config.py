@@ -66,7 +66,7 @@ def _head(raw: dict[str, Any], model: ModelConfig) -> Eagle3Head:
             raise ModelConfigError(
                 f"{name} of an EAGLE-3 head must be {supported!r}, got {settings[name]!r}"
             )
-    # Heads attend to all tokens, whatever the model that the fields were copied from.
+    # A head has no windows, though its config may hold the fields of its model's.
     whole = {"architectures": ["LlamaForCausalLM"], "sliding_window": None, "layer_types": None}
     config = ModelConfig.from_dict(raw | whole | {"num_hidden_layers": 1})
     if config.quantization is not None:
