@@ -27,6 +27,7 @@ from sgl_jax.kernels.expert_lines.lines import (
     in_parts,
     lines_at_once,
 )
+from sgl_jax.kernels.expert_lines.xla import add_onto
 from sgl_jax.layers.layer_weights import use_stacks
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import (
@@ -240,15 +241,21 @@ class MixtureOfExperts(nnx.Module):
         lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
         padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
 
-        def sums(part: ExpertLines) -> jax.Array:
+        def results(part: ExpertLines) -> jax.Array:
             inner = self._inner(self.moves.gather(padded, part), part)
-            out = self.down(inner, part.group_sizes)
-            return self.moves.add(out, weights, part)[:, :hidden_size]
+            return self.down(inner, part.group_sizes)
 
         axes = self.gate.expert_axes
         num_chips = 1 if axes is None else lax.axis_size(axes)
         size = lines_at_once(len(x), self.choice.top_k, num_chips)
-        return in_parts(lines, size, sums, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        if size == lines.num_lines:
+            return self.moves.add(results(lines), weights, lines)[:, :hidden_size]
+
+        def add(total: jax.Array, part: ExpertLines) -> jax.Array:
+            return add_onto(total, results(part), weights, part)
+
+        total = in_parts(lines, size, add, jnp.zeros(padded.shape, jnp.float32))
+        return total[:, :hidden_size].astype(x.dtype)
 
     def _inner(self, x: jax.Array, lines: ExpertLines) -> jax.Array:
         """Inputs [n, width] of the experts' last product for lines x [n, hidden]."""

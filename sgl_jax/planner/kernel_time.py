@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu.moves import TILE_LINES
+from sgl_jax.kernels.expert_lines.xla import MIN_CHOICES_PER_LINE
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
@@ -180,19 +181,19 @@ class LineBundles(NamedTuple):
     tile: int  # 128 lines from these tokens, and back
     gate: int  # the lines' inner values, 768 wide
     gathered_row: int  # of 2048, where XLA gathers
+    scattered_row: int  # the same, added where it belongs
     sorted_key: float
 
 
 LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
     {
-        "TPU v5 lite": LineBundles(982, 839, 887, 142, 4.9, 1372, 2431, 632, 12, 0.8),
-        "TPU v6 lite": LineBundles(1111, 0, 1149, 175, 4.5, 1055, 1710, 389, 14, 0.7),
-        "TPU v5": LineBundles(1057, 758, 953, 181, 4.8, 1372, 2541, 685, 12, 0.8),
-        "TPU7x": LineBundles(1044, 0, 1189, 149, 4.8, 1035, 1661, 384, 14, 0.7),
+        "TPU v5 lite": LineBundles(982, 839, 887, 142, 4.9, 1372, 2431, 632, 12, 57, 0.8),
+        "TPU v6 lite": LineBundles(1111, 0, 1149, 175, 4.5, 1055, 1710, 389, 14, 48, 0.7),
+        "TPU v5": LineBundles(1057, 758, 953, 181, 4.8, 1372, 2541, 685, 12, 57, 0.8),
+        "TPU7x": LineBundles(1044, 0, 1189, 149, 4.8, 1035, 1661, 384, 14, 52, 0.7),
     }
 )
 _LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
-_SORTS = 2
 
 
 def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> float:
@@ -213,8 +214,12 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     own = tokens * moe.choice.top_k / memory.expert_devices
     if tokens > UNDIVIDED_TOKENS:
         room = lines_at_once(tokens, moe.choice.top_k, memory.expert_devices)
-        cycles += _SORTS * tokens * moe.choice.top_k * count.sorted_key
-        cycles += (room + tokens * moe.choice.top_k) * width * count.gathered_row
+        choices = tokens * moe.choice.top_k
+        if MIN_CHOICES_PER_LINE * room <= choices:
+            keys, moved = choices + room, room * (count.gathered_row + count.scattered_row)
+        else:
+            keys, moved = 2 * choices, (room + choices) * count.gathered_row
+        cycles += keys * count.sorted_key + moved * width
     else:
         inner = moe.intermediate_size / (memory.tp_size if memory.expert_devices == 1 else 1)
         tiles, block = math.ceil(own / TILE_LINES), tokens / 256 * width

@@ -82,7 +82,7 @@ def test_whole_experts_take_a_share_of_the_lines_in_longer_visits():
     assert both.instructions_s == pytest.approx(time.instructions_s)
 
 
-def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_gathered_row_by_row():
+def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_by_row_gathered_or_scattered():
     count = LINE_BUNDLES["TPU v6 lite"]
     decode = lines_time(256, MOE, device(expert_devices=4), CHIP)
     call = HEADS_CYCLES["TPU v6 lite"].call
@@ -95,6 +95,10 @@ def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_gathered_row_by_row():
     cycles = 8 * (count.norm + count.routed + count.choose) + 2 * 16384 * count.sorted_key + call
     cycles += (6144 + 16384) * count.gathered_row
     assert chunk == pytest.approx(48 * cycles / 1.75e9)
+    few = lines_time(2048, MOE, device(expert_devices=16), CHIP)
+    cycles += (1536 - 16384) * count.sorted_key - (6144 + 16384) * count.gathered_row
+    cycles += 1536 * (count.gathered_row + count.scattered_row)
+    assert few == pytest.approx(48 * cycles / 1.75e9)
     assert lines_time(64, read_config("llama-3.1-8b"), device(), CHIP) == 0
 
 

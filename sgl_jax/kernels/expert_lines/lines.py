@@ -41,7 +41,8 @@ class Router(NamedTuple):
 class ExpertLines(NamedTuple):
     """Lines of a chip's experts, and where each token finds its own."""
 
-    tokens: jax.Array | None  # int32 [lines] the token of each; None: kernels need `places` alone
+    # int32 [lines] the choice that each is of, among top_k * tokens; None: kernels need `places`
+    choices: jax.Array | None
     places: jax.Array  # int32 [top_k, tokens] the line of each token's experts
     group_sizes: jax.Array  # int32 [experts] lines of each
     num_used: jax.Array  # int32 [] lines that belong to an expert of this chip
@@ -49,18 +50,24 @@ class ExpertLines(NamedTuple):
     @property
     def num_lines(self) -> int:
         """Lines that there is room for."""
-        return self.places.size if self.tokens is None else len(self.tokens)
+        return self.places.size if self.choices is None else len(self.choices)
+
+    @property
+    def tokens(self) -> jax.Array:
+        """int32 [lines] the token of each."""
+        assert self.choices is not None
+        return self.choices % self.places.shape[1]
 
     def part(self, first: jax.Array, size: int) -> "ExpertLines":
         """The `size` lines from `first` on, a multiple of it; places outside are not in [0, size)
         or not below `num_used`."""
-        assert self.tokens is not None
-        tokens = jnp.pad(self.tokens, (0, -len(self.tokens) % size))
+        assert self.choices is not None
+        choices = jnp.pad(self.choices, (0, -len(self.choices) % size))
         stops = jnp.cumsum(self.group_sizes)
         bounds = jnp.clip(jnp.stack([stops - self.group_sizes, stops]) - first, 0, size)
         sizes = bounds[1] - bounds[0]
         return ExpertLines(
-            lax.dynamic_slice_in_dim(tokens, first, size),
+            lax.dynamic_slice_in_dim(choices, first, size),
             self.places - first,
             sizes,
             jnp.sum(sizes),
@@ -79,17 +86,14 @@ def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
 def in_parts(
     lines: ExpertLines,
     size: int,
-    run: Callable[[ExpertLines], jax.Array],
-    result: jax.ShapeDtypeStruct,
+    add: Callable[[jax.Array, ExpertLines], jax.Array],
+    total: jax.Array,
 ) -> jax.Array:
-    """The sum of `run` over parts of `size` lines, until all lines in use had their turn."""
-    if size == lines.num_lines:
-        return run(lines)
-    count = lines.num_used
+    """`total` after `add` of each part of `size` lines, until all lines in use had their turn."""
 
     def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, total = state
-        return first + size, total + run(lines.part(first, size))
+        return first + size, add(total, lines.part(first, size))
 
-    start = jnp.int32(0), jnp.zeros(result.shape, result.dtype)
-    return lax.while_loop(lambda state: state[0] < count, turn, start)[1]
+    start = jnp.int32(0), total
+    return lax.while_loop(lambda state: state[0] < lines.num_used, turn, start)[1]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from sgl_jax.kernels.expert_lines import xla
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
 from sgl_jax.kernels.expert_lines.lines import (
     UNDIVIDED_TOKENS,
@@ -56,7 +57,7 @@ def test_places_are_those_of_a_stable_sort_however_often_it_is_tried(experts):
     check_places(experts)
 
 
-def check_parts(experts, size):
+def check_parts(experts, size, by_line):
     lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = experts.shape[1]
@@ -64,19 +65,19 @@ def check_parts(experts, size):
     weights = rng.normal(size=experts.shape).astype(np.float32)
     seen = []
 
-    def run(part):
-        """Tokens times the number of their line's expert, from 1 on."""
+    def add(total, part):
+        """Of tokens times the number of their line's expert, from 1 on."""
         stops = jnp.cumsum(part.group_sizes)
-        line = jnp.arange(len(part.tokens))
+        line = jnp.arange(part.num_lines)
         factors = 1 + jnp.sum(line[:, None] >= stops, axis=1)
         jax.debug.callback(lambda used: seen.append(int(used)), part.num_used)
         gathered = XLA_MOVES.gather(jnp.array(x), part)
         # Arbitrary from the last line in use on.
         results = jnp.where((line < part.num_used)[:, None], gathered * factors[:, None], jnp.nan)
-        return XLA_MOVES.add(results, jnp.array(weights), part)
+        add_lines = xla.add_by_line if by_line else xla.add_by_token
+        return add_lines(total, results, jnp.array(weights), part)
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    total = in_parts(lines, min(size, experts.size), run, shape)
+    total = in_parts(lines, min(size, experts.size), add, jnp.zeros_like(x))
     factors = np.where(experts < NUM_EXPERTS, experts + 1, 0)
     expected = x * (factors * weights).sum(axis=0)[:, None]
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
@@ -85,16 +86,16 @@ def check_parts(experts, size):
 
 
 @settings(max_examples=15, deadline=None)
-@given(choices(), st.integers(1, 5))
-def test_parts_of_any_size_add_up_to_the_whole(experts, size):
-    check_parts(experts, size)
+@given(choices(), st.integers(1, 5), st.booleans())
+def test_parts_of_any_size_add_up_to_the_whole(experts, size, by_line):
+    check_parts(experts, size, by_line)
 
 
 @pytest.mark.long
 @settings(max_examples=300, deadline=None)
-@given(choices(), st.integers(1, 5))
-def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size):
-    check_parts(experts, size)
+@given(choices(), st.integers(1, 5), st.booleans())
+def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size, by_line):
+    check_parts(experts, size, by_line)
 
 
 def test_a_chip_takes_its_share_and_half_of_it_more_at_a_time():
