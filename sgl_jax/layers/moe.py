@@ -27,7 +27,6 @@ from sgl_jax.kernels.expert_lines.lines import (
     in_parts,
     lines_at_once,
 )
-from sgl_jax.kernels.expert_lines.xla import add_onto
 from sgl_jax.layers.layer_weights import use_stacks
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import (
@@ -252,7 +251,7 @@ class MixtureOfExperts(nnx.Module):
             return self.moves.add(results(lines), weights, lines)[:, :hidden_size]
 
         def add(total: jax.Array, part: ExpertLines) -> jax.Array:
-            return add_onto(total, results(part), weights, part)
+            return self.moves.add_part(total, results(part), weights, part)
 
         total = in_parts(lines, size, add, jnp.zeros(padded.shape, jnp.float32))
         return total[:, :hidden_size].astype(x.dtype)

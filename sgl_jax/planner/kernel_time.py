@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu.moves import TILE_LINES
-from sgl_jax.kernels.expert_lines.xla import MIN_CHOICES_PER_LINE
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
@@ -193,6 +192,7 @@ LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
         "TPU7x": LineBundles(1044, 0, 1189, 149, 4.8, 1035, 1661, 384, 14, 52, 0.7),
     }
 )
+_GATHERED_NUMBER = 10  # instructions of one weight
 _LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
 
 
@@ -200,8 +200,8 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     """Seconds of all layers in which tokens are normalised, their experts chosen, and their lines
     sorted, gathered, gated and added.
 
-    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and the program's cycles
-    have the sums and gates.
+    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and scatters parts; the
+    program's cycles have the gates, and the sums of gathered rows.
     """
     moe = config.moe
     if moe is None:
@@ -215,8 +215,9 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     if tokens > UNDIVIDED_TOKENS:
         room = lines_at_once(tokens, moe.choice.top_k, memory.expert_devices)
         choices = tokens * moe.choice.top_k
-        if MIN_CHOICES_PER_LINE * room <= choices:
+        if room < choices:
             keys, moved = choices + room, room * (count.gathered_row + count.scattered_row)
+            cycles += room * _GATHERED_NUMBER
         else:
             keys, moved = 2 * choices, (room + choices) * count.gathered_row
         cycles += keys * count.sorted_key + moved * width

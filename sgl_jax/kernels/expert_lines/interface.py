@@ -9,7 +9,14 @@ from typing import NamedTuple, Protocol
 import jax
 
 from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
-from sgl_jax.kernels.expert_lines.xla import xla_add, xla_choose, xla_gate, xla_gather, xla_sort
+from sgl_jax.kernels.expert_lines.xla import (
+    xla_add,
+    xla_add_part,
+    xla_choose,
+    xla_gate,
+    xla_gather,
+    xla_sort,
+)
 
 
 class ChooseExperts(Protocol):
@@ -68,12 +75,28 @@ class AddLines(Protocol):
         ...
 
 
+class AddPart(Protocol):
+    """Add the lines of a part, times their tokens' weights, to the total of the parts before."""
+
+    def __call__(
+        self, total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertLines
+    ) -> jax.Array:
+        """Total float32 [T, width], results [lines, width] and weights float32 [top_k, T] -> the
+        new total.
+
+        Results are arbitrary from `part.num_used` on. A token's lines are added in order, so its
+        sum has the same bits for parts of any size.
+        """
+        ...
+
+
 class LineMoves(NamedTuple):
     choose: ChooseExperts
     sort: SortLines
     gather: GatherLines
     gate: GateLines
     add: AddLines
+    add_part: AddPart = xla_add_part  # rows of few lines, on every platform
 
 
 XLA_MOVES = LineMoves(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)

@@ -18,6 +18,8 @@ from sgl_jax.core.expert_choice import ExpertChoice
 # Tokens whose lines are all taken at once: the TPU's kernels skip unused lines, and a loop costs
 # more than the room for them.
 UNDIVIDED_TOKENS = 512
+# Fewer parts are not worth it: rows of a part are scattered, those of all lines gathered.
+_LEAST_PARTS = 2
 _SPARE = 1.5  # lines taken at a time, relative to a chip's share of all
 _MULTIPLE = 64  # of lines: the smallest tile of the TPU's grouped product
 
@@ -41,7 +43,8 @@ class Router(NamedTuple):
 class ExpertLines(NamedTuple):
     """Lines of a chip's experts, and where each token finds its own."""
 
-    # int32 [lines] the choice that each is of, among top_k * tokens; None: kernels need `places`
+    # int32 [lines] the index of each line's choice in [top_k, tokens], flattened; None: the kernels
+    # use `places` alone
     choices: jax.Array | None
     places: jax.Array  # int32 [top_k, tokens] the line of each token's experts
     group_sizes: jax.Array  # int32 [experts] lines of each
@@ -77,9 +80,9 @@ class ExpertLines(NamedTuple):
 def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
     """The size of the parts for a chip that has one of `num_chips` shares of the experts."""
     most = num_tokens * top_k
-    if num_tokens <= UNDIVIDED_TOKENS:
-        return most
     wanted = int(most * _SPARE) // num_chips
+    if num_tokens <= UNDIVIDED_TOKENS or _LEAST_PARTS * wanted > most:
+        return most
     return min(-(-wanted // _MULTIPLE) * _MULTIPLE, most)
 
 

@@ -9,9 +9,6 @@ from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
 from sgl_jax.kernels.rms_norm import rms_normalised
 
 LEAST_SUM = 1e-20  # keeps the quotient of weights that all round to zero finite
-# With fewer lines, rows are scattered: a TPU takes some three times the instructions that gather
-# one, but a gather for each choice passes the whole total as well.
-MIN_CHOICES_PER_LINE = 4
 
 
 def xla_choose(
@@ -64,7 +61,7 @@ def _best_scored(
 def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
     """See `interface.SortLines`.
 
-    By two sorts: `xla_gather` needs the lines in order.
+    By two sorts: `xla_gather` needs the lines in order. Without use of `places`, one is left.
     """
     own = experts - first
     keys = jnp.where((own >= 0) & (own < num_experts), own, num_experts).reshape(-1)
@@ -90,45 +87,34 @@ def xla_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -
 
 
 def xla_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.AddLines`."""
+    """See `interface.AddLines`.
+
+    A gather for each of the top_k: XLA for TPU adds whole [T, width] in half of the time that it
+    takes for a sum over an axis of [T, top_k, width].
+    """
     total = jnp.zeros((weights.shape[1], results.shape[1]), jnp.float32)
-    return add_onto(total, results, weights, lines).astype(results.dtype)
-
-
-def add_onto(
-    total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
-) -> jax.Array:
-    """Total float32 [T, width] and each token's lines times its weights, as in `xla_add`."""
-    is_few = MIN_CHOICES_PER_LINE * len(results) <= weights.size
-    add = add_by_line if is_few else add_by_token
-    return add(total, results, weights, lines)
-
-
-def add_by_token(
-    total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
-) -> jax.Array:
-    """A gather for each of the top_k: XLA for TPU adds whole [T, width] in half of the time that it
-    takes for a sum over an axis of [T, top_k, width]."""
-    last = jnp.minimum(lines.num_used, len(results))
     for place, weight in zip(lines.places, weights, strict=True):
-        is_here = (place >= 0) & (place < last)
+        is_here = place < lines.num_used
         own = results.at[place].get(mode="clip").astype(jnp.float32)
         total += jnp.where(is_here[:, None], own, 0) * weight[:, None]
-    return total
+    return total.astype(results.dtype)
 
 
-def add_by_line(
-    total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
+def xla_add_part(
+    total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertLines
 ) -> jax.Array:
-    """A row for each line, whatever the number of choices: few of them are this chip's.
+    """See `interface.AddPart`.
 
-    By token, in the order of its experts; XLA for TPU would sort the rows anyway.
+    A row for each line, whatever the number of choices: few of them are this chip's. XLA for TPU
+    would sort the rows by token anyway.
     """
-    assert lines.choices is not None
+    assert part.choices is not None
     num_tokens = len(total)
-    is_used = jnp.arange(len(results)) < lines.num_used
-    tokens = jnp.where(is_used, lines.tokens, num_tokens)
-    order = jnp.argsort(tokens)
-    shares = weights.reshape(-1)[lines.choices[order]]
-    rows = results[order].astype(jnp.float32) * shares[:, None]
-    return total.at[tokens[order]].add(rows, mode="drop", indices_are_sorted=True)
+    is_used = jnp.arange(len(results), dtype=jnp.int32) < part.num_used
+    tokens = jnp.where(is_used, part.tokens, num_tokens)
+    # A token's lines stay in order, and the sort moves more numbers sooner than a gather.
+    tokens, line, choices = lax.sort(
+        (tokens, jnp.arange(len(results), dtype=jnp.int32), part.choices), num_keys=1
+    )
+    rows = results[line].astype(jnp.float32) * weights.reshape(-1)[choices][:, None]
+    return total.at[tokens].add(rows, mode="drop", indices_are_sorted=True)
