@@ -24,7 +24,7 @@ from sgl_jax.core.expert_choice import ExpertChoice
 from sgl_jax.kernels.expert_lines.interface import ChooseExperts
 from sgl_jax.kernels.expert_lines.lines import ExpertLines, Router, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
-from sgl_jax.kernels.expert_lines.xla import xla_add, xla_add_part, xla_choose, xla_gather, xla_sort
+from sgl_jax.kernels.expert_lines.xla import add_by_line, xla_add, xla_choose, xla_gather, xla_sort
 from sgl_jax.layers.moe import silu_gated
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh
@@ -66,11 +66,8 @@ def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
 
         return run
 
-    part = {}
-    if size < TOP_K * tokens:
-        total = jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.float32)
-        part = {"add of a part by XLA": (xla_add_part, [total, results, weights, lines])}
-    return part | {
+    total = jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.float32)
+    return {
         "choice by XLA": (choose_by(xla_choose), routed),
         "choice": (choose_by(tpu_choose), routed),
         "places by XLA's sorts": (lambda ids: xla_sort(ids, ids[0, 0], own)[1:], [ids]),
@@ -79,6 +76,7 @@ def pieces(tokens: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         "gather": (tpu_gather, [x, lines]),
         "gate": (lambda a, b, lines: tpu_gate(silu_gated, a, b, lines), [inner, inner, lines]),
         "add by XLA": (xla_add, [results, weights, lines]),
+        "rows scattered by XLA": (add_by_line, [total, results, weights, lines]),
         "add": (tpu_add, [results, weights, lines]),
     }
 

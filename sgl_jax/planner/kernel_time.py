@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, lines_at_once
+from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, are_few, lines_at_once
 from sgl_jax.kernels.expert_lines.tpu.moves import TILE_LINES
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
@@ -200,8 +200,8 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     """Seconds of all layers in which tokens are normalised, their experts chosen, and their lines
     sorted, gathered, gated and added.
 
-    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and scatters parts; the
-    program's cycles have the gates, and the sums of gathered rows.
+    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and scatters few
+    lines; the program's cycles have the gates, and the sums of gathered rows.
     """
     moe = config.moe
     if moe is None:
@@ -215,7 +215,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     if tokens > UNDIVIDED_TOKENS:
         room = lines_at_once(tokens, moe.choice.top_k, memory.expert_devices)
         choices = tokens * moe.choice.top_k
-        if room < choices:
+        if are_few(room, choices):
             keys, moved = choices + room, room * (count.gathered_row + count.scattered_row)
             cycles += room * _GATHERED_NUMBER
         else:

@@ -92,13 +92,13 @@ def test_lines_are_moved_by_kernels_a_tile_at_a_time_or_by_row_gathered_or_scatt
     cycles += count.once + 4 * (count.tile + count.gate)
     assert decode == pytest.approx(48 * cycles / 1.75e9)
     chosen = 8 * (count.norm + count.routed + count.choose) + call
-    whole = lines_time(2048, MOE, device(expert_devices=2), CHIP)
-    moved = 2 * 16384 * (count.sorted_key + count.gathered_row)
+    whole = lines_time(2048, MOE, device(expert_devices=4), CHIP)
+    moved = 2 * 16384 * count.sorted_key + (6144 + 16384) * count.gathered_row
     assert whole == pytest.approx(48 * (chosen + moved) / 1.75e9)
-    part = lines_time(2048, MOE, device(expert_devices=4), CHIP)
-    moved = (16384 + 6144) * count.sorted_key
-    moved += 6144 * (count.gathered_row + count.scattered_row + 10)
-    assert part == pytest.approx(48 * (chosen + moved) / 1.75e9)
+    few = lines_time(2048, MOE, device(expert_devices=16), CHIP)
+    moved = (16384 + 1536) * count.sorted_key
+    moved += 1536 * (count.gathered_row + count.scattered_row + 10)
+    assert few == pytest.approx(48 * (chosen + moved) / 1.75e9)
     assert lines_time(64, read_config("llama-3.1-8b"), device(), CHIP) == 0
 
 

@@ -84,8 +84,7 @@ class AddPart(Protocol):
         """Total float32 [T, width], results [lines, width] and weights float32 [top_k, T] -> the
         new total.
 
-        Results are arbitrary from `part.num_used` on. A token's lines are added in order, so its
-        sum has the same bits for parts of any size.
+        Results are arbitrary from `part.num_used` on.
         """
         ...
 
@@ -96,7 +95,7 @@ class LineMoves(NamedTuple):
     gather: GatherLines
     gate: GateLines
     add: AddLines
-    add_part: AddPart = xla_add_part  # rows of few lines, on every platform
+    add_part: AddPart = xla_add_part  # on every platform
 
 
 XLA_MOVES = LineMoves(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router
+from sgl_jax.kernels.expert_lines.lines import ExpertLines, Gated, Router, are_few
 from sgl_jax.kernels.rms_norm import rms_normalised
 
 LEAST_SUM = 1e-20  # keeps the quotient of weights that all round to zero finite
@@ -87,34 +87,43 @@ def xla_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -
 
 
 def xla_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.AddLines`.
-
-    A gather for each of the top_k: XLA for TPU adds whole [T, width] in half of the time that it
-    takes for a sum over an axis of [T, top_k, width].
-    """
+    """See `interface.AddLines`."""
     total = jnp.zeros((weights.shape[1], results.shape[1]), jnp.float32)
-    for place, weight in zip(lines.places, weights, strict=True):
-        is_here = place < lines.num_used
-        own = results.at[place].get(mode="clip").astype(jnp.float32)
-        total += jnp.where(is_here[:, None], own, 0) * weight[:, None]
-    return total.astype(results.dtype)
+    return add_by_choice(total, results, weights, lines).astype(results.dtype)
 
 
 def xla_add_part(
     total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertLines
 ) -> jax.Array:
-    """See `interface.AddPart`.
+    """See `interface.AddPart`."""
+    add = add_by_line if are_few(len(results), weights.size) else add_by_choice
+    return add(total, results, weights, part)
 
-    A row for each line, whatever the number of choices: few of them are this chip's. XLA for TPU
-    would sort the rows by token anyway.
+
+def add_by_choice(
+    total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
+) -> jax.Array:
+    """A gather for each of the top_k: XLA for TPU adds whole [T, width] in half of the time that it
+    takes for a sum over an axis of [T, top_k, width]."""
+    last = jnp.minimum(lines.num_used, len(results))
+    for place, weight in zip(lines.places, weights, strict=True):
+        is_here = (place >= 0) & (place < last)
+        own = results.at[place].get(mode="clip").astype(jnp.float32)
+        total += jnp.where(is_here[:, None], own, 0) * weight[:, None]
+    return total
+
+
+def add_by_line(
+    total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
+) -> jax.Array:
+    """A row for each line, by token. XLA for TPU would sort the rows anyway.
+
+    A token's lines are added in order, so its sum has the same bits for parts of any size.
     """
-    assert part.choices is not None
-    num_tokens = len(total)
-    is_used = jnp.arange(len(results), dtype=jnp.int32) < part.num_used
-    tokens = jnp.where(is_used, part.tokens, num_tokens)
-    # A token's lines stay in order, and the sort moves more numbers sooner than a gather.
-    tokens, line, choices = lax.sort(
-        (tokens, jnp.arange(len(results), dtype=jnp.int32), part.choices), num_keys=1
-    )
+    assert lines.choices is not None
+    numbers = jnp.arange(len(results), dtype=jnp.int32)
+    tokens = jnp.where(numbers < lines.num_used, lines.tokens, len(total))
+    # Sorted along, since a gather of single numbers takes longer.
+    tokens, line, choices = lax.sort((tokens, numbers, lines.choices), num_keys=1)
     rows = results[line].astype(jnp.float32) * weights.reshape(-1)[choices][:, None]
     return total.at[tokens].add(rows, mode="drop", indices_are_sorted=True)

@@ -11,9 +11,11 @@ from numpy.testing import assert_array_equal
 from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
 from sgl_jax.kernels.expert_lines.lines import (
     UNDIVIDED_TOKENS,
+    are_few,
     in_parts,
     lines_at_once,
 )
+from sgl_jax.kernels.expert_lines.xla import add_by_choice, add_by_line
 
 NUM_EXPERTS = 6
 
@@ -56,7 +58,7 @@ def test_places_are_those_of_a_stable_sort_however_often_it_is_tried(experts):
     check_places(experts)
 
 
-def check_parts(experts, size):
+def check_parts(experts, size, add_lines):
     lines = XLA_MOVES.sort(jnp.array(experts), jnp.int32(0), NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = experts.shape[1]
@@ -73,7 +75,7 @@ def check_parts(experts, size):
         gathered = XLA_MOVES.gather(jnp.array(x), part)
         # Arbitrary from the last line in use on.
         results = jnp.where((line < part.num_used)[:, None], gathered * factors[:, None], jnp.nan)
-        return XLA_MOVES.add_part(total, results, jnp.array(weights), part)
+        return add_lines(total, results, jnp.array(weights), part)
 
     total = in_parts(lines, min(size, experts.size), add, jnp.zeros_like(x))
     factors = np.where(experts < NUM_EXPERTS, experts + 1, 0)
@@ -84,16 +86,16 @@ def check_parts(experts, size):
 
 
 @settings(max_examples=15, deadline=None)
-@given(choices(), st.integers(1, 5))
-def test_parts_of_any_size_add_up_to_the_whole(experts, size):
-    check_parts(experts, size)
+@given(choices(), st.integers(1, 5), st.sampled_from([add_by_choice, add_by_line]))
+def test_parts_of_any_size_add_up_to_the_whole(experts, size, add_lines):
+    check_parts(experts, size, add_lines)
 
 
 @pytest.mark.long
 @settings(max_examples=300, deadline=None)
-@given(choices(), st.integers(1, 5))
-def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size):
-    check_parts(experts, size)
+@given(choices(), st.integers(1, 5), st.sampled_from([add_by_choice, add_by_line]))
+def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size, add_lines):
+    check_parts(experts, size, add_lines)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -112,7 +114,7 @@ def test_a_tokens_sum_has_the_same_bits_in_parts_of_any_size(dtype):
         for first in range(0, experts.size, size):
             results = padded[first : first + size]
             part = lines.part(jnp.int32(first), size)
-            state = XLA_MOVES.add_part(state, results, jnp.array(weights), part)
+            state = add_by_line(state, results, jnp.array(weights), part)
         return np.asarray(state)
 
     whole = total(experts.size)
@@ -125,7 +127,23 @@ def test_a_tokens_sum_has_the_same_bits_in_parts_of_any_size(dtype):
 
 def test_a_chip_takes_its_share_and_half_of_it_more_at_a_time():
     assert lines_at_once(2048, 8, num_chips=1) == 8 * 2048
-    assert lines_at_once(2048, 8, num_chips=2) == 8 * 2048
     assert lines_at_once(2048, 8, num_chips=4) == 6144
     assert lines_at_once(2048, 8, num_chips=1024) == 64
     assert lines_at_once(UNDIVIDED_TOKENS, 8, num_chips=4) == 8 * UNDIVIDED_TOKENS
+
+
+@pytest.mark.parametrize("num_chips", [4, 8])
+def test_lines_are_scattered_from_eight_chips_on(num_chips):
+    """Each way gives the other bits, so they show which one the step took."""
+    num_tokens, top_k, width = 1024, 8, 4
+    rng = np.random.default_rng(2)
+    size = lines_at_once(num_tokens, top_k, num_chips)
+    assert are_few(size, num_tokens * top_k) == (num_chips == 8)
+    experts = np.array([rng.permutation(16)[:top_k] for _ in range(num_tokens)]).T
+    lines = XLA_MOVES.sort(jnp.array(experts, jnp.int32), jnp.int32(0), 16).part(0, size)
+    results = jnp.array(rng.normal(size=(size, width)).astype(np.float32))
+    given = jnp.zeros((num_tokens, width)), results, jnp.ones((top_k, num_tokens)), lines
+    by_choice, by_line = add_by_choice(*given), add_by_line(*given)
+    assert (by_choice != by_line).any()
+    wanted = by_line if num_chips == 8 else by_choice
+    assert_array_equal(XLA_MOVES.add_part(*given), wanted)
