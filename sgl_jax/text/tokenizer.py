@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 
 # A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -73,7 +74,9 @@ class Tokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            if any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
+            if is_kimi_tokenizer(Path(path)):
+                hf_tokenizer = load_kimi_tokenizer(Path(path))
+            elif any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
                 hf_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             else:
                 empty = tokenizers.Tokenizer(tokenizers.models.BPE())
