@@ -1,6 +1,6 @@
 """Kimi K2's tokenizer, which its checkpoints keep as a tiktoken file beside a program of their own.
 
-The program is not run. The pattern and the reserved tokens are those of `tokenization_kimi.py`
+The program is not run. Pattern and reserved tokens are as in its `tokenization_kimi.py`
 (huggingface.co/moonshotai/Kimi-K2-Instruct).
 """
 
@@ -52,14 +52,12 @@ def load_kimi_tokenizer(folder: Path) -> Any:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):  # type: ignore[misc]
-        """Reads a local file, where transformers' own asks for tiktoken and keeps a copy."""
+        """For a local file, without tiktoken and its copy of each file that it reads."""
 
         load_tiktoken_bpe = staticmethod(_read_ranks)
 
     config = _read_config(folder)
     backend = Converter(str(folder / _RANKS_FILE), pattern=_PATTERN).converted()
-    # Offsets of tokens, the work of this step, are not used.
-    backend.post_processor = None
     start = backend.get_vocab_size()
     named = {int(number): own for number, own in config["added_tokens_decoder"].items()}
     outside = [number for number in named if not 0 <= number - start < _NUM_RESERVED]
