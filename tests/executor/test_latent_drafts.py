@@ -6,7 +6,11 @@ from sgl_jax.models.config import ModelConfig, ModelConfigError
 from tests.executor.draft_checks import GREEDY, RANDOM, check_drafts, check_same_tokens
 from tests.executor.test_layer_drafts import DRAFTING
 from tests.long import long
-from tests.models.latent_draft_reference import LatentDraftReference, write_drafting_checkpoint
+from tests.models.latent_draft_reference import (
+    QUANTIZED,
+    LatentDraftReference,
+    write_drafting_checkpoint,
+)
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +42,16 @@ def make(make_executor, latent_model):
 def test_drafts_are_those_of_the_plain_layer(make, latent_model, settings):
     reference = LatentDraftReference(latent_model)
     assert check_drafts(make(**DRAFTING | settings), reference, 7) > 15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"dp_size": 2, "ep_size": 2}, {"tp_size": 2}], ids=str)
+def test_a_draft_layer_in_fp8_blocks_drafts_as_its_numbers_say(make_executor, tmp_path, settings):
+    folder = write_drafting_checkpoint(tmp_path, QUANTIZED)
+    executor = make_executor(
+        model_path=str(folder), load_format="safetensors", context_length=64, **DRAFTING, **settings
+    )
+    assert check_drafts(executor, LatentDraftReference(folder), 7) > 15
 
 
 @pytest.mark.parametrize("sampling", long(GREEDY, RANDOM), ids=["greedy", "random"])

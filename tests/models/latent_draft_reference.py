@@ -7,18 +7,46 @@ import json
 import math
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import safetensors
 
 from tests.models.golden_server import GOLDEN
 
 SOURCE = GOLDEN / "deepseek_v3"
+# In fp8 blocks, as DeepSeek publishes its models.
+QUANTIZED = GOLDEN / "quantized" / "latent_fp8_block"
+FILE = "model.safetensors"
+BLOCK = 128  # inputs and outputs that share a scale
+SCALES = "weight_scale_inv"
+DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn}
 
 
-def write_drafting_checkpoint(folder: Path, seed=0):
-    """The golden model, and after its last layer one like it that drafts."""
-    config = json.loads((SOURCE / "config.json").read_text())
-    weights = load_file(SOURCE / "model.safetensors")
+def load_tensors(folder: Path):
+    """By name; safetensors' own function for numpy reads no floats of 8 and 16 bits."""
+    return {
+        name: np.frombuffer(own["data"], DTYPES[own["dtype"]]).reshape(own["shape"])
+        for name, own in safetensors.deserialize((folder / FILE).read_bytes())
+    }
+
+
+def save_tensors(folder: Path, tensors):
+    """A safetensors file: the length of its header, the header, and the tensors' bytes."""
+    header, data = {}, b""
+    for name, own in tensors.items():
+        (dtype,) = (code for code, known in DTYPES.items() if own.dtype == known)
+        offsets = len(data), len(data) + own.nbytes
+        header[name] = {"dtype": dtype, "shape": own.shape, "data_offsets": offsets}
+        data += own.tobytes()
+    head = json.dumps(header).encode()
+    (folder / FILE).write_bytes(len(head).to_bytes(8, "little") + head + data)
+
+
+def write_drafting_checkpoint(folder: Path, source=SOURCE, seed=0):
+    """The golden model, and after its last layer one like it that drafts. The product that joins
+    its inputs is never quantized."""
+    config = json.loads((source / "config.json").read_text())
+    weights = load_tensors(source)
     rng = np.random.default_rng(seed)
     last, own = (f"model.layers.{config['num_hidden_layers'] + i}" for i in (-1, 0))
     drafts = {
@@ -34,7 +62,7 @@ def write_drafting_checkpoint(folder: Path, seed=0):
     drafts[f"{own}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
     drafts[f"{own}.shared_head.head.weight"] = weights["lm_head.weight"]
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights | drafts, folder / "model.safetensors")
+    save_tensors(folder, weights | drafts)
     return folder
 
 
@@ -43,10 +71,15 @@ class LatentDraftReference:
 
     def __init__(self, folder):
         self.config = json.loads((folder / "config.json").read_text())
-        stored = load_file(folder / "model.safetensors")
+        stored = load_tensors(folder)
         self.weights = {name: own.astype(np.float64) for name, own in stored.items()}
+        for name in [own for own in stored if own.endswith(SCALES)]:
+            weight = self.weights[name.replace(SCALES, "weight")]
+            scales = np.kron(self.weights[name], np.ones((BLOCK, BLOCK)))
+            weight *= scales[: weight.shape[0], : weight.shape[1]]
         self.embedding = self.weights["model.embed_tokens.weight"]
         self.head = self.weights["lm_head.weight"].T
+        self.stretch = self.config["rope_parameters"].get("factor", 1)  # by YaRN
 
     def norm(self, name, x):
         scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -59,16 +92,16 @@ class LatentDraftReference:
         """x [n, heads, dims]: neighbours are a pair; YaRN stretches the slow ones."""
         rope, dims = self.config["rope_parameters"], x.shape[-1]
         frequencies = rope["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
-        original = rope["original_max_position_embeddings"]
+        original = rope.get("original_max_position_embeddings", 1)
 
         def pair_of(turns):
             log_theta = math.log(rope["rope_theta"])
             return dims * math.log(original / (turns * 2 * math.pi)) / (2 * log_theta)
 
-        first = max(math.floor(pair_of(rope["beta_fast"])), 0)
-        last = min(math.ceil(pair_of(rope["beta_slow"])), dims - 1)
+        first = max(math.floor(pair_of(rope.get("beta_fast", 32))), 0)
+        last = min(math.ceil(pair_of(rope.get("beta_slow", 1))), dims - 1)
         stretched = np.clip((np.arange(dims // 2) - first) / ((last - first) or 0.001), 0, 1)
-        frequencies *= 1 - stretched + stretched / rope["factor"]
+        frequencies *= 1 - stretched + stretched / self.stretch
         angles = np.asarray(positions)[:, None, None] * frequencies
         a, b = x[..., ::2], x[..., 1::2]
         turned = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
@@ -84,8 +117,7 @@ class LatentDraftReference:
         kept = self.project(f"{name}.kv_a_proj_with_mqa", x)
         latents = self.norm(f"{name}.kv_a_layernorm", kept[:, :rank])
         rotated = self.rotated(kept[:, None, rank:], positions)[:, 0]
-        growth = 0.1 * own["rope_parameters"]["mscale_all_dim"]
-        growth = growth * math.log(own["rope_parameters"]["factor"]) + 1
+        growth = 0.1 * own["rope_parameters"].get("mscale_all_dim", 0) * math.log(self.stretch) + 1
         found = np.zeros((len(x), heads, own["v_head_dim"]))
         for i, position in enumerate(positions):
             cache[position] = latents[i], rotated[i]
