@@ -112,9 +112,16 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("qwen3_next", EXPERTS_OVER_RANKS),
                 ("gpt_oss_mxfp4", COPIED_EXPERTS),
                 ("qwen3_moe_mixed", COPIED_EXPERTS_OVER_RANKS),
-                *[(family, ONE_PAGE_A_ROW) for family in WITH_LATENTS],
-                *[(family, TWO_CHIPS) for family in WITH_LATENTS],
-                ("deepseek_v2_lite", TWO_RANKS),
+                *[
+                    (family, setup)
+                    for family in WITH_LATENTS
+                    for setup in (Setup(), ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
+                ],
+                *[
+                    (family, setup)
+                    for family in ("deepseek_v2_lite", "deepseek_v3")
+                    for setup in (EXPERTS_OVER_A_RANK, Setup(dp=2, ep=2))
+                ],
                 ("deepseek_v2_lite", UNROLLED),
                 ("deepseek_v3", SPLIT_WEIGHTS),
                 ("deepseek_v3", COLUMNS),

@@ -47,6 +47,10 @@ def tolerance(name, tp=1, **_):
             "moe_ct_int4_group32", {"dp": 2, "ep": 2, "copies": 2}, marks=pytest.mark.long
         ),
         pytest.param("moe_fp8_block", {"dp": 2, "ep": 2, "copies": 4}, marks=pytest.mark.long),
+        *(
+            pytest.param("latent_fp8_block", chips, marks=pytest.mark.long)
+            for chips in ({"dp": 2, "ep": 2}, {"tp": 2, "ep": 2})
+        ),
         ("ct_int8_dynamic", {"tp": 2, "in_columns": True}),
         *(
             pytest.param(name, {"tp": 2, "in_columns": True}, marks=pytest.mark.long)
