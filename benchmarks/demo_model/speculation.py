@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo_model.speculation --num-questions 40
     python -m benchmarks.demo_model.speculation --model-path models/demo_hybrid \\
-        --speculative-algorithm MTP --num-draft-tokens 3
+        --speculative-algorithm MTP --num-draft-tokens 3 --answer-tokens 200
     python -m benchmarks.demo_model.speculation --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path models/demo_eagle3
 
@@ -27,7 +27,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 
 TASKS = ("recall", "recall_long", "sort", "reverse")
-_SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=48)
+_TO_THE_END = SamplingParams(temperature=0.0, max_new_tokens=48)
 _FIRST_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)
 
 
@@ -87,11 +87,13 @@ def compare(
     algorithm: str = "NGRAM",
     num_draft_tokens: int = 4,
     draft_model_path: str | None = None,
+    answer_tokens: int | None = None,
     **settings: Any,
 ) -> list[Comparison]:
     """Run `num_questions` of each task with and without drafts.
 
     Args:
+        answer_tokens: of each answer, whatever it says; None: to its end.
         settings: of both engines, beside how steps overlap; by default of the dense model.
     """
     settings = {"model_path": str(DEMO_MODEL)} | settings
@@ -100,8 +102,11 @@ def compare(
         "speculative_num_draft_tokens": num_draft_tokens,
         "speculative_draft_model_path": draft_model_path,
     }
-    plain = _run_all(num_questions, seed, settings)
-    drafting = _run_all(num_questions, seed, settings | drafts)
+    sampling = _TO_THE_END
+    if answer_tokens is not None:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=answer_tokens, ignore_eos=True)
+    plain = _run_all(num_questions, seed, sampling, settings)
+    drafting = _run_all(num_questions, seed, sampling, settings | drafts)
     return [Comparison(task, plain[task], drafting[task]) for task in TASKS]
 
 
@@ -115,7 +120,9 @@ def _sum(runs: Sequence[Run]) -> Run:
     return Run._make(reduce(add, column) for column in zip(*runs, strict=True))
 
 
-def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[str, Run]:
+def _run_all(
+    num_questions: int, seed: int, sampling: SamplingParams, settings: dict[str, Any]
+) -> dict[str, Run]:
     """By task."""
     with Engine(
         max_running_requests=1,
@@ -127,16 +134,16 @@ def _run_all(num_questions: int, seed: int, settings: dict[str, Any]) -> dict[st
         for task in TASKS:
             questions = held_out_questions(num_questions, seed, tasks=(task,))
             prompts = [engine.tokenizer.apply_chat_template(q.messages) for q in questions]
-            runs[task] = _run(engine, prompts)
+            runs[task] = _run(engine, prompts, sampling)
         return runs
 
 
-def _run(engine: Engine, prompts: list[list[int]]) -> Run:
+def _run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> Run:
     before = engine.server_info()["counters"]
     engine.generate(input_ids=prompts, sampling_params=_FIRST_TOKEN, progress=False)
     prefilled = engine.server_info()["counters"]
     start = time.perf_counter()
-    results = engine.generate(input_ids=prompts, sampling_params=_SAMPLING, progress=False)
+    results = engine.generate(input_ids=prompts, sampling_params=sampling, progress=False)
     seconds = time.perf_counter() - start
     after = engine.server_info()["counters"]
 
@@ -161,6 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speculative-algorithm", default="NGRAM", help="NGRAM, MTP or EAGLE3")
     parser.add_argument("--speculative-draft-model-path", help="of EAGLE3")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="per step")
+    parser.add_argument("--answer-tokens", type=int, help="of each answer; default: to its end")
     parser.add_argument("--min-ratio", type=float, default=1.5, help="over all tasks")
     args = parser.parse_args(argv)
     if args.num_questions < 1:
@@ -177,6 +185,7 @@ def main() -> None:
         algorithm=args.speculative_algorithm,
         num_draft_tokens=args.num_draft_tokens,
         draft_model_path=args.speculative_draft_model_path,
+        answer_tokens=args.answer_tokens,
         model_path=args.model_path,
     )
     overall = together(comparisons)
