@@ -43,10 +43,10 @@ class LatentAttention(nnx.Module):
         scale: float,
         attend: PagedLatentAttention,
     ) -> None:
-        """`queries`, split by its outputs, makes each head's query, first the part without a
-        position, from the queries' latent after `query_norm`, or from the hidden state. `up` are
-        the sources of `UpProjections`; `output` is split by its inputs. Rotated parts are in the
-        order of `rotate`."""
+        """`down` may have more outputs than it needs, after them. `queries`, split by its outputs,
+        makes each head's query, first the part without a position, from the queries' latent after
+        `query_norm`, or from the hidden state. `up` are the sources of `UpProjections`; `output` is
+        split by its inputs. Rotated parts are in the order of `rotate`."""
         self.sizes = sizes
         self.down = down
         self.queries = queries
@@ -68,7 +68,8 @@ class LatentAttention(nnx.Module):
         """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new latents)."""
         sizes, down = self.sizes, self.down(x)
         query_rank = sizes.query_rank or 0
-        query_latent, latent, key = jnp.split(down, [query_rank, query_rank + sizes.rank], axis=1)
+        starts = (query_rank, query_rank + sizes.rank, query_rank + sizes.width)
+        query_latent, latent, key, _ = jnp.split(down, starts, axis=1)
         queries = self.queries(x if self.query_norm is None else self.query_norm(query_latent))
         by_head = queries.reshape(len(x), -1, sizes.query_dim)
         nope, rope = jnp.split(by_head, [sizes.nope_dim], axis=2)

@@ -7,7 +7,7 @@ from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.head_sources import ByHead, HeadMatrices, HeadRows
 from sgl_jax.layers.latent_attention import LatentAttention
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import Source, Tensor, Transposed
+from sgl_jax.layers.sources import Padded, Source, Tensor, Transposed, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
@@ -70,13 +70,15 @@ def _latent_norm(name: str, size: int, options: BuildOptions) -> RMSNorm:
 
 
 def _down(sizes: LatentConfig, hidden: int) -> Source:
-    """The queries' latent, the latent, and the rotated part of the key, side by side."""
+    """The queries' latent, the latent, and the rotated part of the key, side by side; in whole rows
+    of a TPU's memory, by zeros after them."""
     kept = partial(HeadRows, "self_attn.kv_a_proj_with_mqa.weight", sizes.width)
     parts = [kept(0, sizes.width, sizes.rank)]
     parts += _rotated_rows(kept(sizes.rank, sizes.width, sizes.rope_dim))
     if (own := sizes.query_rank) is not None:
         parts = [HeadRows("self_attn.q_a_proj.weight", own, 0, own, own), *parts]
-    return ByHead(tuple(parts), 1, (hidden,))
+    both = ByHead(tuple(parts), 1, (hidden,))
+    return Padded(both, row_size(both.shape[1]), axis=1, on_every_mesh=True)
 
 
 def _rotated_rows(part: HeadRows) -> tuple[HeadRows, HeadRows]:

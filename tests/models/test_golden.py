@@ -209,11 +209,14 @@ def test_a_prompt_of_several_chunks_of_the_delta_rule_matches_transformers(famil
     "family",
     [
         "gpt_oss_mxfp4",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt_oss", "gemma3")),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in ("gpt_oss", "gemma3", "deepseek_v2_lite", "deepseek_v3")
+        ),
     ],
 )
 def test_rows_that_are_padded_for_a_tpu_change_nothing(family, tmp_path, monkeypatch):
-    for module in ("decoder", "gpt_oss"):
+    for module in ("decoder", "gpt_oss", "deepseek"):
         monkeypatch.setattr(f"sgl_jax.models.{module}.row_size", lambda size: size + 3)
     data, folder = golden(family), GOLDEN / family
     convert(folder, tmp_path / "orbax", "float32")

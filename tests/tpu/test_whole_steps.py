@@ -6,6 +6,7 @@ has room for. `pytest -rP` prints the cost of a step: docs/measurements/planning
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -397,9 +398,12 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
 # Model, slice, dp, tp, with experts over all chips.
 WITH_LATENTS = (
     ("deepseek-v2-lite", "v6e-4", 4, 1),
-    ("deepseek-v3", "tpu7x-16", 16, 1),
+    ("deepseek-v3", "tpu7x-32", 32, 1),
     ("deepseek-v3", "v6e-64", 8, 8),
 )
+# Of one layer of DeepSeek-V3, made anew in each step: the up-projections for the kernel of a chunk,
+# 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
+MADE_ANEW = {(128, 128, 512), (128, 512, 128), (8, 2048, 56)}
 
 
 @pytest.mark.long
@@ -414,6 +418,10 @@ def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case, st
     cost = program_cost(program)
     _print_figures(cost, 0.0, Topology.parse(topology_name).chip)
     assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
-    assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
-    assert cost.temp_bytes < GIB
+    anew = set(map(math.prod, MADE_ANEW))
+    kept = {shape for shape in shapes_kept(engine) if math.prod(shape) not in anew}
+    assert copies(program.as_text(), kept, bucket.tokens) == []
+    # Hidden states of all ranks' tokens, their sums in float32, and these as they are exchanged.
+    gathered = dp * bucket.tokens * engine.config.model.hidden_size * (2 + 4 + 2)
+    assert cost.temp_bytes < GIB + gathered
     assert {"paged_write", "paged_decode", "paged_prefill"} <= set(cost.kernels)
