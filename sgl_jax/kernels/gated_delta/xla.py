@@ -5,6 +5,8 @@ Cost follows the tokens in use: loops over blocks of decode rows, and over chunk
 trip counts. States are carried through these loops, in place.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,44 +48,66 @@ def _decode(
     tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Token by token, some rows at once."""
-    num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
+    num_rows, most = min(DECODE_ROWS, batch.slots_in.shape[0]), 1 + batch.max_draft_tokens
 
     def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, states = carry
         rows = number * num_rows + jnp.arange(num_rows)
         starts = batch.q_offsets.at[rows].get(mode="clip")
         lengths = batch.q_offsets.at[rows + 1].get(mode="clip") - starts
         lengths = jnp.where(rows < batch.num_decode, lengths, 0)
         slots_in = batch.slots_in.at[rows].get(mode="clip")
         slots_out = batch.slots_out.at[rows].get(mode="clip")
-        state = carry[1][layer, slots_in].astype(jnp.float32)
+        # Positions first. All that needs no state is computed for all of them at once.
+        position = jnp.arange(most)[:, None]
+        exists, numbers = position < lengths, starts + position
+        some = _Terms.of(_scaled(tokens, numbers, exists))
+        state = states[layer, slots_in].astype(jnp.float32)
 
-        def position(
-            i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            out, states, state = carry
-            exists = i < lengths
-            some, state = _next_token(_scaled(tokens, starts + i, exists), state)
-            written = jnp.where(exists, starts + i, out.shape[0])
-            out = out.at[written].set(some.astype(out.dtype), mode="drop")
-            states = _write(states, layer, jnp.where(exists, slots_out + i, -1), state)
-            return out, states, state
+        def next_position(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            outs, after, state = carry
+            own, state = _next_token(jax.tree.map(lambda x: x[i], some), state)
+            return outs.at[i].set(own), after.at[i].set(state), state
 
-        if batch.max_draft_tokens == 0:
-            return position(jnp.int32(0), (*carry, state))[:2]
-        return lax.fori_loop(0, jnp.max(lengths), position, (*carry, state))[:2]
+        first, state = _next_token(jax.tree.map(lambda x: x[0], some), state)
+        outs, after = (
+            jnp.zeros((most, *own.shape), own.dtype).at[0].set(own) for own in (first, state)
+        )
+        if most > 1:
+            last = jnp.max(lengths)
+            outs, after, _ = lax.fori_loop(1, last, next_position, (outs, after, state))
+        written = jnp.where(exists, numbers, out.shape[0])
+        out = out.at[written].set(outs.astype(out.dtype), mode="drop")
+        slots = jnp.where(exists, slots_out + position, -1)
+        return out, _write(states, layer, slots, after)
 
     return lax.fori_loop(0, -(-batch.num_decode // num_rows), block, (out, states))
 
 
-def _next_token(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+class _Terms(NamedTuple):
+    """What a token contributes to a step of the recurrence, [..., value_heads, ...]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    beta: jax.Array
+    q_times_k: jax.Array
+
+    @classmethod
+    def of(cls, tokens: DeltaInputs) -> "_Terms":
+        q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
+        decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
+        return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
+
+
+def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
-    k, q = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.k, tokens.q))
-    decay = jnp.exp(tokens.log_decay)[..., None]
+    q, k, v, decay, beta, q_times_k = token
     # The old state is read for both products at once: S^T q is the old state's, plus the change's.
-    change = tokens.beta[..., None] * (tokens.v - decay * jnp.sum(state * k[..., None], axis=-2))
+    change = beta * (v - decay * jnp.sum(state * k[..., None], axis=-2))
     old = decay * jnp.sum(state * q[..., None], axis=-2)
-    out = old + change * jnp.sum(k * q, axis=-1, keepdims=True)
-    return out, decay[..., None] * state + k[..., None] * change[..., None, :]
+    return old + change * q_times_k, decay[..., None] * state + k[..., None] * change[..., None, :]
 
 
 def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
