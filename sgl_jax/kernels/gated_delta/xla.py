@@ -85,7 +85,7 @@ def _decode(
 
 
 class _Terms(NamedTuple):
-    """What a token contributes to a step of the recurrence, [..., value_heads, ...]."""
+    """A token's part in a step of the recurrence, [..., value_heads, ...]."""
 
     q: jax.Array
     k: jax.Array
