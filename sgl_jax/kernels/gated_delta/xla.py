@@ -199,7 +199,14 @@ def causal_conv(
     """See `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
     in_row = jnp.arange(num_tokens) - batch.q_offsets[batch.token_rows]
-    old = states[layer, batch.slots_in].reshape(-1, width - 1, u.shape[1])
+    # In a branch: fused with what it is read for, XLA would copy all states to write some of them.
+    slots_in = batch.slots_in
+    old = lax.cond(
+        batch.q_offsets[-1] > 0,
+        lambda: states[layer, slots_in],
+        lambda: jnp.zeros((len(slots_in), *states.shape[2:]), states.dtype),
+    )
+    old = old.reshape(-1, width - 1, u.shape[1])
 
     def before(distance: int) -> jax.Array:
         """u of the token that lies so many before each."""

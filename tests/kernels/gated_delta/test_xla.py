@@ -1,5 +1,6 @@
 """The gated delta rule and its convolution in XLA, against float64 token by token."""
 
+import re
 from functools import lru_cache
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax import lax
 
 from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
@@ -143,3 +145,30 @@ def test_donated_states_are_changed_in_place(call, tokens):
     num_bytes = states.size * states.dtype.itemsize
     assert memory.alias_size_in_bytes >= num_bytes
     assert memory.temp_size_in_bytes < num_bytes / 4
+
+
+def test_layers_of_a_loop_write_some_states_and_copy_none():
+    program = Program(max_drafts=3, rows=1, tokens=4, max_snapshots=1)
+    built = build(Case(program, [(4, 3)], [], [], seed=0))
+    problem = jax.tree.map(jnp.asarray, built)
+    states = problem.conv[2]
+
+    def run(states, of_delta, problem):
+        batch = problem.make_batch(program)
+
+        def layer(number, carry):
+            x, states, of_delta = carry
+            x, states = xla.causal_conv(x, problem.weight, states, number, batch)
+            out, of_delta = xla.gated_delta(problem.tokens, of_delta, number, batch)
+            return x * jnp.sum(out), states, of_delta
+
+        return lax.fori_loop(0, len(states), layer, (problem.u, states, of_delta))
+
+    # As users' programs are compiled: tests go without most optimisations.
+    options = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
+    lowered = jax.jit(run, donate_argnums=(0, 1)).lower(states, problem.states, problem)
+    compiled = lowered.compile(compiler_options=options)
+    for kept in (states, problem.states):
+        shape = ",".join(map(str, kept.shape))
+        assert f"f32[{shape}]" in compiled.as_text()
+        assert not re.search(rf"f32\[{shape}\]\S* copy\(", compiled.as_text())
