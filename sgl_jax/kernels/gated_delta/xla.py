@@ -199,7 +199,7 @@ def causal_conv(
     """See `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
     in_row = jnp.arange(num_tokens) - batch.q_offsets[batch.token_rows]
-    # In a branch: fused with what it is read for, XLA would copy all states to write some of them.
+    # In a branch: if this read were fused, XLA would copy all states before it writes some.
     slots_in = batch.slots_in
     old = lax.cond(
         batch.q_offsets[-1] > 0,
