@@ -93,7 +93,7 @@ def compare(
     """Run `num_questions` of each task with and without drafts.
 
     Args:
-        answer_tokens: of each answer, whatever it says; None: to its end.
+        answer_tokens: the length of each answer; None: an answer ends with its end token.
         settings: of both engines, beside how steps overlap; by default of the dense model.
     """
     settings = {"model_path": str(DEMO_MODEL)} | settings
