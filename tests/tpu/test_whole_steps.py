@@ -401,7 +401,7 @@ WITH_LATENTS = (
     ("deepseek-v3", "tpu7x-32", 32, 1),
     ("deepseek-v3", "v6e-64", 8, 8),
 )
-# Each step makes these of a layer of DeepSeek-V3 anew: the up-projections for the kernel of a chunk,
+# Each step makes these of a layer of DeepSeek-V3 anew: up-projections for the kernel of a chunk,
 # 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
 MADE_ANEW = {(128, 128, 512), (128, 512, 128), (8, 2048, 56)}
 
