@@ -12,7 +12,8 @@ from sgl_jax.core.server_args import ServerArgs
 # Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
 # shape where it can, so few of them do.
 _CPU_TOKENS = (2, 8, 32, 128, 512)
-# With drafts: so many rows, all of them drafting; and the sizes around them.
+# With drafts: so many rows, all of them drafting; the smallest of the sizes above; and the largest,
+# which are for prompts.
 _CPU_DRAFTING_ROWS = (1, 4, 16)
 # Fewer tokens than this cost an accelerator the same: it waits for the weights.
 _ACCELERATOR_MIN_TOKENS = 8
@@ -70,7 +71,7 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
         sizes = set(_CPU_TOKENS)
         if limits.draft_tokens:
             drafting = {rows * (1 + limits.draft_tokens) for rows in _CPU_DRAFTING_ROWS}
-            sizes = {_CPU_TOKENS[0], _CPU_TOKENS[-1]} | drafting
+            sizes = {_CPU_TOKENS[0], *_CPU_TOKENS[-2:]} | drafting
         size = 2 * _CPU_TOKENS[-1]
     else:
         sizes = set()

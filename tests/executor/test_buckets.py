@@ -47,9 +47,10 @@ def test_a_full_batch_of_drafting_rows_is_not_padded():
         assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
 
 
-def test_padding_never_more_than_quadruples_a_steps_tokens():
+@pytest.mark.parametrize("limits", [(32, 4096, 128), (32, 4096, 128, 3), (1, 4096, 128, 3)])
+def test_padding_never_more_than_quadruples_a_steps_tokens(limits):
     for platform, least in (("cpu", 1), ("tpu", 8)):
-        buckets = choose_buckets(StepLimits(32, 4096, 128), platform)
+        buckets = choose_buckets(StepLimits(*limits), platform)
         for tokens in range(least, 4097):
             assert buckets.smallest(tokens).tokens < 4 * tokens
 

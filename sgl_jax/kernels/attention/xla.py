@@ -15,8 +15,8 @@ from sgl_jax.kernels.attention.batch import MASKED, NULL_PAGE, AttentionBatch, S
 from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
 
 # Decode meets DECODE_BLOCKS blocks of keys at once, of any rows: one operation each would
-# be too small to be worth its launch.
-DECODE_BLOCKS = 8
+# be too small to be worth its launch, and twice as many keys would mostly be padding of short rows.
+DECODE_BLOCKS = 4
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
 # A chunk's queries are met in blocks of 128; the last few of a chunk, or all of a short one such as
@@ -117,7 +117,7 @@ def attend_cached(
     padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
         jnp.zeros((*padded.shape[:2], cached.value_dim), q.dtype),
-        _decode(q, cached, batch, options),
+        _decode(padded, cached, batch, options),
         0,
         axis=0,
     )
@@ -142,48 +142,48 @@ def _decode(
     """Attention of the decode rows' tokens, which come first:
     [max_decode_tokens, q_heads, value_dim].
 
-    Drafted tokens are looked at one by one, as if each were a row of its own. The blocks of keys of
-    all tokens form one list, token after token. Each turn of the loop takes the next DECODE_BLOCKS
-    of it and merges their results into their tokens, which are neighbours. Results after the decode
-    rows' are finite and arbitrary.
+    A row's token and its drafts meet each block of keys together. The blocks of all rows form one
+    list, row after row. Each turn of the loop takes the next DECODE_BLOCKS of it and merges their
+    results into their rows, which are neighbours. Results after the decode rows' are finite and
+    arbitrary.
     """
-    num_tokens = batch.max_decode_tokens
+    num_tokens, width = batch.max_decode_tokens, 1 + batch.max_draft_tokens
+    num_rows = min(batch.q_lens.shape[0], num_tokens)
     table = _BlockTable.of(batch.page_table, cached.page_size, DECODE_KEYS)
     block_keys = table.pages_per_block * cached.page_size
-    is_decode = jnp.arange(num_tokens, dtype=jnp.int32) < batch.q_offsets[batch.num_decode]
-    kv_lens = jnp.where(is_decode, batch.positions[:num_tokens] + 1, 0)
-    first_blocks = _first_visible(kv_lens - 1, options) // block_keys
+    is_decode = jnp.arange(num_rows, dtype=jnp.int32) < batch.num_decode
+    kv_starts = batch.kv_starts[:num_rows]
+    kv_lens = jnp.where(is_decode, kv_starts + batch.q_lens[:num_rows], 0)
+    first_blocks = jnp.where(is_decode, _first_visible(kv_starts, options) // block_keys, 0)
     ends = jnp.cumsum(-(-kv_lens // block_keys) - first_blocks, dtype=jnp.int32)
-    # Block number n of the list, of token t, is the token's block n - base[t].
+    # Block number n of the list, of row r, is the row's block n - base[r].
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]) - first_blocks
-    queries = _scaled_queries(q[:num_tokens], cached.kv_heads, options)
+    places = batch.q_offsets[:num_rows, None] + jnp.arange(width, dtype=jnp.int32)
+    queries = _scaled_queries(q[places], cached.kv_heads, options)
     window = jnp.arange(DECODE_BLOCKS, dtype=jnp.int32)
 
     def turn(index: jax.Array, state: _Partial) -> _Partial:
         numbers = index * DECODE_BLOCKS + window
-        token = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
-        token = jnp.minimum(token, num_tokens - 1)
-        block, kv_len = numbers - base[token], kv_lens[token][:, None]
-        positions = block[:, None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-        seen = (positions < kv_len) & (positions >= _first_visible(kv_len - 1, options))
-        pages = table.pages(batch.token_rows[token], block)
-        found = _attend(queries[token], cached, pages, seen[:, None, None], seen, options)
-        # owner[i, j]: block i belongs to the j-th of the tokens that this turn may touch.
-        owner = (token[:, None] == token[0] + window) & (numbers < ends[-1])[:, None]
-        touched = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, token[0], DECODE_BLOCKS), state
-        )
-        merged = _merge_into_tokens(touched, found, owner)
+        row = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
+        row = jnp.minimum(row, num_rows - 1)
+        block = numbers - base[row]
+        keys = _Keys.of(block, block_keys, kv_starts[row], kv_lens[row], width, options)
+        pages = table.pages(row, block)
+        found = _attend(queries[row], cached, pages, keys, options)
+        # owner[i, j]: block i belongs to the j-th of the rows that this turn may touch.
+        owner = (row[:, None] == row[0] + window) & (numbers < ends[-1])[:, None]
+        touched = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row[0], DECODE_BLOCKS), state)
+        merged = _merge_into_rows(touched, found, owner)
         return jax.tree.map(
-            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, token[0], axis=0), state, merged
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row[0], axis=0), state, merged
         )
 
-    sinks = None if options.sinks is None else options.sinks.reshape(queries.shape[1:3])
-    shape = num_tokens + DECODE_BLOCKS, *queries.shape[1:-1], cached.value_dim
-    nothing = _nothing(shape, sinks)
+    nothing = _nothing((num_rows + DECODE_BLOCKS, *queries.shape[1:-1]), cached, width, options)
     state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
-    out = state.acc / jnp.maximum(state.l, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out[:num_tokens].reshape(num_tokens, q.shape[1], -1).astype(q.dtype)
+    by_row = _results(state, width)
+    row = jnp.minimum(batch.token_rows[:num_tokens], num_rows - 1)
+    ahead = jnp.arange(num_tokens, dtype=jnp.int32) - batch.q_offsets[row]
+    return by_row[row, jnp.minimum(ahead, width - 1)].astype(q.dtype)
 
 
 def _prefill(
@@ -223,40 +223,55 @@ class _QueryBlocks(NamedTuple):
 
     def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
         """Put the attention of the row's queries `first`, `first` + 1, ... into out."""
-        batch, kv_heads, head_dim = self.batch, self.cached.kv_heads, q.shape[-1]
+        batch = self.batch
         block_keys = self.table.pages_per_block * self.cached.page_size
         start = batch.q_offsets[row] + first
         block = lax.dynamic_slice_in_dim(q, start, self.num_queries)
-        queries = _scaled_queries(block, kv_heads, self.options)
-        group = queries.shape[2]
-        queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+        queries = _scaled_queries(block, self.cached.kv_heads, self.options)
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
-        # Queries past the row's end see its last one's keys, never an unused slot.
-        ahead = jnp.arange(self.num_queries, dtype=jnp.int32)
-        q_positions = jnp.minimum(q_start + ahead, kv_len - 1)[:, None]
-        first_visible = _first_visible(q_positions, self.options)
 
         def key_block(index: jax.Array, state: _Partial) -> _Partial:
-            positions = index * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-            seen = (positions <= q_positions) & (positions >= first_visible)
-            seen = jnp.broadcast_to(seen, (group, *seen.shape)).reshape(-1, block_keys)
-            # The table has no page of the row for keys that the window has passed.
-            used = (positions < kv_len) & (positions >= first_visible[0])
+            keys = _Keys.of(index, block_keys, q_start, kv_len, self.num_queries, self.options)
             pages = self.table.pages(row, index)
-            found = _attend(queries, self.cached, pages, seen, used, self.options)
-            return _merge(state, found)
+            return _merge(state, _attend(queries, self.cached, pages, keys, self.options))
 
         first_block = _first_visible(q_start, self.options) // block_keys
         stop_block = -(-jnp.minimum(q_start + self.num_queries, kv_len) // block_keys)
-        sinks = self.options.sinks
-        if sinks is not None:
-            sinks = jnp.repeat(sinks, self.num_queries).reshape(kv_heads, -1)
-        value_dim = self.cached.value_dim
-        nothing = _nothing((*queries.shape[:-1], value_dim), sinks)
+        nothing = _nothing(queries.shape[:-1], self.cached, self.num_queries, self.options)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
-        result = (state.acc / state.l[..., None]).reshape(-1, self.num_queries, value_dim)
-        result = result.transpose(1, 0, 2).astype(q.dtype)
+        result = _results(state, self.num_queries).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+
+class _Keys(NamedTuple):
+    """The keys of a block, or of many, that neighbouring queries of one row see."""
+
+    seen: jax.Array  # bool [..., queries, keys] keys that each query sees
+    # bool [..., keys] slots that hold a token that some query sees; others may hold anything, NaN
+    # included, and the table has no page for keys that the window has passed.
+    used: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        block: jax.Array,
+        block_keys: int,
+        q_start: jax.Array,
+        kv_len: jax.Array,
+        num_queries: int,
+        options: ScoreOptions,
+    ) -> "_Keys":
+        """Of block number `block` of a row with `kv_len` keys, for its queries from position
+        `q_start` on; all three int32 [...]."""
+        keys = block[..., None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+        ahead = jnp.arange(num_queries, dtype=jnp.int32)
+        # Queries past the row's end see its last one's keys, never an unused slot.
+        queries = jnp.minimum(q_start[..., None] + ahead, kv_len[..., None] - 1)
+        firsts = _first_visible(queries, options)
+        seen = (keys[..., None, :] <= queries[..., None]) & (
+            keys[..., None, :] >= firsts[..., None]
+        )
+        return cls(seen, (keys < kv_len[..., None]) & (keys >= firsts[..., :1]))
 
 
 class _BlockTable(NamedTuple):
@@ -282,9 +297,18 @@ class _BlockTable(NamedTuple):
 
 
 def _scaled_queries(q: jax.Array, kv_heads: int, options: ScoreOptions) -> jax.Array:
-    """q [n, q_heads, D] as float32 [n, kv_heads, group, D], times the scale."""
-    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
-    return grouped.astype(jnp.float32) * options.scale
+    """q [..., n, q_heads, D] as float32 [..., kv_heads, group * n, D], times the scale."""
+    *outer, num_queries, _, head_dim = q.shape
+    grouped = q.reshape(*outer, num_queries, kv_heads, -1, head_dim)
+    by_head = jnp.moveaxis(grouped, -4, -2).reshape(*outer, kv_heads, -1, head_dim)
+    return by_head.astype(jnp.float32) * options.scale
+
+
+def _results(state: _Partial, num_queries: int) -> jax.Array:
+    """Attention over all keys, [..., n, q_heads, value_dim]; queries that saw none have zeros."""
+    out = state.acc / jnp.maximum(state.l, jnp.finfo(jnp.float32).tiny)[..., None]
+    *outer, _, _, value_dim = out.shape
+    return jnp.moveaxis(out.reshape(*outer, -1, num_queries, value_dim), -3, -2)
 
 
 def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
@@ -294,15 +318,18 @@ def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
     return jnp.maximum(position - options.sliding_window + 1, 0)
 
 
-def _nothing(shape: tuple[int, ...], sinks: jax.Array | None) -> _Partial:
-    """Attention over no keys yet, a result of `shape`; sinks broadcast over all but the last.
+def _nothing(
+    shape: tuple[int, ...], cached: CachedLayer, num_queries: int, options: ScoreOptions
+) -> _Partial:
+    """Attention over no keys yet, of queries [..., kv_heads, group * num_queries], which is `shape`.
 
     A sink is one more key, always visible, whose value is zero.
     """
-    acc = jnp.zeros(shape, jnp.float32)
-    if sinks is None:
-        return _Partial(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), acc)
-    m = jnp.broadcast_to(sinks.astype(jnp.float32), shape[:-1])
+    acc = jnp.zeros((*shape, cached.value_dim), jnp.float32)
+    if options.sinks is None:
+        return _Partial(jnp.full(shape, MASKED), jnp.zeros(shape), acc)
+    sinks = jnp.repeat(options.sinks.astype(jnp.float32), num_queries)
+    m = jnp.broadcast_to(sinks.reshape(cached.kv_heads, -1), shape)
     return _Partial(m, jnp.ones_like(m), acc)
 
 
@@ -310,24 +337,20 @@ def _attend(
     queries: jax.Array,
     cached: CachedLayer,
     pages: jax.Array,
-    seen: jax.Array,
-    used: jax.Array,
+    which: _Keys,
     options: ScoreOptions,
 ) -> _Partial:
-    """Attention of queries [..., kv_heads, n, D] over the keys in pages [..., p].
-
-    `seen` bool [..., kv_heads or 1, n or 1, keys]: which keys each query sees. `used` bool
-    [..., keys]: which slots hold a token that some query sees; others may hold anything, NaN
-    included.
-    """
+    """Attention of queries [..., kv_heads, group * n, D] over the keys in pages [..., p]."""
     keys, values = cached.keys_and_values(pages)
     scores = jnp.einsum("...hqd,...hkd->...hqk", queries, keys)
+    group = scores.shape[-2] // which.seen.shape[-2]
+    seen = jnp.concatenate([which.seen] * group, axis=-2)[..., None, :, :]
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(seen, scores, MASKED)
     m = scores.max(axis=-1)
     weights = jnp.exp(scores - m[..., None])
-    values = jnp.where(used[..., None, :, None], values, 0)
+    values = jnp.where(which.used[..., None, :, None], values, 0)
     acc = jnp.einsum("...hqk,...hkd->...hqd", weights, values)
     return _Partial(m, weights.sum(axis=-1), acc)
 
@@ -343,14 +366,14 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
     )
 
 
-def _merge_into_tokens(tokens: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
-    """Merge blocks [blocks, ...] into tokens [tokens, ...]; owner[i, j]: block i is of token j."""
+def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
+    """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j."""
     owner = owner[:, :, None, None]
-    m = jnp.maximum(tokens.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))
-    kept = jnp.exp(tokens.m - m)
+    m = jnp.maximum(rows.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))
+    kept = jnp.exp(rows.m - m)
     scale = jnp.where(owner, jnp.exp(blocks.m[:, None] - m), 0)
     return _Partial(
         m,
-        tokens.l * kept + (scale * blocks.l[:, None]).sum(axis=0),
-        tokens.acc * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.acc),
+        rows.l * kept + (scale * blocks.l[:, None]).sum(axis=0),
+        rows.acc * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.acc),
     )

@@ -105,8 +105,10 @@ def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
     q, k, v, decay, beta, q_times_k = token
     # The old state is read for both products at once: S^T q is the old state's, plus the change's.
-    change = beta * (v - decay * jnp.sum(state * k[..., None], axis=-2))
-    old = decay * jnp.sum(state * q[..., None], axis=-2)
+    # One small product takes a CPU half as long as two sums over the state.
+    both = _times("nhik,nhkv->nhiv", jnp.stack([k, q], axis=-2), state)
+    change = beta * (v - decay * both[:, :, 0])
+    old = decay * both[:, :, 1]
     return old + change * q_times_k, decay[..., None] * state + k[..., None] * change[..., None, :]
 
 
