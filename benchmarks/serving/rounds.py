@@ -24,6 +24,8 @@ import numpy as np
 
 from benchmarks import DEMO_MODEL
 
+Prompts = Sequence[Sequence[Sequence[int]]]  # token ids, by stream and request
+
 _START_S = 600.0
 _POLL_S = 0.2
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
@@ -31,7 +33,7 @@ _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Load:
-    """`num_streams` connections, each with `num_requests` requests of random tokens in turn."""
+    """`num_streams` connections, each with `num_requests` requests in turn."""
 
     num_streams: int
     num_requests: int
@@ -43,14 +45,11 @@ class Load:
         """Output tokens in all."""
         return self.num_streams * self.num_requests * self.output_len
 
-    async def serve(self, port: int, prompts: np.ndarray) -> float:
-        """Seconds from the first request to the last answer's end.
-
-        `prompts` are int32[num_streams, num_requests, prompt_len].
-        """
+    async def serve(self, port: int, prompts: Prompts) -> float:
+        """Seconds from the first request to the last answer's end."""
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in prompts]
         start = time.perf_counter()
-        await asyncio.gather(*map(self._send_all, streams, prompts.tolist()))
+        await asyncio.gather(*map(self._send_all, streams, prompts))
         seconds = time.perf_counter() - start
         for _, writer in streams:
             writer.close()
@@ -80,10 +79,11 @@ class Load:
             if b'"completion_tokens":%d,' % self.output_len not in end:
                 raise RuntimeError(f"an answer ended otherwise: {end!r}")
 
-    def random_prompts(self, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
-        """int32[num_streams, num_requests, prompt_len]"""
+    def random_prompts(self, rng: np.random.Generator, vocab_size: int) -> Prompts:
+        """Prompts of `prompt_len` random tokens."""
         shape = (self.num_streams, self.num_requests, self.prompt_len)
-        return rng.integers(0, vocab_size, shape, dtype=np.int32)
+        prompts: Prompts = rng.integers(0, vocab_size, shape).tolist()
+        return prompts
 
 
 @contextmanager

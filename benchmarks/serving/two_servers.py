@@ -2,21 +2,29 @@
 
     python -m benchmarks.serving.two_servers --second-checkout DIR
     python -m benchmarks.serving.two_servers --second-flags="--quantization int8"
+    python -m benchmarks.serving.two_servers --model-path models/demo_hybrid --num-streams 1 \\
+        --tasks recall recall_long sort reverse --output-len 200 \\
+        --second-flags="--speculative-algorithm MTP --speculative-num-draft-tokens 3"
 
 The first server runs this checkout. The second runs another one, or this one with more flags. Both
-stay up for the whole run and serve in the order first, second, second, first.
+stay up for the whole run and serve in the order first, second, second, first; a block of one and
+the block of the other beside it have the same prompts.
 """
 
 import argparse
 import asyncio
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.serving.rounds import add_options, load_of, print_rounds, server
+from benchmarks.demo_model.tasks import TASKS, held_out_questions
+from benchmarks.serving.rounds import Load, Prompts, add_options, load_of, print_rounds, server
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.text.tokenizer_check import load_tokenizer
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -28,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--flags", default="", help="of both servers, as one string")
     parser.add_argument("--second-flags", default="", help="of the second alone")
     parser.add_argument("--second-checkout", type=Path, default=_CHECKOUT)
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, help="questions of these; default: random tokens"
+    )
     options = parser.parse_args(argv)
     load = load_of(options)
-    vocab_size = json.loads((options.model_path / "config.json").read_text())["vocab_size"]
+    blocks = _prompts(load, options.model_path, options.tasks)
     model = ("--model-path", str(options.model_path.resolve()), "--decode-log-interval", "0")
     flags = (*model, *shlex.split(options.flags))
-    rng = np.random.default_rng(0)
     with (
         server(flags, _CHECKOUT) as first,
         server(
@@ -41,15 +51,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         ) as second,
     ):
 
-        def serve(port: int) -> float:
-            return asyncio.run(load.serve(port, load.random_prompts(rng, vocab_size)))
+        def serve(port: int, prompts: Prompts) -> float:
+            return asyncio.run(load.serve(port, prompts))
 
         def times() -> tuple[float, float]:
-            first_s, second_s = serve(first), serve(second) + serve(second)
-            return first_s + serve(first), second_s
+            some, others = next(blocks), next(blocks)
+            first_s, second_s = serve(first, some), serve(second, some) + serve(second, others)
+            return first_s + serve(first, others), second_s
 
-        serve(first), serve(second)  # warms caches
+        times()  # warms caches
         print_rounds(load, ("first", "second"), times, options.rounds)
+
+
+def _prompts(load: Load, model_path: Path, tasks: Sequence[str] | None) -> Iterator[Prompts]:
+    """The prompts of each block, all different."""
+    if tasks is None:
+        rng = np.random.default_rng(0)
+        vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
+        while True:
+            yield load.random_prompts(rng, vocab_size)
+    tokenizer = load_tokenizer(ServerArgs(model_path=str(model_path)))
+    for seed in count():
+        number = load.num_streams * load.num_requests
+        questions = held_out_questions(number, seed, tasks=tuple(tasks))
+        prompts = [tokenizer.apply_chat_template(question.messages) for question in questions]
+        yield [prompts[first :: load.num_streams] for first in range(load.num_streams)]
 
 
 if __name__ == "__main__":

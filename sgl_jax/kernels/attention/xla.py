@@ -321,7 +321,7 @@ def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
 def _nothing(
     shape: tuple[int, ...], cached: CachedLayer, num_queries: int, options: ScoreOptions
 ) -> _Partial:
-    """Attention over no keys yet, of queries [..., kv_heads, group * num_queries], which is `shape`.
+    """Attention of queries, `shape` [..., kv_heads, group * num_queries], over no keys yet.
 
     A sink is one more key, always visible, whose value is zero.
     """
