@@ -41,9 +41,9 @@ def draft_tokens(
 ) -> _Tables:
     """Write each row's `num_drafts` drafts behind its last token.
 
-    The first pass covers all queries of the step, so that the draft layer's KV is complete up to
-    each row's last query. Each further pass covers a position a row; the next step writes the KV of
-    these positions again, from the model's own hidden states.
+    The layer's KV is written for all queries of the step. Then each pass covers a position a row,
+    the first its last query's; the next step writes the KV of the positions after it again, from
+    the model's own hidden states.
 
     A draft is drawn as its token will be, with the same parameters and noise: so it is the more
     often right, the more alike the distributions are, at any temperature.
@@ -60,23 +60,12 @@ def draft_tokens(
     """
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
-
-    def draw(table: jax.Array, hidden: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draft number `number` of each row, int32[B], and the table with it."""
-        positions = drafted.lasts + 2 + number
-        where = SampledRows(rows, positions, drafted.samples)
-        tokens, _ = draw_tokens(
-            model.draft_logits(hidden), row_params, table, where, jnp.bool_(False)
-        )
-        is_kept = drafted.samples & (positions < most)
-        lines, columns = jnp.where(is_kept, rows, 0), jnp.where(is_kept, positions, 0)
-        return tokens, table.at[lines, columns].set(tokens)
-
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
-    of_queries, kv_pools = model.draft(after, hidden, batches, kv_pools)
+    # The compiler leaves out all of this pass that makes no KV: attention, feed-forward, logits.
+    _, kv_pools = model.draft(after, hidden, batches, kv_pools)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
-    hidden = of_queries.at[places].get(mode="clip")
-    tokens, table = draw(table, hidden, jnp.int32(0))
+    hidden = hidden.at[places].get(mode="clip")
+    tokens = after.at[places].get(mode="clip")
 
     def draft_next(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         hidden, tokens, table, *pools = carry
@@ -88,8 +77,14 @@ def draft_tokens(
         )
         by_group = [replace(one_each, page_table=own.page_table) for own in batches]
         hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools))
-        tokens, table = draw(table, hidden, number)
-        return hidden, tokens, table, *kv_pools
+        positions = drafted.lasts + 2 + number
+        where = SampledRows(rows, positions, drafted.samples)
+        tokens, _ = draw_tokens(
+            model.draft_logits(hidden), row_params, table, where, jnp.bool_(False)
+        )
+        is_kept = drafted.samples & (positions < most)
+        lines, columns = jnp.where(is_kept, rows, 0), jnp.where(is_kept, positions, 0)
+        return hidden, tokens, table.at[lines, columns].set(tokens), *kv_pools
 
-    carry = lax.fori_loop(1, num_drafts, draft_next, (hidden, tokens, table, *kv_pools))
+    carry = lax.fori_loop(0, num_drafts, draft_next, (hidden, tokens, table, *kv_pools))
     return carry[2], carry[3:]
