@@ -2,7 +2,8 @@
 
 A shape is a number of query tokens and the rows that go with it: never more rows than tokens,
 since every row has at least one. So a batch of pure decode lands in a shape with as many rows as
-tokens, and mixed batches share the shapes above it.
+tokens, and mixed batches share the shapes above it. Rows that all draft have many tokens each: on a
+CPU they have shapes of so few rows, since each row costs a draft layer as much as a token does.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from sgl_jax.core.server_args import ServerArgs
 # Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
 # shape where it can, so few of them do.
 _CPU_TOKENS = (2, 8, 32, 128, 512)
-# With drafts: so many rows, all of them drafting; the smallest of the sizes above; and the largest,
+# With drafts: so many rows, all of them drafting. The smallest size above stays, and the largest,
 # which are for prompts.
 _CPU_DRAFTING_ROWS = (1, 4, 16)
 # Fewer tokens than this cost an accelerator the same: it waits for the weights.
@@ -51,9 +52,9 @@ class Buckets(NamedTuple):
 
     all: tuple[Bucket, ...]
 
-    def smallest(self, tokens: int) -> Bucket:
-        """The smallest shape for `tokens` query tokens, of any number of rows."""
-        return next(bucket for bucket in self.all if bucket.tokens >= tokens)
+    def smallest(self, tokens: int, rows: int) -> Bucket:
+        """The smallest shape for `tokens` query tokens of `rows` rows, which are no more."""
+        return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 
 
 def step_limits(args: ServerArgs) -> StepLimits:
@@ -67,18 +68,21 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
 
     So are a full batch of decode, drafting or not, and a full chunk alone.
     """
+    size = _ACCELERATOR_MIN_TOKENS
+    shapes = []
     if platform == "cpu":
-        sizes = set(_CPU_TOKENS)
-        if limits.draft_tokens:
-            drafting = {rows * (1 + limits.draft_tokens) for rows in _CPU_DRAFTING_ROWS}
-            sizes = {_CPU_TOKENS[0], *_CPU_TOKENS[-2:]} | drafting
         size = 2 * _CPU_TOKENS[-1]
-    else:
-        sizes = set()
-        size = _ACCELERATOR_MIN_TOKENS
+        sizes: tuple[int, ...] = _CPU_TOKENS
+        if limits.draft_tokens:
+            sizes = (_CPU_TOKENS[0], *_CPU_TOKENS[-2:])
+            each = 1 + limits.draft_tokens
+            shapes = [Bucket(rows, rows * each) for rows in _CPU_DRAFTING_ROWS]
+        shapes += [Bucket(own, own) for own in sizes]
     while size < limits.tokens:
-        sizes.add(size)
+        shapes.append(Bucket(size, size))
         size *= 2
-    sizes = {size for size in sizes if size < limits.tokens}
-    sizes |= {limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens}
-    return Buckets(tuple(Bucket(min(size, limits.rows), size) for size in sorted(sizes)))
+    shapes = [shape for shape in shapes if shape.tokens < limits.tokens]
+    for most in (limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens):
+        shapes.append(Bucket(most, most))
+    capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
+    return Buckets(tuple(sorted(capped, key=lambda shape: (shape.tokens, shape.rows))))

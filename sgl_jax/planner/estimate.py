@@ -116,8 +116,9 @@ def make_estimate(request: PlanRequest) -> Estimate:
     limits = engine.config.limits
     concurrency = min(limits.rows, memory.num_requests)
     chunk = limits.chunk_tokens
-    decode_bucket = engine.config.buckets.smallest(concurrency * (1 + limits.draft_tokens))
-    prefill_bucket = engine.config.buckets.smallest(chunk)
+    buckets = engine.config.buckets
+    decode_bucket = buckets.smallest(concurrency * (1 + limits.draft_tokens), concurrency)
+    prefill_bucket = buckets.smallest(chunk, 1)
     device = device_bytes(engine, memory, request)
 
     def time_of(cost: ProgramCost, num_tokens: int, work: StepWork) -> StepTime:

@@ -19,9 +19,11 @@ def test_every_step_within_the_limits_has_a_shape(platform, limits):
     limits = StepLimits(*limits)
     buckets = choose_buckets(limits, platform)
     for tokens in range(limits.tokens + 1):
-        bucket = buckets.smallest(tokens)
-        assert bucket.tokens >= tokens
-        assert bucket.rows >= min(tokens, limits.rows)
+        for rows in {1, tokens // (1 + limits.draft_tokens), tokens // 2, tokens}:
+            rows = min(rows, limits.rows)
+            bucket = buckets.smallest(tokens, rows)
+            assert bucket.tokens >= tokens
+            assert bucket.rows >= rows
     assert max(b.tokens for b in buckets.all) == limits.tokens
     assert max(b.rows for b in buckets.all) == limits.rows
     assert len(set(buckets.all)) == len(buckets.all) <= 14
@@ -29,22 +31,28 @@ def test_every_step_within_the_limits_has_a_shape(platform, limits):
 
 def test_a_full_batch_of_decode_is_not_padded():
     buckets = choose_buckets(StepLimits(20, 512, 128), "cpu")
-    assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
+    assert buckets.smallest(20, 20) == Bucket(rows=20, tokens=20)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("chunk", [3, 100, 700])
 def test_a_full_chunk_is_not_padded_alone_or_beside_a_full_batch_of_decode(platform, chunk):
     buckets = choose_buckets(StepLimits(20, chunk, 128, 4), platform)
-    assert buckets.smallest(chunk).tokens == chunk
-    assert buckets.smallest(chunk + 100).tokens == chunk + 100
+    assert buckets.smallest(chunk, 1).tokens == chunk
+    assert buckets.smallest(chunk + 100, 20).tokens == chunk + 100
 
 
 def test_a_full_batch_of_drafting_rows_is_not_padded():
     for platform in ("cpu", "tpu"):
         buckets = choose_buckets(StepLimits(20, 512, 128, 4), platform)
-        assert buckets.smallest(100) == Bucket(rows=20, tokens=100)
-        assert buckets.smallest(20) == Bucket(rows=20, tokens=20)
+        assert buckets.smallest(100, 20) == Bucket(rows=20, tokens=100)
+        assert buckets.smallest(20, 20) == Bucket(rows=20, tokens=20)
+
+
+def test_a_few_drafting_rows_run_alone_on_a_cpu():
+    buckets = choose_buckets(StepLimits(20, 512, 128, 3), "cpu")
+    assert [buckets.smallest(4 * rows, rows) for rows in (1, 4, 16)] == [(1, 4), (4, 16), (16, 64)]
+    assert buckets.smallest(4, 4) == Bucket(rows=4, tokens=16)
 
 
 @pytest.mark.parametrize("limits", [(32, 4096, 128), (32, 4096, 128, 3), (1, 4096, 128, 3)])
@@ -52,7 +60,7 @@ def test_padding_never_more_than_quadruples_a_steps_tokens(limits):
     for platform, least in (("cpu", 1), ("tpu", 8)):
         buckets = choose_buckets(StepLimits(*limits), platform)
         for tokens in range(least, 4097):
-            assert buckets.smallest(tokens).tokens < 4 * tokens
+            assert buckets.smallest(tokens, 1).tokens < 4 * tokens
 
 
 def test_decode_rows_and_their_drafts_come_on_top_of_a_chunk():

@@ -73,17 +73,19 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     pool_pages = tuple(num + 1 for num in memory.pool_pages)
     engine = engine_programs(args, request.config, mesh, pool_pages)
     device = device_bytes(engine, memory, request)
-    shapes = tuple(bucket.tokens for bucket in engine.config.buckets.all)
-    compiled = sorted({shapes[0], shapes[len(shapes) // 2], shapes[-1]})
+    buckets = engine.config.buckets.all
+    compiled = {
+        bucket.tokens: bucket for bucket in (buckets[0], buckets[len(buckets) // 2], buckets[-1])
+    }
     seconds = []
-    for tokens in compiled:
+    for tokens, bucket in compiled.items():
         print(f"compiling a step of {tokens} tokens ...", file=sys.stderr, flush=True)
-        bucket = engine.config.buckets.smallest(tokens)
         cost = program_cost(engine.programs.compile_step(bucket))
         work = StepWork(tokens, kv_tokens_read=0, query_key_pairs=0)
         step = estimate_step(cost, bucket.tokens, work, request.config, device, topology.chip)
         seconds.append(step.total_s)
-    interpolated = tuple(np.interp(shapes, compiled, seconds).tolist())
+    shapes = tuple(bucket.tokens for bucket in buckets)
+    interpolated = tuple(np.interp(shapes, list(compiled), seconds).tolist())
     page_bytes = tuple(engine.config.page_bytes)
     planned = PlannedStepTime(
         shapes, interpolated, request.config, device, topology.chip, page_bytes
