@@ -262,14 +262,11 @@ class ModelExecutor(Executor):
                 self._write(piece)
         if self._host_store is not None and plan.saved:
             self._host_store.copy(self._state, plan.saved)
-        bucket = self._bucket_of(plan)
+        tokens = max(rank.num_tokens for rank in plan.ranks)
+        bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         launched = self._run(bucket, plan)
         self._in_flight.append(launched)
         return launched
-
-    def _bucket_of(self, plan: StepPlan) -> Bucket:
-        tokens = max(rank.num_tokens for rank in plan.ranks)
-        return self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
         """Draw a masked step's tokens; see `Executor.draw`.
@@ -414,7 +411,8 @@ class ModelExecutor(Executor):
         nothing may be running.
         """
         check_plan(plan, self.sizes)
-        bucket = self._bucket_of(plan)
+        tokens = max(rank.num_tokens for rank in plan.ranks)
+        bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         tables = PageTables(self.sizes)
         tables.apply(plan.page_changes)
         step_input = jax.device_put(self._layouts[bucket].pack(plan.ranks, tables))

@@ -261,8 +261,8 @@ class _Keys(NamedTuple):
         num_queries: int,
         options: ScoreOptions,
     ) -> "_Keys":
-        """Of block number `block` of a row with `kv_len` keys, for its queries from position
-        `q_start` on; all three int32 [...]."""
+        """The keys of block number `block` of a row with `kv_len` keys, for its queries from
+        position `q_start` on; all three int32 [...]."""
         keys = block[..., None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         ahead = jnp.arange(num_queries, dtype=jnp.int32)
         # Queries past the row's end see its last one's keys, never an unused slot.
