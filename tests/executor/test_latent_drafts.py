@@ -1,15 +1,23 @@
 """Drafts of DeepSeek V3's own next layer: a plain layer's, whatever the mesh."""
 
+import numpy as np
 import pytest
 
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from tests.executor.draft_checks import GREEDY, RANDOM, check_drafts, check_same_tokens
+from tests.executor.draft_checks import (
+    GREEDY,
+    RANDOM,
+    check_drafts,
+    check_draws,
+    check_same_tokens,
+)
 from tests.executor.test_layer_drafts import DRAFTING
 from tests.long import long
 from tests.models.latent_draft_reference import (
     QUANTIZED,
     LatentDraftReference,
     write_drafting_checkpoint,
+    write_markov_checkpoint,
 )
 
 
@@ -57,6 +65,17 @@ def test_a_draft_layer_in_fp8_blocks_drafts_as_its_numbers_say(make_executor, tm
 @pytest.mark.parametrize("sampling", long(GREEDY, RANDOM), ids=["greedy", "random"])
 def test_drafts_change_no_token(make, sampling):
     check_same_tokens(make(), make(**DRAFTING), sampling)
+
+
+@pytest.mark.parametrize(
+    "num_draws", [3_000, pytest.param(100_000, marks=pytest.mark.long)], ids=str
+)
+def test_draws_with_drafts_are_of_the_models_distribution(make, tmp_path, num_draws):
+    folder = write_markov_checkpoint(tmp_path, num_tokens=12)
+    executor = make(model_path=str(folder), **DRAFTING)
+    reference = LatentDraftReference(folder)
+    logits = np.array([(reference.hidden([own]) @ reference.head)[0] for own in range(12)])
+    assert 1.1 < check_draws(executor, logits, 0.8, num_draws) < 3.5
 
 
 def test_memory_of_the_draft_layer_is_one_more_layer(make):

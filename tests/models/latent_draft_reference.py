@@ -66,6 +66,31 @@ def write_drafting_checkpoint(folder: Path, source=SOURCE, seed=0):
     return folder
 
 
+def write_markov_checkpoint(folder: Path, num_tokens):
+    """A model of so many tokens whose layers add nothing: the next token depends on the last one
+    alone. Its draft layer adds something, so some drafts are right, and some are wrong."""
+    write_drafting_checkpoint(folder)
+    weights = load_tensors(folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = f"model.layers.{config['num_hidden_layers']}"
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weights[name] * np.float32(name.startswith(own))
+    rng, hidden = np.random.default_rng(0), config["hidden_size"]
+    for name in ("model.embed_tokens", "lm_head"):
+        vectors = rng.normal(0, 1 / np.sqrt(hidden), (num_tokens, hidden)).astype(np.float32)
+        weights[f"{name}.weight"] = 2 * vectors
+    weights[f"{own}.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    weights[f"{own}.shared_head.head.weight"] = weights["lm_head.weight"]
+    weights[f"{own}.shared_head.norm.weight"] = weights["model.norm.weight"]
+    weights[f"{own}.enorm.weight"] = np.ones(hidden, np.float32)
+    weights[f"{own}.eh_proj.weight"] = np.eye(hidden, 2 * hidden, dtype=np.float32)
+    config |= {"vocab_size": num_tokens, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tensors(folder, weights)
+    return folder
+
+
 class LatentDraftReference:
     """The model of a checkpoint over one row, without a cache."""
 
