@@ -149,8 +149,8 @@ def generate(url: str, prompts: list[list[int]], **sampling: Any) -> Any:
 
 
 def model_folder(model: str) -> Path:
-    """The demonstration model, or a golden one, which has no tokenizer."""
-    return DEMO if model == DEMO.name else GOLDEN / model
+    """A demonstration model, or a golden one, which has no tokenizer."""
+    return DEMO.parent / model if model.startswith(DEMO.name) else GOLDEN / model
 
 
 def two_free_ports() -> int:

@@ -12,6 +12,7 @@ from tests.hosts.workload import run_workload
 
 RETRACTS = ("--test-retract", "--test-retract-interval", "3")
 DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "2")
+DRAFT_LAYER = ("--speculative-algorithm", "MTP", "--speculative-num-draft-tokens", "2")
 HOST_MEMORY = ("--enable-hierarchical-cache", "--hicache-fetch-policy", "always")
 
 
@@ -39,6 +40,9 @@ LONG = {
     "windows, tp": Case("gpt_oss", 2, 1, 2),
     "windows, dp, drafts": Case("gpt_oss", 2, 2, 1, (*RETRACTS, *DRAFTS)),
     "states, dp": Case("qwen3_next", 2, 2, 1, (*RETRACTS, *DRAFTS)),
+    "a draft layer, dp": Case("demo_hybrid", 2, 2, 1, (*RETRACTS, *DRAFT_LAYER), has_text=True),
+    "a draft layer, tp": Case("demo_hybrid", 2, 1, 2, (*RETRACTS, *DRAFT_LAYER)),
+    "latents, experts of all chips": Case("deepseek_v3", 2, 2, 1, (*RETRACTS, "--ep-size", "2")),
     "host's memory, dp x tp": Case("llama", 2, 2, 2, (*RETRACTS, *HOST_MEMORY)),
     "states, tp": Case("qwen3_next", 2, 1, 2),
     "experts of all chips": Case(

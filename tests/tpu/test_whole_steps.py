@@ -397,9 +397,10 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
 
 # Model, slice, dp, tp, with experts over all chips.
 WITH_LATENTS = (
-    ("deepseek-v2-lite", "v6e-4", 4, 1),
-    ("deepseek-v3", "tpu7x-32", 32, 1),
-    ("deepseek-v3", "v6e-64", 8, 8),
+    ("deepseek-v2-lite", "v6e-4", 4, 1, 0),
+    ("deepseek-v3", "tpu7x-32", 32, 1, 0),
+    ("deepseek-v3", "tpu7x-32", 32, 1, 2),
+    ("deepseek-v3", "v6e-64", 8, 8, 0),
 )
 # Each step makes these of a layer of DeepSeek-V3 anew: up-projections for the kernel of a chunk,
 # 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
@@ -410,11 +411,14 @@ MADE_ANEW = {(128, 128, 512), (128, 512, 128), (8, 2048, 56)}
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", WITH_LATENTS, ids=str)
 def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case, step):
-    model, topology_name, dp, tp = case
+    model, topology_name, dp, tp, num_drafts = case
+    settings = {"ep_size": dp * tp}
+    if num_drafts:
+        settings |= {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": num_drafts}
     specs = read_config(model).layers
     first = next(layer for layer, spec in enumerate(specs) if spec.moe)
     layers = specs[first - 1 : first + 1]
-    engine, program, bucket = _compile(model, topology_name, dp, tp, step, layers, ep_size=dp * tp)
+    engine, program, bucket = _compile(model, topology_name, dp, tp, step, layers, **settings)
     cost = program_cost(program)
     _print_figures(cost, 0.0, Topology.parse(topology_name).chip)
     assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
