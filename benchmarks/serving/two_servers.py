@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--second-flags", default="", help="of the second alone")
     parser.add_argument("--second-checkout", type=Path, default=_CHECKOUT)
     parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, help="questions of these; default: random tokens"
+        "--tasks",
+        nargs="+",
+        choices=TASKS,
+        help="questions of these, of any length; default: random tokens",
     )
     options = parser.parse_args(argv)
     load = load_of(options)
@@ -75,7 +78,7 @@ def _prompts(load: Load, model_path: Path, tasks: Sequence[str] | None) -> Itera
         number = load.num_streams * load.num_requests
         questions = held_out_questions(number, seed, tasks=tuple(tasks))
         prompts = [tokenizer.apply_chat_template(question.messages) for question in questions]
-        yield [prompts[first :: load.num_streams] for first in range(load.num_streams)]
+        yield [prompts[i : i + load.num_requests] for i in range(0, number, load.num_requests)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A shape is a number of query tokens and the rows that go with it: never more rows than tokens,
 since every row has at least one. So a batch of pure decode lands in a shape with as many rows as
-tokens, and mixed batches share the shapes above it. Rows that all draft have many tokens each: on a
-CPU they have shapes of so few rows, since each row costs a draft layer as much as a token does.
+tokens, and mixed batches share the shapes above it. On a CPU, decode rows that all draft have
+shapes with fewer rows than tokens, since each row costs a draft layer as much as a token does.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,7 @@ from sgl_jax.core.server_args import ServerArgs
 # Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
 # shape where it can, so few of them do.
 _CPU_TOKENS = (2, 8, 32, 128, 512)
-# With drafts: so many rows, all of them drafting. The smallest size above stays, and the largest,
-# which are for prompts.
+# With drafts also shapes of so many rows, all of them drafting.
 _CPU_DRAFTING_ROWS = (1, 4, 16)
 # Fewer tokens than this cost an accelerator the same: it waits for the weights.
 _ACCELERATOR_MIN_TOKENS = 8
@@ -53,7 +52,7 @@ class Buckets(NamedTuple):
     all: tuple[Bucket, ...]
 
     def smallest(self, tokens: int, rows: int) -> Bucket:
-        """The smallest shape for `tokens` query tokens of `rows` rows, which are no more."""
+        """The smallest shape for `tokens` query tokens of `rows` rows."""
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 
 
@@ -72,12 +71,11 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
     shapes = []
     if platform == "cpu":
         size = 2 * _CPU_TOKENS[-1]
-        sizes: tuple[int, ...] = _CPU_TOKENS
+        shapes = [Bucket(own, own) for own in _CPU_TOKENS]
         if limits.draft_tokens:
-            sizes = (_CPU_TOKENS[0], *_CPU_TOKENS[-2:])
             each = 1 + limits.draft_tokens
-            shapes = [Bucket(rows, rows * each) for rows in _CPU_DRAFTING_ROWS]
-        shapes += [Bucket(own, own) for own in sizes]
+            drafting = [rows for rows in _CPU_DRAFTING_ROWS if rows <= limits.rows]
+            shapes += [Bucket(rows, rows * each) for rows in drafting]
     while size < limits.tokens:
         shapes.append(Bucket(size, size))
         size *= 2

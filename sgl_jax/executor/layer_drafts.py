@@ -61,7 +61,7 @@ def draft_tokens(
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
-    # The compiler leaves out all of this pass that makes no KV: attention, feed-forward, logits.
+    # The compiler leaves out all of this that makes no KV: attention and feed-forward.
     _, kv_pools = model.draft(after, hidden, batches, kv_pools)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
     hidden = hidden.at[places].get(mode="clip")

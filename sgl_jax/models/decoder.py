@@ -124,7 +124,7 @@ class ModelOutput(NamedTuple):
     states: LayerStates | None
     # With `counts_experts`, int32 [layers, experts] how many of this rank's tokens chose each.
     expert_counts: jax.Array | None
-    draft_hidden: jax.Array | None  # [T, hidden_size] for the first pass of `draft`
+    draft_hidden: jax.Array | None  # [T, hidden_size] that `draft` starts from
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.

@@ -21,7 +21,8 @@ class Drafter(Protocol):
         ...
 
     def first_hidden(self, hidden: jax.Array, captured: Sequence[jax.Array]) -> jax.Array:
-        """The hidden states of the first pass, [T, hidden_size].
+        """The layer's first hidden states, at the positions that the model has computed:
+        [T, hidden_size].
 
         Args:
             hidden: [T, hidden_size] of the model, after its last norm.

@@ -251,6 +251,9 @@ def test_a_layer_that_drafts_copies_nothing(model, topology, tp, step, tmp_path)
     assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < GIB
+    # All queries' KV is written without attention, which would be dropped.
+    kernels = Counter(cost.kernels)
+    assert kernels["paged_write"] == kernels["paged_decode"] + 1
 
 
 @pytest.mark.parametrize(
@@ -395,7 +398,7 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert exchanges == 2 * len(layers) + 1  # the embedding's, too
 
 
-# Model, slice, dp, tp, with experts over all chips.
+# Model, slice, dp, tp and drafts of a row, with experts over all chips.
 WITH_LATENTS = (
     ("deepseek-v2-lite", "v6e-4", 4, 1, 0),
     ("deepseek-v3", "tpu7x-32", 32, 1, 0),

@@ -158,7 +158,10 @@ def _decode(
     ends = jnp.cumsum(-(-kv_lens // block_keys) - first_blocks, dtype=jnp.int32)
     # Block number n of the list, of row r, is the row's block n - base[r].
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]) - first_blocks
-    places = batch.q_offsets[:num_rows, None] + jnp.arange(width, dtype=jnp.int32)
+    # A row with fewer drafts repeats its last query, and reads no other row's.
+    ahead = jnp.arange(width, dtype=jnp.int32)
+    last = jnp.maximum(batch.q_lens[:num_rows, None] - 1, 0)
+    places = batch.q_offsets[:num_rows, None] + jnp.minimum(ahead, last)
     queries = _scaled_queries(q[places], cached.kv_heads, options)
     window = jnp.arange(DECODE_BLOCKS, dtype=jnp.int32)
 
