@@ -52,6 +52,12 @@ def test_drafts_are_those_of_the_plain_layer(make, latent_model, settings):
     assert check_drafts(make(**DRAFTING | settings), reference, 7) > 15
 
 
+def test_drafts_of_a_model_without_latents_of_queries(make, tmp_path):
+    folder = write_drafting_checkpoint(tmp_path, query_latents=False)
+    executor = make(model_path=str(folder), **DRAFTING)
+    assert check_drafts(executor, LatentDraftReference(folder), 7) > 15
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"dp_size": 2, "ep_size": 2}, {"tp_size": 2}], ids=str)
 def test_a_draft_layer_in_fp8_blocks_drafts_as_its_numbers_say(make_executor, tmp_path, settings):

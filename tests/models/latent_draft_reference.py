@@ -42,12 +42,20 @@ def save_tensors(folder: Path, tensors):
     (folder / FILE).write_bytes(len(head).to_bytes(8, "little") + head + data)
 
 
-def write_drafting_checkpoint(folder: Path, source=SOURCE, seed=0):
+def write_drafting_checkpoint(folder: Path, source=SOURCE, seed=0, *, query_latents=True):
     """The golden model, and after its last layer one like it that drafts. The product that joins
-    its inputs is never quantized."""
+    its inputs is never quantized. Without `query_latents`, one matrix makes a layer's queries."""
     config = json.loads((source / "config.json").read_text())
     weights = load_tensors(source)
     rng = np.random.default_rng(seed)
+    if not query_latents:
+        config["q_lora_rank"] = None
+        for first in [name for name in weights if name.endswith("q_a_proj.weight")]:
+            second = first.replace("q_a_proj", "q_b_proj")
+            shape = len(weights.pop(second)), config["hidden_size"]
+            del weights[first], weights[first.replace("q_a_proj", "q_a_layernorm")]
+            queries = rng.normal(0, 0.3, shape).astype(np.float32)
+            weights[first.replace("q_a_proj", "q_proj")] = queries
     last, own = (f"model.layers.{config['num_hidden_layers'] + i}" for i in (-1, 0))
     drafts = {
         name.replace(last, own): rng.permutation(array.reshape(-1)).reshape(array.shape)
@@ -136,8 +144,12 @@ class LatentDraftReference:
         """`cache` has the latent and the rotated key of each position."""
         own, heads = self.config, self.config["num_attention_heads"]
         nope, rank = own["qk_nope_head_dim"], own["kv_lora_rank"]
-        latent = self.norm(f"{name}.q_a_layernorm", self.project(f"{name}.q_a_proj", x))
-        q = self.project(f"{name}.q_b_proj", latent).reshape(len(x), heads, -1)
+        if own["q_lora_rank"] is None:
+            q = self.project(f"{name}.q_proj", x)
+        else:
+            latent = self.norm(f"{name}.q_a_layernorm", self.project(f"{name}.q_a_proj", x))
+            q = self.project(f"{name}.q_b_proj", latent)
+        q = q.reshape(len(x), heads, -1)
         q = np.concatenate([q[..., :nope], self.rotated(q[..., nope:], positions)], axis=-1)
         kept = self.project(f"{name}.kv_a_proj_with_mqa", x)
         latents = self.norm(f"{name}.kv_a_layernorm", kept[:, :rank])
