@@ -134,27 +134,43 @@ def test_a_long_prompt_says_the_same_alone_cached_and_in_a_session(family, setti
     prompt, expected = golden(family, "long")
     settings = {"max_total_tokens": 1024, "context_length": 256} | settings
     with make_engine(family, **settings) as engine:
-
-        def say(ids, num_tokens, **kwargs):
-            (answer,) = engine.generate(
-                input_ids=[ids], sampling_params=greedy(num_tokens), progress=False, **kwargs
-            )
-            return answer
-
-        assert say(prompt, len(expected)).output_ids == expected
-        cached = say(prompt + expected[:5], len(expected) - 5)
+        assert say(engine, prompt, len(expected)).output_ids == expected
+        cached = say(engine, prompt + expected[:5], len(expected) - 5)
         assert cached.output_ids == expected[5:]
         assert cached.cached_tokens >= 128
-        session_id = engine.open_session(streaming=True)
-        in_session = {"session_params": {"id": session_id}}
-        assert say(prompt[:100], 4, **in_session).finish_reason
-        engine.rollback_session(session_id, 0)
-        first = say(prompt, 4, **in_session)
-        assert first.output_ids == expected[:4]
-        fork = engine.fork_session(session_id, "the fork")
-        for each in (session_id, fork):
-            answer = say(expected[4:5], len(expected) - 5, session_params={"id": each})
-            assert answer.output_ids == expected[5:]
-            page_size = settings.get("page_size", 16)
-            assert answer.cached_tokens >= len(prompt) // page_size * page_size
-            engine.close_session(each)
+        check_session(engine, prompt, expected, settings.get("page_size", 16))
+
+
+@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize(
+    "settings",
+    [{"page_size": 4}, *long({"dp_size": 2, "page_size": 1, "test_retract": True}, {"tp_size": 2})],
+    ids=str,
+)
+def test_a_session_with_latents_says_what_a_whole_prompt_does(family, settings):
+    prompt, expected = golden(family)
+    with make_engine(family, **settings) as engine:
+        check_session(engine, prompt, expected, settings.get("page_size", 16))
+
+
+def say(engine, ids, num_tokens, **kwargs):
+    (answer,) = engine.generate(
+        input_ids=[ids], sampling_params=greedy(num_tokens), progress=False, **kwargs
+    )
+    return answer
+
+
+def check_session(engine, prompt, expected, page_size):
+    """Check a session that is rolled back, goes on in a turn, and is forked before its next."""
+    session_id = engine.open_session(streaming=True)
+    in_session = {"session_params": {"id": session_id}}
+    assert say(engine, prompt[:-10], 4, **in_session).finish_reason
+    engine.rollback_session(session_id, 0)
+    first = say(engine, prompt, 4, **in_session)
+    assert first.output_ids == expected[:4]
+    fork = engine.fork_session(session_id, "the fork")
+    for each in (session_id, fork):
+        answer = say(engine, expected[4:5], len(expected) - 5, session_params={"id": each})
+        assert answer.output_ids == expected[5:]
+        assert answer.cached_tokens >= len(prompt) // page_size * page_size
+        engine.close_session(each)
