@@ -51,6 +51,10 @@ class Buckets(NamedTuple):
 
     all: tuple[Bucket, ...]
 
+    def for_any_rows(self, most: int) -> tuple[int, ...]:
+        """Token sizes of the shapes that hold as many of `most` rows as they hold tokens."""
+        return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, most))
+
     def smallest(self, tokens: int, rows: int) -> Bucket:
         """The smallest shape for `tokens` query tokens of `rows` rows."""
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
