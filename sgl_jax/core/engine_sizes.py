@@ -25,8 +25,8 @@ class EngineSizes(NamedTuple):
     max_prompt_logprob_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()  # each ends an output
-    # Padded sizes of a step in query tokens per rank, whatever its rows, ascending; the scheduler
-    # may fill a step up to one of them. Empty if the executor does not pad.
+    # Padded sizes of a step in query tokens per rank, ascending, each for any number of rows; the
+    # scheduler may fill a step up to one of them. Empty if the executor does not pad.
     step_token_shapes: tuple[int, ...] = ()
     max_draft_tokens: int = 0  # drafted per row and step; 0 without speculative decoding
     # Slots past a row's drafts, to which a draft layer writes KV while it makes the next ones.

@@ -51,8 +51,9 @@ class Buckets(NamedTuple):
 
     all: tuple[Bucket, ...]
 
-    def for_any_rows(self, most: int) -> tuple[int, ...]:
-        """Token sizes of the shapes that hold as many of `most` rows as they hold tokens."""
+    def for_any_rows(self) -> tuple[int, ...]:
+        """Token sizes of the shapes that hold as many rows as tokens, or the most that exist."""
+        most = self.all[-1].rows
         return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, most))
 
     def smallest(self, tokens: int, rows: int) -> Bucket:

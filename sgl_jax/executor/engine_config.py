@@ -264,7 +264,7 @@ class EngineConfig(NamedTuple):
             max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
-            step_token_shapes=self.buckets.for_any_rows(limits.rows),
+            step_token_shapes=self.buckets.for_any_rows(),
             max_draft_tokens=limits.draft_tokens,
             lookahead_slots=limits.draft_tokens - 1 if self.model.draft_layer else 0,
             groups=self.groups,

@@ -53,7 +53,7 @@ def test_a_few_drafting_rows_run_alone_on_a_cpu():
     buckets = choose_buckets(StepLimits(20, 512, 128, 3), "cpu")
     assert [buckets.smallest(4 * rows, rows) for rows in (1, 4, 16)] == [(1, 4), (4, 16), (16, 64)]
     assert buckets.smallest(4, 4) == Bucket(rows=8, tokens=8)
-    assert buckets.for_any_rows(20) == (2, 8, 20, 32, 80, 128, 512, 592)
+    assert buckets.for_any_rows() == (2, 8, 20, 32, 80, 128, 512, 592)
 
 
 @pytest.mark.parametrize("limits", [(32, 4096, 128), (32, 4096, 128, 3), (1, 4096, 128, 3)])

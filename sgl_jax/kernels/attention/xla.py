@@ -185,8 +185,8 @@ def _decode(
     state = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), turn, nothing)
     by_row = _results(state, width)
     row = jnp.minimum(batch.token_rows[:num_tokens], num_rows - 1)
-    ahead = jnp.arange(num_tokens, dtype=jnp.int32) - batch.q_offsets[row]
-    return by_row[row, jnp.minimum(ahead, width - 1)].astype(q.dtype)
+    in_row = jnp.arange(num_tokens, dtype=jnp.int32) - batch.q_offsets[row]
+    return by_row[row, jnp.minimum(in_row, width - 1)].astype(q.dtype)
 
 
 def _prefill(
