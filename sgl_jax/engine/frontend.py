@@ -301,17 +301,19 @@ class Frontend:
                 stream = streams.get(rid)
                 if stream is None:  # ended here already: overshoot
                     continue
-                stream.accept_token(token)
-                num_tokens += 1
-                if stream.last_token_at is None:
-                    self._note_tokens(stream, 1, now)
-                else:
-                    num_since[stream.last_token_at] += 1
-                    stream.last_token_at = now
-                if stream.finish is not None:
-                    self._end(stream, now, stopped_here=True)
-                    ready.append(stream)
-                elif stream.streaming:
+                try:
+                    stream.accept_token(token)
+                    num_tokens += 1
+                    if stream.last_token_at is None:
+                        self._note_tokens(stream, 1, now)
+                    else:
+                        num_since[stream.last_token_at] += 1
+                        stream.last_token_at = now
+                    if stream.finish is not None:
+                        self._end(stream, now, stopped_here=True)
+                except Exception as error:  # of any type: other streams go on
+                    self._fail_stream(stream, error, now)
+                if stream.streaming or stream.has_ended:
                     ready.append(stream)
             for output in batch.outputs:
                 self._note_first_output(output.rid)
@@ -319,21 +321,41 @@ class Frontend:
                 if stream is None:
                     continue
                 before = stream.num_output_tokens
-                stream.accept(output)
-                gained = stream.num_output_tokens - before
-                num_tokens += gained
-                if gained:
-                    self._note_tokens(stream, gained, now)
-                if stream.finish is not None:
-                    # It may have ended by itself beyond the stop string.
-                    self._end(stream, now, stopped_here=stream.finish is not output.finish)
-                if stream.streaming or stream.finish is not None:
+                try:
+                    stream.accept(output)
+                    gained = stream.num_output_tokens - before
+                    num_tokens += gained
+                    if gained:
+                        self._note_tokens(stream, gained, now)
+                    if stream.finish is not None:
+                        # It may have ended by itself beyond the stop string.
+                        self._end(stream, now, stopped_here=stream.finish is not output.finish)
+                except Exception as error:
+                    self._fail_stream(stream, error, now)
+                if stream.streaming or stream.has_ended:
                     ready.append(stream)
         for last_token_at, num_streams in num_since.items():
             self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
         self.metrics.count_generated(num_tokens)
         for stream in ready:
-            stream.on_ready()
+            try:
+                stream.on_ready()
+            except Exception as error:
+                with self._lock:
+                    self._fail_stream(stream, error, now)
+
+    def _fail_stream(self, stream: RequestStream, error: Exception, now: float) -> None:
+        """End one request whose output this process cannot handle; its consumer gets `error`."""
+        request = stream.request
+        logger.error("request %r: its output could not be handled", request.rid, exc_info=error)
+        stream.error = error
+        if self._streams.pop(request.rid, None) is None:
+            return
+        stream.finished_at = now
+        self.metrics.aborted.inc()
+        with contextlib.suppress(EngineDeadError):
+            text = "the server failed on its output"
+            self._send(AbortRequest(rid=request.rid, message=text, session=request.session))
 
     def _note_first_output(self, rid: str) -> None:
         tenant = self._pending.pop(rid, None)

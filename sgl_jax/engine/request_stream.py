@@ -90,6 +90,11 @@ class RequestStream:
         self._last_chunk_taken = False
 
     @property
+    def has_ended(self) -> bool:
+        """True if no more output follows: it has finished, or failed."""
+        return self.finish is not None or self.error is not None
+
+    @property
     def e2e_latency_s(self) -> float:
         """Seconds from arrival to the end, or to now."""
         end = time.perf_counter() if self.finished_at is None else self.finished_at
@@ -181,10 +186,8 @@ class RequestStream:
             if index >= len(with_text):
                 break
             piece = self._detokenizer.push((token,))
-            if self.num_output_tokens < min_new_tokens:
-                self._text += piece
-                continue
-            check = self._stop_checker.feed(piece)
+            may_stop = self.num_output_tokens >= min_new_tokens
+            check = self._stop_checker.feed(piece, may_stop=may_stop)
             self._text += check.text
             if check.matched is not None:
                 self.finish = FinishReason(type="stop", matched=check.matched)

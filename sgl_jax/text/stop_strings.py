@@ -27,7 +27,8 @@ class StopStringChecker:
 
     Text that could be the beginning of a stop string is held back until it turns out to be one
     or not. The match that *ends* first wins (of those the longest), so the answer does not
-    depend on how the text was cut into pieces. After a match nothing more may be fed.
+    depend on how the text was cut into pieces. After a match nothing more may be fed. A match that
+    ends in a piece fed without `may_stop` is ordinary text.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
@@ -40,12 +41,12 @@ class StopStringChecker:
         self._keep_stop = keep_stop
         self._held = ""
 
-    def feed(self, piece: str) -> StopCheck:
-        """Add `piece` of the text."""
+    def feed(self, piece: str, *, may_stop: bool = True) -> StopCheck:
+        """Add `piece` of the text; look for matches that end in it if `may_stop`."""
         if not piece:
             return StopCheck("")
         text = self._held + piece
-        found = self._first_match(text)
+        found = self._first_match(text, len(self._held)) if may_stop else None
         if found is not None:
             start, stop = found
             self._held = ""
@@ -59,6 +60,11 @@ class StopStringChecker:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+    def _first_match(self, text: str, after: int) -> tuple[int, str] | None:
+        """Return start and stop string of the match that ends first beyond `after`."""
+        found = [
+            (start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(after + 1 - len(stop), 0))) >= 0
+        ]
         return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)

@@ -134,6 +134,19 @@ def test_a_stop_string_before_min_new_tokens_is_passed_over(rig: Rig) -> None:
     assert take(stream).text == "one two three one "
 
 
+def test_a_stop_string_that_begins_before_min_new_tokens_ends_the_request(rig: Rig) -> None:
+    for text, stop in (("one two", " tw"), ("aé", "é")):
+        ids = rig.front.checks.encode(text)
+        minimum = next(
+            n for n in range(len(ids) + 1) if stop in rig.front.tokenizer.decode(ids[:n])
+        )
+        stream = rig.start(text, stop=[stop], min_new_tokens=minimum, max_new_tokens=90)
+        rig.step(90)
+        chunk = take(stream)
+        assert (chunk.text, chunk.num_output_tokens) == (text.partition(stop)[0], minimum)
+        assert chunk.finish == FinishReason(type="stop", matched=stop)
+
+
 def test_tokens_after_a_stop_string_in_the_same_output_are_dropped(rig: Rig) -> None:
     stream = rig.start("x", stop=["ab"], max_new_tokens=50)
     ids = rig.front.checks.encode("c ab")
@@ -247,6 +260,49 @@ def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
     ):
         request = rig.front.checks.prepare([5], sampling, default_max_new_tokens=9)
         assert (request.sampling.max_new_tokens, request.is_length_default) == (9, is_default)
+
+
+def test_a_failing_stream_does_not_lose_the_outputs_of_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, failing, after = (rig.start("hello", max_new_tokens=9) for _ in range(3))
+    rig.step()  # the first outputs are whole ones, the later ones plain tokens
+
+    def fail(_: object) -> None:
+        raise RuntimeError("broken text")
+
+    monkeypatch.setattr(failing, "accept_token", fail)
+    rig.step()
+    assert [take(stream).num_output_tokens for stream in (before, after)] == [2, 2]
+    assert take(failing).num_output_tokens == 1  # what had arrived
+    with pytest.raises(RuntimeError, match="broken text"):
+        failing.take()
+    (abort,) = rig.sent(AbortRequest)
+    assert isinstance(abort, AbortRequest)
+    assert abort.rid == failing.request.rid
+    assert failing.request.rid in caplog.text
+    monkeypatch.setattr(before, "accept", fail)
+    rig.step(8)
+    assert take(before).num_output_tokens == 8
+    with pytest.raises(RuntimeError, match="broken text"):
+        before.take()
+    finish = take(after).finish
+    assert finish is not None
+    assert finish.type == "length"
+    assert rig.front.num_open == 0
+    rig.front.abandon(failing)
+    assert len(rig.sent(AbortRequest)) == 2
+
+
+def test_a_failing_consumer_does_not_hide_outputs_from_others(rig: Rig) -> None:
+    def fail() -> None:
+        raise RuntimeError("broken consumer")
+
+    streams = [rig.start("hello", max_new_tokens=2) for _ in range(3)]
+    streams[0].on_ready = fail
+    rig.step()
+    assert rig.wakes == 2
+    assert rig.front.num_open == 2
 
 
 def test_aborting_by_name_ends_the_stream_with_an_abort(rig: Rig) -> None:

@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 from sgl_jax.text.stop_strings import StopStringChecker
 
 
-def run(stops: list[str], pieces: list[str], *, keep: bool = False) -> tuple[str, str | None]:
+def run(
+    stops: list[str], pieces: list[str], *, keep: bool = False, min_pieces: int = 0
+) -> tuple[str, str | None]:
     checker = StopStringChecker(stops, keep_stop=keep)
     text = ""
-    for piece in pieces:
-        check = checker.feed(piece)
+    for number, piece in enumerate(pieces, 1):
+        check = checker.feed(piece, may_stop=number >= min_pieces)
         text += check.text
         if check.matched is not None:
             return text, check.matched
@@ -53,3 +55,37 @@ def test_the_answer_does_not_depend_on_how_the_text_is_cut(stops: list[str], tex
         assert not any(stop in text for stop in stops)
     else:
         assert text.startswith(at_once[0] + at_once[1])
+
+
+def test_a_stop_string_may_begin_before_the_minimum() -> None:
+    assert run([" tw"], ["on", "e", " t", "w"], min_pieces=4) == ("one", " tw")
+
+
+def test_one_that_ends_before_the_minimum_is_text() -> None:
+    assert run(["aa"], ["a", "a", "b"], min_pieces=3) == ("aab", None)
+    assert run(["aa"], ["a", "a", "a"], min_pieces=3) == ("a", "aa")
+    assert run(["ab", "xabyz"], ["xab", "yz"], min_pieces=2) == ("", "xabyz")
+
+
+@given(
+    stops=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3),
+    pieces=st.lists(st.text("abé", max_size=3), max_size=12),
+    min_pieces=st.integers(0, 8),
+    keep=st.booleans(),
+)
+def test_only_matches_that_end_before_the_minimum_are_passed_over(
+    stops: list[str], pieces: list[str], min_pieces: int, keep: bool
+) -> None:
+    text = "".join(pieces)
+    earliest = len("".join(pieces[: max(min_pieces - 1, 0)]))
+    matches = [
+        (start + len(stop), start, stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > earliest
+    ]
+    expected: tuple[str, str | None] = (text, None)
+    if matches:
+        end, start, stop = min(matches)
+        expected = (text[: end if keep else start], stop)
+    assert run(stops, pieces, keep=keep, min_pieces=min_pieces) == expected
