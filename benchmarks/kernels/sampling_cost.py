@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.layers.sampling import draw, sample
 from sgl_jax.layers.sampling.row_params import (
-    PACKED_WIDTH,
     SampledRows,
+    packed_width,
     unpack_row_params,
 )
 from sgl_jax.layers.sampling.split_logits import SplitLogits
@@ -61,7 +62,7 @@ def compile_draw(
     )
     shapes = (
         ((rows, -(-VOCAB // tp) * tp), jnp.float32, split),
-        ((2 * rows, PACKED_WIDTH), jnp.int32, P()),
+        ((2 * rows, packed_width(MAX_STOP_TOKEN_IDS)), jnp.int32, P()),
         ((2 * rows, CONTEXT), jnp.int32, P()),
         *[((rows,), dtype, P()) for dtype in (jnp.int32, jnp.int32, jnp.bool_)],
     )

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 
 # Steps for whose tokens a decode row may hold slots: two in flight, and one that is planned.
 _STEPS_AHEAD = 3
@@ -40,6 +41,11 @@ class EngineSizes(NamedTuple):
     max_step_snapshots: int = 0  # states that one rank keeps in one step, at most
     # Blocks of each pool in the host's memory, per rank, null block included; empty: none.
     host_blocks: tuple[int, ...] = ()
+
+    @property
+    def max_stop_ids(self) -> int:
+        """Token ids that end one request, at most: the model's and the request's."""
+        return len(self.eos_token_ids) + MAX_STOP_TOKEN_IDS
 
     @property
     def state_group(self) -> int | None:

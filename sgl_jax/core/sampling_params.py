@@ -17,7 +17,7 @@ from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from sgl_jax.core.request_limits import INT32
 
 # These limits are shapes of the compiled step: the device keeps this many entries per request.
-MAX_STOP_TOKEN_IDS = 16
+MAX_STOP_TOKEN_IDS = 16  # of a request, beside the model's own end tokens
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_IDS = 64
@@ -167,10 +167,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if any(not s for s in self.stop):
             raise InvalidRequestError("a stop string must not be empty", "stop")
         ids = tuple(dict.fromkeys(t for t in self.stop_token_ids if 0 <= t < vocab_size))
-        if len(ids) > MAX_STOP_TOKEN_IDS // 2:
+        if len(ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
-                f"at most {MAX_STOP_TOKEN_IDS // 2} stop_token_ids, got {len(ids)}",
-                "stop_token_ids",
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}", "stop_token_ids"
             )
         return ids
 

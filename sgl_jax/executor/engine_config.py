@@ -34,7 +34,7 @@ from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implemen
 from sgl_jax.kernels.ring_products.interface import ring_products_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
-from sgl_jax.layers.sampling.row_params import PACKED_WIDTH
+from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
     KVPoolLayout,
@@ -369,7 +369,7 @@ class EngineConfig(NamedTuple):
             own = NamedSharding(mesh, P("data"))
             counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
         state = StepState(token_table, row_lens, pools, states, counts)
-        return state, of_rows(PACKED_WIDTH)
+        return state, of_rows(packed_width(sizes.max_stop_ids))
 
 
 def _stores_kv_scales(model: ModelConfig) -> bool:

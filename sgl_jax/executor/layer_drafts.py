@@ -52,7 +52,7 @@ def draft_tokens(
         model: with a draft layer.
         tables: the token table int32[num_rows, max_context_len], with the tokens just drawn; and
             the KV pools, as in `StepState`.
-        row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
+        row_params: int32[num_rows, packed_width] sampling parameters of all rows.
         batches: of the step, for each cache group.
         hidden: [T, hidden_size] of the step's queries, the model's `draft_hidden`.
         drafted: the step's rows.

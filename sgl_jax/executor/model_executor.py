@@ -197,7 +197,7 @@ class ModelExecutor(Executor):
         self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
         if self._host_store is not None:
             self._host_store.compile()
-        self._write(empty_piece(self.sizes.dp_size))
+        self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
         no_masks = [np.zeros(shape, np.int32) for _ in ranks]
@@ -258,7 +258,8 @@ class ModelExecutor(Executor):
         check_plan(plan, self.sizes)
         self._page_tables.apply(plan.page_changes)
         if any(rank.admissions for rank in plan.ranks):
-            for piece in cut_admissions([rank.admissions for rank in plan.ranks]):
+            admissions = [rank.admissions for rank in plan.ranks]
+            for piece in cut_admissions(admissions, self.sizes.max_stop_ids):
                 self._write(piece)
         if self._host_store is not None and plan.saved:
             self._host_store.copy(self._state, plan.saved)

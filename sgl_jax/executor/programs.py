@@ -23,7 +23,7 @@ from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
-from sgl_jax.executor.row_tables import PIECE_WORDS, DeviceRows, write_piece
+from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
@@ -140,7 +140,8 @@ class Programs:
             tables: Any = DeviceRows(
                 self._state.token_table, self._state.row_lens, self._row_params
             )
-            arguments = tables, self._input((self._sizes.dp_size, PIECE_WORDS))
+            shape = self._sizes.dp_size, piece_words(self._sizes.max_stop_ids)
+            arguments = tables, self._input(shape)
             lowered = self._lower_on_mesh(admit, arguments, P("data"), donated=0)
             program: Any = lowered.compile()
             self._admit = program

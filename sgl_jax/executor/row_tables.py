@@ -12,13 +12,11 @@ import jax
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
-from sgl_jax.layers.sampling.row_params import PACKED_WIDTH, pack_row_params
+from sgl_jax.layers.sampling.row_params import pack_row_params, packed_width
 
 _PIECE_TOKENS = 1024
 _PIECE_ROWS = 16
 _TOKEN_WORDS = 3 * _PIECE_TOKENS
-_LINE_WORDS = 2 + PACKED_WIDTH  # row, number of tokens, parameters
-PIECE_WORDS = _TOKEN_WORDS + _PIECE_ROWS * _LINE_WORDS
 
 
 class DeviceRows(NamedTuple):
@@ -26,21 +24,32 @@ class DeviceRows(NamedTuple):
 
     tokens: jax.Array  # int32[dp * num_rows, max_context_len]
     lens: jax.Array  # int32[dp * num_rows]
-    params: jax.Array  # int32[dp * num_rows, PACKED_WIDTH]
+    params: jax.Array  # int32[dp * num_rows, packed_width]
 
 
-def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int32Array]:
-    """Pieces int32[dp, PIECE_WORDS] that together admit all of `admissions[rank]`.
+def _line_words(max_stop_ids: int) -> int:
+    return 2 + packed_width(max_stop_ids)  # row, number of tokens, parameters
+
+
+def piece_words(max_stop_ids: int) -> int:
+    """Words of a piece for one rank."""
+    return _TOKEN_WORDS + _PIECE_ROWS * _line_words(max_stop_ids)
+
+
+def cut_admissions(
+    admissions: Sequence[Sequence[RowAdmission]], max_stop_ids: int
+) -> Iterator[Int32Array]:
+    """Pieces int32[dp, piece_words(max_stop_ids)] that together admit all of `admissions[rank]`.
 
     Each is a fresh array. Unused entries of a piece write zeros to the null row.
     """
-    flat = [_flatten(of_rank) for of_rank in admissions]
+    flat = [_flatten(of_rank, max_stop_ids) for of_rank in admissions]
     num_pieces = max(
         max(-(-entries.shape[1] // _PIECE_TOKENS), -(-len(lines) // _PIECE_ROWS))
         for entries, lines in flat
     )
     for i in range(num_pieces):
-        piece = empty_piece(len(flat))
+        piece = empty_piece(len(flat), max_stop_ids)
         for words, (entries, lines) in zip(piece, flat, strict=True):
             some = entries[:, i * _PIECE_TOKENS : (i + 1) * _PIECE_TOKENS]
             words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)[:, : some.shape[1]] = some
@@ -49,15 +58,17 @@ def cut_admissions(admissions: Sequence[Sequence[RowAdmission]]) -> Iterator[Int
         yield piece
 
 
-def empty_piece(dp_size: int) -> Int32Array:
-    return np.zeros((dp_size, PIECE_WORDS), np.int32)
+def empty_piece(dp_size: int, max_stop_ids: int) -> Int32Array:
+    return np.zeros((dp_size, piece_words(max_stop_ids)), np.int32)
 
 
-def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array]:
-    """All tokens as [3, n] of row, position, token; all lines as [m, _LINE_WORDS]."""
+def _flatten(
+    admissions: Sequence[RowAdmission], max_stop_ids: int
+) -> tuple[Int32Array, Int32Array]:
+    """All tokens as [3, n] of row, position, token; all lines as [m, _line_words]."""
     num_tokens = [len(admission.tokens) for admission in admissions]
     entries = np.empty((3, sum(num_tokens)), np.int32)
-    lines = np.empty((len(admissions), _LINE_WORDS), np.int32)
+    lines = np.empty((len(admissions), _line_words(max_stop_ids)), np.int32)
     first = 0
     for line, admission, n in zip(lines, admissions, num_tokens, strict=True):
         entries[0, first : first + n] = admission.row
@@ -65,14 +76,14 @@ def _flatten(admissions: Sequence[RowAdmission]) -> tuple[Int32Array, Int32Array
         entries[2, first : first + n] = admission.tokens
         first += n
         line[:2] = admission.row, admission.start + n
-        line[2:] = pack_row_params(admission)
+        line[2:] = pack_row_params(admission, max_stop_ids)
     return entries, lines
 
 
 def write_piece(tables: DeviceRows, words: jax.Array) -> DeviceRows:
-    """One rank's tables with one piece's words int32[PIECE_WORDS] written; traced."""
+    """One rank's tables with one piece's words int32[piece_words] written; traced."""
     rows, positions, tokens = words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)
-    lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, _LINE_WORDS)
+    lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, -1)
     return DeviceRows(
         tables.tokens.at[rows, positions].set(tokens, mode="drop"),
         tables.lens.at[lines[:, 0]].set(lines[:, 1], mode="drop"),

@@ -70,7 +70,7 @@ def run_step(
     Args:
         model: merged with this chip's weights.
         state: tables and pool before the step.
-        row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
+        row_params: int32[num_rows, packed_width] sampling parameters of all rows.
         given: as for both halves.
     """
     state, computed = compute_step(model, state, given)

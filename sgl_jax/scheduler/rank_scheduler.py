@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
@@ -409,7 +408,7 @@ class RankScheduler:
         sampling = request.message.sampling
         ignores = sampling.ignore_eos and sampling.grammar is None
         eos = () if ignores else self._eos_token_ids
-        return tuple(dict.fromkeys(eos + sampling.stop_token_ids))[:MAX_STOP_TOKEN_IDS]
+        return tuple(dict.fromkeys(eos + sampling.stop_token_ids))
 
     def _seed(self, request: Request) -> int:
         """The request's seed as uint32; without one, drawn from its id and the engine's seed."""

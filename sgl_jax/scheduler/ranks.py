@@ -41,7 +41,7 @@ class Ranks:
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
         num_rows = sizes.dp_size * sizes.num_rows
         self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
-        self.running = RowColumns.empty(num_rows, sizes.max_context_len)
+        self.running = RowColumns.empty(num_rows, sizes.max_context_len, sizes.max_stop_ids)
         self.output_lengths = OutputLengths()
         self.reserve = AdmissionReserve(self.output_lengths, args.schedule_conservativeness)
         self.ranks = []

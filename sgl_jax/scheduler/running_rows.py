@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.sampling_params import MAX_STOP_TOKEN_IDS
 from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, RowIndex
 from sgl_jax.scheduler.launched_rows import NOT_SCORED, ROW, TOKEN_BLOCK, Records
 from sgl_jax.scheduler.request import Request
@@ -40,7 +39,7 @@ class RowColumns:
     length_class: Int32Array  # of its output: see `output_lengths.py`
     priority: NDArray[np.int64]
     tenant: Int32Array  # number of the request's tenant
-    stop_ids: Int32Array  # [n, MAX_STOP_TOKEN_IDS], padded with NO_TOKEN
+    stop_ids: Int32Array  # [n, max_stop_ids], padded with NO_TOKEN
     num_logprob_ids: Int32Array
     # The success of drafts: see `draft_policy.py`.
     draft_gain: Float32Array  # accepted tokens per step, a moving average
@@ -61,8 +60,9 @@ class RowColumns:
         self.is_unsent: BoolArray = self.records["is_unsent"]
 
     @classmethod
-    def empty(cls, num_rows: int, max_context_len: int) -> "RowColumns":
-        """Columns of `num_rows` free rows."""
+    def empty(cls, num_rows: int, max_context_len: int, max_stop_ids: int) -> "RowColumns":
+        """Columns of `num_rows` free rows, for requests that end at `max_stop_ids` token ids at
+        most."""
         lens = np.zeros((7, num_rows), np.int32)
         columns = cls(
             records=np.zeros(num_rows, ROW),
@@ -73,7 +73,7 @@ class RowColumns:
             length_class=lens[2],
             priority=np.zeros(num_rows, np.int64),
             tenant=lens[3],
-            stop_ids=np.full((num_rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32),
+            stop_ids=np.full((num_rows, max_stop_ids), NO_TOKEN, np.int32),
             num_logprob_ids=lens[4],
             draft_gain=np.zeros(num_rows, np.float32),
             draft_from_len=lens[5],

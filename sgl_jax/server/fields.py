@@ -20,7 +20,13 @@ from sgl_jax.core.request_limits import (
     for_each,
     one_namespace,
 )
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, RANGES, SamplingParams
+from sgl_jax.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    SamplingParams,
+)
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
 from sgl_jax.server.unserved_fields import UnservedFields, advice, check_unserved
@@ -168,7 +174,7 @@ class SamplingFields(StrictModel):
     stop_token_ids: Items[int] | None = Field(
         default=None,
         max_length=_MAX_STOP_IDS_SENT,
-        description="those outside the vocabulary are ignored",
+        description=f"at most {MAX_STOP_TOKEN_IDS} of the vocabulary; others are ignored",
     )
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None

@@ -53,7 +53,7 @@ REFUSED = [
     ({"seed": 2**63}, "seed", "got 9223372036854775808"),
     ({"stop": ("a",) * (MAX_STOP_STRINGS + 1)}, "stop", "at most 16 stop strings, got 17"),
     ({"stop": ("a", "")}, "stop", "must not be empty"),
-    ({"stop_token_ids": tuple(range(9))}, "stop_token_ids", "at most 8 stop_token_ids, got 9"),
+    ({"stop_token_ids": tuple(range(17))}, "stop_token_ids", "at most 16 stop_token_ids, got 17"),
     (
         {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)},
         "logit_bias",

@@ -9,15 +9,16 @@ from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
 from sgl_jax.layers.sampling.logprobs import token_logprobs
 from sgl_jax.layers.sampling.row_params import (
-    PACKED_WIDTH,
     SampledRows,
     pack_row_params,
+    packed_width,
     unpack_row_params,
 )
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS, sample_tokens
 
 CONTEXT = 600
 VOCAB = 64
+STOPS = 20
 NUM_DRAWS = 2048
 _sample = jax.jit(sample_tokens)
 
@@ -38,10 +39,10 @@ def sample(logits, admissions, samples=True, batch=8):
     padded[:n, :vocab] = logits
     table = np.zeros((32, CONTEXT), np.int32)
     rows, lengths = np.zeros((2, len(padded)), np.int32)
-    packed = np.zeros((len(padded), PACKED_WIDTH), np.int32)
+    packed = np.zeros((len(padded), packed_width(STOPS)), np.int32)
     for i, a in enumerate(admissions):
         table[a.row, : len(a.tokens)] = a.tokens
-        rows[i], lengths[i], packed[i] = a.row, len(a.tokens), pack_row_params(a)
+        rows[i], lengths[i], packed[i] = a.row, len(a.tokens), pack_row_params(a, STOPS)
     drawing = np.zeros(len(padded), bool)
     drawing[:n] = samples
     where = SampledRows(jnp.asarray(rows), jnp.asarray(lengths), jnp.asarray(drawing))
@@ -317,4 +318,4 @@ def test_a_vocabulary_below_twenty_fills_the_alternatives_with_nothing():
 
 def test_more_stop_tokens_than_slots_are_refused():
     with pytest.raises(ValueError, match="could not broadcast"):
-        pack_row_params(admission(stop_token_ids=tuple(range(17))))
+        pack_row_params(admission(stop_token_ids=tuple(range(STOPS + 1))), STOPS)

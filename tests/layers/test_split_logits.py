@@ -91,7 +91,7 @@ def draw(tp, samplings, returns_logprobs, dp=1):
     packed = np.stack(
         [
             pack_row_params(
-                RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ())
+                RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ()), 1
             )
             for i, sampling in enumerate(samplings)
         ]
@@ -134,7 +134,8 @@ def test_rows_of_any_filters_draw_the_same_on_any_mesh(tp, dp):
             pack_row_params(
                 RowAdmission(
                     i, np.zeros(3, np.int32), 3, SamplingParams(**kinds[i % len(kinds)]), i, ()
-                )
+                ),
+                1,
             )
             for i in range(num_rows)
         ]

@@ -25,7 +25,7 @@ def ints(*values: int) -> Int32Array:
 
 @pytest.fixture
 def running() -> RowColumns:
-    running = RowColumns.empty(num_rows=8, max_context_len=16)
+    running = RowColumns.empty(num_rows=8, max_context_len=16, max_stop_ids=1)
     running.max_len[:] = 1_000_000
     for row in ROWS.tolist():
         start_drafting(running, row, MOST)

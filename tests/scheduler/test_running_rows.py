@@ -23,7 +23,7 @@ def test_a_row_knows_the_tokens_that_it_was_given(
     prompt_lens: list[int], gains: list[tuple[int, int]]
 ) -> None:
     """Of two ranks, row 1 each: in each step they gain up to five tokens each, until they end."""
-    columns = RowColumns.empty(6, MAX_LEN)
+    columns = RowColumns.empty(6, MAX_LEN, 1)
     ranks = [RunningRows(columns.part(slice(first, first + 3))) for first in (0, 3)]
     known = []
     for k, (rank, length) in enumerate(zip(ranks, prompt_lens, strict=True)):
@@ -66,7 +66,7 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
 
 
 def test_a_row_that_does_not_exist_is_refused() -> None:
-    columns = RowColumns.empty(4, MAX_LEN)
+    columns = RowColumns.empty(4, MAX_LEN, 1)
     columns.max_len[:] = MAX_LEN
     with pytest.raises(AssertionError):
         append(columns, [True, True], np.zeros((2, 1), np.int32))
@@ -93,7 +93,7 @@ def launched(
 
 
 def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
-    columns = RowColumns.empty(6, MAX_LEN)
+    columns = RowColumns.empty(6, MAX_LEN, 1)
     columns.planned_len[[1, 4]] = 5, 9
     columns.unread_drafts[1] = 1
     columns.score_start[4] = 3
@@ -117,7 +117,7 @@ def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
 def test_a_launch_of_rows_that_do_not_add_up_is_refused(
     own_rows: list[int], chunk_lens: list[int], num_drafts: list[int]
 ) -> None:
-    columns = RowColumns.empty(6, MAX_LEN)
+    columns = RowColumns.empty(6, MAX_LEN, 1)
     if len(own_rows) == 1:
         columns = columns.part(slice(0, 5))
     with pytest.raises(AssertionError):

@@ -301,3 +301,19 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     assert len(driver.finish) == 30
     for rid in driver.prompts:
         driver.check_tokens(rid)
+
+
+@pytest.mark.parametrize(("num_end_tokens", "num_stops"), [(20, 0), (20, 16), (9, 8)])
+def test_every_end_token_of_model_and_request_ends_it(num_end_tokens: int, num_stops: int) -> None:
+    sizes = make_sizes()
+    for last in (num_end_tokens - 1, num_end_tokens + num_stops - 1):
+        # Ids beyond those that the model draws, and one that it draws.
+        expected = Driver(sizes).oracle.expected_output([5], 9)
+        ids = [10_000 + number for number in range(num_end_tokens + num_stops)]
+        ids[last] = expected[-1]
+        own, asked = tuple(ids[:num_end_tokens]), tuple(ids[num_end_tokens:])
+        driver = Driver(sizes._replace(eos_token_ids=own))
+        driver.submit(generate("a", [5], 40, stop_token_ids=asked))
+        driver.run()
+        assert driver.tokens["a"] == expected[: expected.index(expected[-1]) + 1]
+        assert driver.finish["a"].type == "stop"

@@ -25,7 +25,7 @@ def draw_tokens(
 
     Args:
         logits: as the model gave them.
-        row_params: int32[num_rows, PACKED_WIDTH] sampling parameters of all rows.
+        row_params: int32[num_rows, packed_width] sampling parameters of all rows.
         token_table: int32[num_rows, max_context_len].
         where: which rows draw.
         returns_logprobs: bool[], of this rank.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS, MAX_STOP_TOKEN_IDS
+from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 
 # Fills unused token id slots: outside any vocabulary, so a scatter to it is dropped.
@@ -30,20 +30,24 @@ class RowParams(NamedTuple):
     repetition_penalty: jax.Array  # float32[n], 1 for none
     frequency_penalty: jax.Array  # float32[n], 0 for none
     presence_penalty: jax.Array  # float32[n], 0 for none
-    stop_ids: jax.Array  # int32[n, MAX_STOP_TOKEN_IDS], NO_TOKEN where unused
     bias_ids: jax.Array  # int32[n, MAX_LOGIT_BIAS], NO_TOKEN where unused
     bias_values: jax.Array  # float32[n, MAX_LOGIT_BIAS]
     logprob_ids: jax.Array  # int32[n, MAX_LOGPROB_IDS], NO_TOKEN where unused
+    stop_ids: jax.Array  # int32[n, max_stop_ids], NO_TOKEN where unused
 
 
 _NUM_INTS, _NUM_SCALARS = 4, 10  # of `RowParams`: integers, then floats, then lists
 _INT_FIELDS = RowParams._fields[:_NUM_INTS]
 _FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
-_STOP_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_STOP_TOKEN_IDS)
-_BIAS_IDS = slice(_STOP_IDS.stop, _STOP_IDS.stop + MAX_LOGIT_BIAS)
+_BIAS_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_LOGIT_BIAS)
 _BIAS_VALUES = slice(_BIAS_IDS.stop, _BIAS_IDS.stop + MAX_LOGIT_BIAS)
 _LOGPROB_IDS = slice(_BIAS_VALUES.stop, _BIAS_VALUES.stop + MAX_LOGPROB_IDS)
-PACKED_WIDTH = _LOGPROB_IDS.stop
+_STOP_IDS = slice(_LOGPROB_IDS.stop, None)  # as many as the engine has
+
+
+def packed_width(max_stop_ids: int) -> int:
+    """Words of a packed line of an engine whose requests end at `max_stop_ids` ids at most."""
+    return _STOP_IDS.start + max_stop_ids
 
 
 class SampledRows(NamedTuple):
@@ -54,8 +58,8 @@ class SampledRows(NamedTuple):
     samples: jax.Array  # bool[n] rows that do not draw cost nothing and get any token
 
 
-def pack_row_params(admission: RowAdmission) -> Int32Array:
-    """One admission's parameters as int32[PACKED_WIDTH].
+def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
+    """One admission's parameters as int32[packed_width(max_stop_ids)].
 
     `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
     Raises ValueError, as numpy does, if there are more ids or biases than slots.
@@ -63,7 +67,7 @@ def pack_row_params(admission: RowAdmission) -> Int32Array:
     sampling = admission.sampling
     bias = sampling.logit_bias or {}
     greedy = sampling.temperature == 0.0 or sampling.top_k == 1
-    packed = np.zeros(PACKED_WIDTH, np.int32)
+    packed = np.zeros(packed_width(max_stop_ids), np.int32)
     packed[:_NUM_INTS] = (
         np.uint32(admission.seed).astype(np.int32),
         admission.prompt_len,
@@ -74,17 +78,17 @@ def pack_row_params(admission: RowAdmission) -> Int32Array:
     floats[:] = [getattr(sampling, name) for name in _FLOAT_FIELDS]
     if greedy:
         floats[_FLOAT_FIELDS.index("temperature")] = 0.0
-    packed[_STOP_IDS.start : _BIAS_IDS.stop] = NO_TOKEN
-    packed[_STOP_IDS][: len(admission.stop_token_ids)] = admission.stop_token_ids
+    packed[_BIAS_IDS] = NO_TOKEN
     packed[_BIAS_IDS][: len(bias)] = list(bias)
     packed[_BIAS_VALUES].view(np.float32)[: len(bias)] = list(bias.values())
-    packed[_LOGPROB_IDS] = NO_TOKEN
+    packed[_LOGPROB_IDS.start :] = NO_TOKEN
     packed[_LOGPROB_IDS][: len(admission.logprob_ids)] = admission.logprob_ids
+    packed[_STOP_IDS][: len(admission.stop_token_ids)] = admission.stop_token_ids
     return packed
 
 
 def unpack_row_params(packed: jax.Array) -> RowParams:
-    """The lines int32[n, PACKED_WIDTH] as named arrays; traced inside the step."""
+    """The lines int32[n, packed_width(max_stop_ids)] as named arrays; traced inside the step."""
     ints = {name: packed[:, i] for i, name in enumerate(_INT_FIELDS)}
     floats = {
         name: lax.bitcast_convert_type(packed[:, _NUM_INTS + i], np.float32)
@@ -93,8 +97,8 @@ def unpack_row_params(packed: jax.Array) -> RowParams:
     return RowParams(
         **ints,
         **floats,
-        stop_ids=packed[:, _STOP_IDS],
         bias_ids=packed[:, _BIAS_IDS],
         bias_values=lax.bitcast_convert_type(packed[:, _BIAS_VALUES], np.float32),
         logprob_ids=packed[:, _LOGPROB_IDS],
+        stop_ids=packed[:, _STOP_IDS],
     )

@@ -14,7 +14,7 @@ CLASS = 0
 
 def chance_to_pass(lengths: OutputLengths, num_tokens: int) -> float:
     """Of an output that has begun, to reach so many tokens; updated without running requests."""
-    lengths.update(RowColumns.empty(1, 8), np.zeros(0, np.intp))
+    lengths.update(RowColumns.empty(1, 8, 1), np.zeros(0, np.intp))
     return chance_now(lengths, num_tokens)
 
 
@@ -62,7 +62,7 @@ def test_later_outputs_count_more() -> None:
 
 
 def test_running_requests_count_before_any_has_ended() -> None:
-    lengths, columns = OutputLengths(), RowColumns.empty(40, 8)
+    lengths, columns = OutputLengths(), RowColumns.empty(40, 8, 1)
     columns.planned_len[:] = 3000
     lengths.update(columns, np.arange(40))
     assert chance_now(lengths, 2048) > 0.9
