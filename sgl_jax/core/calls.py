@@ -15,6 +15,7 @@ import msgspec
 
 from sgl_jax.core.messages import (
     AbortRequest,
+    CancelCall,
     CloseSession,
     CompileGrammar,
     ContinueGeneration,
@@ -187,12 +188,14 @@ class Call(NamedTuple):
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
     timeout_s: float | None = None  # for the reply; None: the default of the server
+    is_undone: bool = False  # if it was made but its caller no longer waits (`CancelCall`)
 
 
 CALLS = (
     Call(GenerateRequest, "submit"),
     Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
+    Call(CancelCall, "cancel"),
     Call(CompileGrammar, "compile_grammar", Done),
     # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
@@ -201,13 +204,18 @@ CALLS = (
     Call(ReadMemory, "read", dict[str, Any]),
     Call(DescribePage, "describe_page", PageDescription, "/memory/page", is_admin=True),
     Call(FindPrefix, "find_prefix", PrefixFound),
-    Call(OpenSession, "open", str, "/open_session"),
+    Call(OpenSession, "open", str, "/open_session", is_undone=True),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
-    Call(ForkSession, "fork", Forked, "/fork_session"),
+    Call(ForkSession, "fork", Forked, "/fork_session", is_undone=True),
     Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
-    Call(PauseGeneration, "pause", GenerationState, "/pause_generation", is_admin=True),
-    Call(ContinueGeneration, "resume", GenerationState, "/continue_generation", is_admin=True),
+    *(
+        Call(message, handler, GenerationState, route, is_admin=True, is_undone=True)
+        for message, handler, route in (
+            (PauseGeneration, "pause", "/pause_generation"),
+            (ContinueGeneration, "resume", "/continue_generation"),
+        )
+    ),
     Call(
         UpdateWeightsFromDisk,
         "update_weights",
@@ -216,7 +224,14 @@ CALLS = (
         is_admin=True,
         timeout_s=3600.0,
     ),
-    Call(SetInternalState, "set_settings", SettingsChanged, "/set_internal_state", is_admin=True),
+    Call(
+        SetInternalState,
+        "set_settings",
+        SettingsChanged,
+        "/set_internal_state",
+        is_admin=True,
+        is_undone=True,
+    ),
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     *(

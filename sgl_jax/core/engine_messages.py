@@ -153,6 +153,9 @@ class HostReport(msgspec.Struct, frozen=True):
     silent_s: float = 0.0
 
 
+HEARTBEAT_INTERVAL_S = 1.0
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sign of life of the engine process, once a second, also while it loads, compiles or computes.
 

@@ -149,6 +149,16 @@ class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str = ""
 
 
+class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody waits any longer for the reply to the message with this `call` as its `rid`.
+
+    The engine does not begin that call, or undoes it if it can (`Call.is_undone`). There is no
+    reply to this message, but one to the call.
+    """
+
+    call: str
+
+
 class CompileGrammar(WithReply, frozen=True, kw_only=True, tag=True):
     """Compile a grammar before requests with it are sent; refused if it cannot be served."""
 
@@ -337,4 +347,4 @@ CacheMessage = FlushCache | SaveCache
 CallMessage = (
     CompileGrammar | CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
 )  # each gets a `Reply`
-FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | Shutdown
+FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

@@ -8,6 +8,7 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from sgl_jax.core.messages import (
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.call_undo import CallUndo
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
@@ -73,21 +75,33 @@ class Controlled(Protocol):
 class Controls:
     """Handles each `ControlMessage` of `core` between two turns of its loop."""
 
-    def __init__(self, core: Controlled) -> None:
+    def __init__(self, core: Controlled, undo: CallUndo) -> None:
+        """`undo` gets a step for each call whose row says `Call.is_undone`."""
         self._core = core
+        self._undo = undo
 
     def pause(self, message: PauseGeneration) -> Reply:
         """Launch no more steps; the tokens of launched ones are still sent."""
+        was_paused = self._core.scheduler.is_paused
         self._core.settle()
         self._core.scheduler.handle(Pause(message.mode))
-        return self._generation_reply(message)
+        return self._generation_reply(message, was_paused)
 
     def resume(self, message: ContinueGeneration) -> Reply:
         """Launch steps again."""
+        was_paused = self._core.scheduler.is_paused
         self._core.scheduler.handle(Resume())
-        return self._generation_reply(message)
+        return self._generation_reply(message, was_paused)
 
-    def _generation_reply(self, message: PauseGeneration | ContinueGeneration) -> Reply:
+    def _restore_pause(self, is_paused: bool) -> None:
+        self._core.settle()
+        self._core.scheduler.handle(Pause("in_place") if is_paused else Resume())
+        self._core.change_info(is_paused=is_paused)
+
+    def _generation_reply(
+        self, message: PauseGeneration | ContinueGeneration, was_paused: bool
+    ) -> Reply:
+        self._undo.note(message.rid, "generation", partial(self._restore_pause, was_paused))
         scheduler = self._core.scheduler
         self._core.change_info(is_paused=scheduler.is_paused)
         now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
@@ -140,11 +154,19 @@ class Controls:
             args = dataclasses.replace(core.args, **changes)
         except (ValueError, OverflowError) as error:
             return refusal(message, str(error), code="not_changeable", param="server_args")
-        core.args = args
-        chunk = args.chunked_prefill_size or most
-        core.scheduler.handle(Configure(args.for_scheduler(), chunk))
-        core.change_info(settings=core.info["settings"] | changes)
+        self._undo.note(
+            message.rid, "settings", partial(self._configure, core.args, core.info["settings"])
+        )
+        self._configure(args, core.info["settings"] | changes)
         return answer(message, SettingsChanged(updated=True, server_args=changes))
+
+    def _configure(self, args: ServerArgs, shown: dict[str, Any]) -> None:
+        """Use the settings `args`, and send `shown` to the front."""
+        core = self._core
+        core.args = args
+        chunk = args.chunked_prefill_size or core.executor.sizes.max_chunk_tokens
+        core.scheduler.handle(Configure(args.for_scheduler(), chunk))
+        core.change_info(settings=shown)
 
     def start_profile(self, message: StartProfile) -> Reply:
         """Start a device trace; if it is refused, the temporary folder made for it is removed."""

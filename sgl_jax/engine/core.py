@@ -19,21 +19,27 @@ from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, 
 from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
+    CancelCall,
+    CloseSession,
     CompileGrammar,
     ControlMessage,
     FlushCache,
+    ForkSession,
     FrontMessage,
     GenerateRequest,
     GetState,
     MemoryMessage,
+    OpenSession,
     SaveCache,
     SessionMessage,
     Shutdown,
     StopRequest,
+    WithReply,
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.call_undo import CallUndo
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
 from sgl_jax.engine.grammar_masks import step_masks
@@ -129,7 +135,8 @@ class EngineCore:
             self._saver.restore()
         self._log = StepLog(args.decode_log_interval)
         self._defects = DefectRecord(args.memory_dump_dir)
-        self._controls = Controls(self)
+        self._undo = CallUndo()
+        self._controls = Controls(self, self._undo)
         self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
         self._is_shutting_down = False
         self._is_audited = True
@@ -170,8 +177,12 @@ class EngineCore:
                 # since each is recorded.
                 if messages or self.scheduler.needs_tick(now_s):
                     self._tick(now_s)
+                cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
                 for message in messages:
-                    self._handle(message)
+                    if isinstance(message, WithReply) and message.rid in cancelled:
+                        channel.send(refusal(message, "its caller no longer waits"))
+                    else:
+                        self._handle(message)
                 try:
                     if is_idle:
                         self._audit()
@@ -349,7 +360,9 @@ class EngineCore:
             handle: Any = getattr(self._controls, call.handler)
         elif isinstance(message, MemoryMessage):
             handle = partial(self._read_memory, getattr(self._memory_reader, call.handler))
-        elif isinstance(message, AbortRequest | StopRequest | SessionMessage):
+        elif isinstance(message, SessionMessage):
+            handle = self._call_sessions
+        elif isinstance(message, AbortRequest | StopRequest):
             handle = self.scheduler.handle
         else:
             handle = getattr(self, call.handler)
@@ -363,6 +376,21 @@ class EngineCore:
             reply = refusal(message, _REBUILT, status_code=500) if is_asked else None
         if reply is not None:
             self._channel.send(reply)
+
+    def cancel(self, message: CancelCall) -> None:
+        """Undo a call whose caller no longer waits; `run` skips one that it has not begun."""
+        self._undo.undo(message.call)
+
+    def _call_sessions(self, message: SessionMessage) -> Reply:
+        reply: Reply = self.scheduler.handle(message)
+        if reply.ok and isinstance(message, OpenSession | ForkSession):
+            opened = (
+                message.new_session_id if isinstance(message, ForkSession) else message.session_id
+            )
+            close = CloseSession(session_id=opened)
+            undo = partial(self.scheduler.handle, close)
+            self._undo.note(message.rid, f"session {opened}", undo)
+        return reply
 
     def compile_grammar(self, message: CompileGrammar) -> None:
         """Compile a grammar beside the loop, and reply when that has ended."""

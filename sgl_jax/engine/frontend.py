@@ -26,6 +26,7 @@ from sgl_jax.core.errors import (
 from sgl_jax.core.messages import (
     AbortRequest,
     CallMessage,
+    CancelCall,
     FrontMessage,
     GenerateRequest,
     StopRequest,
@@ -227,8 +228,9 @@ class Frontend:
                 self._send(AbortRequest(rid=rid))
         return len(rids)
 
-    def call(self, message: CallMessage, on_reply: Callable[[Reply], None]) -> None:
-        """Send a message to which the engine replies; `on_reply` gets the reply.
+    def call(self, message: CallMessage, on_reply: Callable[[Reply], None]) -> str:
+        """Send a message to which the engine replies; `on_reply` gets the reply. Returns the id
+        of the call.
 
         Raises:
             EngineDeadError, ShuttingDownError: as given to `fail`.
@@ -246,6 +248,13 @@ class Frontend:
             with self._lock:
                 self._on_reply.pop(rid, None)
             raise
+        return rid
+
+    def cancel_call(self, rid: str) -> None:
+        """Cancel a call that has no reply yet; its reply comes all the same."""
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):
+            if rid in self._on_reply:
+                self._send(CancelCall(call=rid))
 
     # The engine's side
 

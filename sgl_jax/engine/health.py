@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from sgl_jax.core.engine_messages import Heartbeat
+from sgl_jax.core.engine_messages import HEARTBEAT_INTERVAL_S, Heartbeat
 from sgl_jax.core.errors import EngineStuckError
 from sgl_jax.core.progress import PhaseReport
 
@@ -43,6 +43,16 @@ class EngineHealth:
     def progress(self) -> PhaseReport | None:
         """`Heartbeat.progress` of the last heartbeat; None before the first."""
         return self._last[1].progress
+
+    @property
+    def is_in_long_turn(self) -> bool:
+        """True if the loop was in a long turn at the last heartbeat, which is recent: it loads,
+        compiles, or runs a step longer than a heartbeat's interval."""
+        heartbeat = self._last[1]
+        progress = heartbeat.progress
+        is_loading = progress is not None and progress.phase != "compiling_in_background"
+        is_long = is_loading or (heartbeat.turn_s or 0.0) > HEARTBEAT_INTERVAL_S
+        return is_long and self.silent_s <= 3 * HEARTBEAT_INTERVAL_S
 
     @property
     def stuck_since(self) -> datetime | None:

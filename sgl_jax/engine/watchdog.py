@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sgl_jax.core.engine_messages import Heartbeat
+from sgl_jax.core.engine_messages import HEARTBEAT_INTERVAL_S, Heartbeat
 from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-HEARTBEAT_INTERVAL_S = 1.0
 
 
 def exit_process() -> None:

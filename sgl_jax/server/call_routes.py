@@ -1,11 +1,9 @@
 """Routes that pass a call on to the engine: each is made of its row in the table of calls."""
 
 import asyncio
-import contextlib
 import inspect
 import typing
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,12 +11,10 @@ from annotated_types import DocInfo
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
-from sgl_jax.core.calls import CALLS, Call
+from sgl_jax.core.calls import CALL_OF, CALLS, Call
 from sgl_jax.core.engine_messages import Reply
-from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import (
     CallMessage,
-    CloseSession,
     Name,
     Namespace,
     NewSessionId,
@@ -36,6 +32,9 @@ from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 
 router = APIRouter(route_class=JsonRoute)
+# For a reply while the engine loads weights or compiles: as for `/update_weights_from_disk`.
+_LONG_TIMEOUT_S = 3600.0
+_LOOK_INTERVAL_S = 1.0  # at whether it still does
 
 
 def body_of(call: Call) -> type[StrictModel]:
@@ -130,16 +129,12 @@ async def _ask(
 ) -> dict[str, Any]:
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
-    `new_id` is the generated id of the session that this would open: the session is closed if its
-    client does not get the answer, because it comes too late or the client has gone. (One that its
-    client has named stays: the client can use it or close it.)
+    `new_id` is the generated id of the session that this would open: the call is also cancelled if
+    its client has gone, who then does not know it.
     """
     refs = references_of(request)
-    if new_id is None:
-        reply = await call_engine(refs, message, call.timeout_s)
-    else:
-        asking = call_engine(refs, message, on_late=lambda r: _close_unclaimed(refs, new_id, r))
-        reply = await unless_gone(request.receive, asking)
+    asking = call_engine(refs, message, call.timeout_s, is_patient=True)
+    reply = await (asking if new_id is None else unless_gone(request.receive, asking))
     if reply.ok:
         return reply.data
     refs.frontend.check_alive()
@@ -168,42 +163,47 @@ def _is_foreign(entry: Any, owner: SessionOwner) -> bool:
     return session_id is not None and owner.client_id(session_id) is None
 
 
-def _close_unclaimed(refs: References, session_id: str, reply: Reply) -> None:
-    """Close a session whose id did not reach its client, if it was opened."""
-    if not reply.ok:
-        return
-    # Otherwise it goes with the engine.
-    with contextlib.suppress(EngineDeadError, ShuttingDownError):
-        refs.frontend.call(CloseSession(session_id=session_id), lambda reply: None)
-
-
 async def call_engine(
     refs: References,
     message: CallMessage,
     timeout_s: float | None = None,
     *,
-    on_late: Callable[[Reply], None] | None = None,
+    is_patient: bool = False,
 ) -> Reply:
     """Send a call to the engine and wait for its reply.
 
+    The call is cancelled if this no longer waits for it, because time was up or it was cancelled
+    itself.
+
     Args:
         timeout_s: by default `answer_timeout_s`.
-        on_late: gets the reply if this call no longer waits for it, because time was up or it
-            was cancelled: the engine makes the call all the same.
+        is_patient: wait longer while the engine loads weights or compiles.
 
     Raises:
-        ApiError: 503, no reply in time.
+        ApiError: 503, no reply in time; it says what becomes of the call.
         EngineStuckError: there would be none.
     """
     refs.health.check()
     timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
     answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    refs.frontend.call(message, answer.set_result)
+    rid = refs.frontend.call(message, answer.set_result)
+    waited_s = 0.0
     try:
-        return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
-    except (TimeoutError, asyncio.CancelledError) as error:
-        if on_late is not None:
-            answer.add_done_callback(lambda done: on_late(done.result()))
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise ApiError(503, f"the engine gave no answer within {timeout_s:g} s") from error
+        while True:
+            wait_s = _LOOK_INTERVAL_S if waited_s else timeout_s
+            done, _ = await asyncio.wait([answer], timeout=wait_s)
+            waited_s += wait_s
+            if done:
+                return answer.result()
+            if not is_patient or waited_s >= _LONG_TIMEOUT_S or not refs.health.is_in_long_turn:
+                break
+    finally:
+        if not answer.done():
+            refs.frontend.cancel_call(rid)
+    fate = "undone" if CALL_OF[type(message)].is_undone else "made nevertheless"
+    raise ApiError(
+        503,
+        f"the engine gave no answer within {waited_s:g} s; the call is cancelled, "
+        f"or {fate} if it had begun",
+        code="call_cancelled",
+    )

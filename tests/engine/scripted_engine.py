@@ -28,6 +28,7 @@ from sgl_jax.core.engine_messages import (
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
+    CancelCall,
     CloseSession,
     CompileGrammar,
     ContinueGeneration,
@@ -54,6 +55,7 @@ from sgl_jax.core.messages import (
     StopProfile,
     StopRequest,
     UpdateWeightsFromDisk,
+    WithReply,
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
@@ -151,8 +153,13 @@ class ScriptedEngine:
                 self._stands_still.set()
                 self._may_go_on.wait(0.05)  # or it is stopped
                 continue
-            for message in channel.poll(0 if self.running and not self.is_paused else 0.05):
+            messages = channel.poll(0 if self.running and not self.is_paused else 0.05)
+            cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
+            for message in messages:
                 self.seen.append(message)
+                if isinstance(message, WithReply) and message.rid in cancelled:
+                    channel.send(Reply(rid=message.rid, ok=False, message="cancelled"))
+                    continue
                 if isinstance(message, Shutdown):
                     return
                 answer = self.answer(message)

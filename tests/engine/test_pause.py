@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.engine_messages import EngineInfo, Reply
 from sgl_jax.core.messages import (
     AbortRequest,
+    CallMessage,
+    CancelCall,
+    CloseSession,
     ContinueGeneration,
     FlushCache,
+    ForkSession,
     FrontMessage,
+    OpenSession,
     PauseGeneration,
     PauseMode,
     SetInternalState,
@@ -102,6 +108,86 @@ def test_a_paused_engine_ends_when_it_is_told_to(rig: Rig) -> None:
     channel = rig.run(script())
     rig.core.scheduler.handle(Resume())
     assert {end.message for end in channel.ends().values()} == {"the engine was shut down"}
+
+
+def facts(rig: Rig) -> tuple[object, ...]:
+    """All that the undone calls change."""
+    sessions = sorted(each.session_id for each in rig.core.scheduler.saved_sessions())
+    return (
+        rig.core.scheduler.is_paused,
+        rig.core.scheduler.args.request_timeout,
+        rig.core.args,
+        rig.core.info,
+        sessions,
+    )
+
+
+CALLS: dict[str, CallMessage] = {
+    "pause": PauseGeneration(rid="late", mode="in_place"),
+    "settings": SetInternalState(rid="late", server_args={"request_timeout": 60.0}),
+    "open": OpenSession(rid="late", session_id="new"),
+    "fork": ForkSession(rid="late", session_id="kept", new_session_id="new"),
+    "continue": ContinueGeneration(rid="late"),
+}
+
+
+def test_each_undone_call_is_tried_here() -> None:
+    undone = {call.message for call in CALL_OF.values() if call.is_undone}
+    assert undone == {type(message) for message in CALLS.values()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("when", ["not begun", "begun"])
+def test_a_cancelled_call_has_no_effect(rig: Rig, name: str, when: str) -> None:
+    call, cancel = CALLS[name], CancelCall(call="late")
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [OpenSession(rid="open", session_id="kept", streaming=True)]
+        if name == "continue":
+            yield [PauseGeneration(rid="pause")]
+        before = facts(rig)
+        if when == "begun":
+            yield [call]
+            assert facts(rig) != before
+            yield [cancel]
+        else:
+            yield [call, cancel]
+        assert facts(rig) == before
+        yield [ContinueGeneration(), CloseSession(rid="close", session_id="kept")]
+
+    channel = rig.run(script())
+    told = replies(channel)
+    assert told["late"].ok == (when == "begun")
+    assert told["close"].ok
+    infos = [message.info for message in channel.sent if isinstance(message, EngineInfo)]
+    assert infos[-1]["is_paused"] is False
+
+
+def test_a_cancelled_flush_keeps_the_cache(rig: Rig) -> None:
+    def cached() -> int:
+        return sum(view.cached_pages for view in rig.core.scheduler.memory_views())
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield from rig.until_idle(requests("cached"))
+        before = cached()
+        yield [FlushCache(rid="late"), CancelCall(call="late")]
+        assert cached() == before > 0
+
+    assert not replies(rig.run(script()))["late"].ok
+
+
+def test_a_later_call_stands_though_an_earlier_one_is_cancelled(rig: Rig) -> None:
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [PauseGeneration(rid="late"), PauseGeneration(rid="again")]
+        yield [CancelCall(call="late")]
+        assert rig.core.scheduler.is_paused
+        yield [ContinueGeneration(), OpenSession(rid="late", session_id="s")]
+        yield [CloseSession(session_id="s"), OpenSession(rid="again", session_id="s")]
+        yield [CancelCall(call="late"), CancelCall(call="unknown")]
+        assert rig.core.scheduler.num_sessions == 1
+        yield [CloseSession(session_id="s")]
+
+    assert replies(rig.run(script()))["again"].ok
 
 
 def test_settings_are_changed_all_or_none(rig: Rig, expected: list[list[int]]) -> None:

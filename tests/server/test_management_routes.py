@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sgl_jax.core.calls import Call
 from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.messages import PauseGeneration, StartProfile, UpdateWeightsFromDisk
+from sgl_jax.core.progress import PhaseReport
 from sgl_jax.engine.health import EngineHealth
+from sgl_jax.server import call_routes
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
 from tests.server.conftest import MAX_QUEUED, Rig, serving
@@ -42,6 +45,69 @@ async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         assert answer.json()["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fate"),
+    [
+        ("/pause_generation", {"mode": "in_place"}, "undone"),
+        ("/continue_generation", {}, "undone"),
+        ("/set_internal_state", {"server_args": {"request_timeout": 5.0}}, "undone"),
+        ("/flush_cache", {}, "made nevertheless"),
+        ("/update_weights_from_disk", {"model_path": "other"}, "made nevertheless"),
+    ],
+)
+async def test_a_call_answered_with_503_takes_no_effect_later(
+    rig: Rig, path: str, body: dict[str, object], fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "/continue_generation":
+        await rig.http.post("/pause_generation", json={"mode": "in_place"})
+    before = rig.engine.info
+    # A row's own limit would take an hour here.
+    monkeypatch.setattr(Call, "timeout_s", None)
+    rig.refs.answer_timeout_s = 0.05
+    rig.engine.stand_still()
+    answer = await rig.http.post(path, json=body)
+    assert answer.status_code == 503
+    rig.engine.go_on()
+    rig.refs.answer_timeout_s = 30.0
+    await rig.http.get("/get_server_info")  # behind the call
+    assert rig.engine.info == before
+    error = answer.json()["error"]
+    assert error["code"] == "call_cancelled"
+    assert f"the call is cancelled, or {fate} if it had begun" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "heartbeat",
+    [
+        Heartbeat(turn_s=45.0),
+        Heartbeat(
+            turn_s=0.0,
+            progress=PhaseReport(phase="loading", done=1, total=2, unit="bytes", since="now"),
+        ),
+    ],
+    ids=["long turn", "loading"],
+)
+async def test_a_call_waits_while_the_engine_loads_or_compiles(
+    rig: Rig, heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_routes, "_LOOK_INTERVAL_S", 0.01)
+    rig.refs.health = health = EngineHealth(20.0)
+    health.note(heartbeat)
+    rig.refs.answer_timeout_s = 0.05
+    rig.engine.stand_still()
+    pausing = asyncio.ensure_future(rig.http.post("/pause_generation", json={"mode": "in_place"}))
+    done, _ = await asyncio.wait([pausing], timeout=0.5)
+    assert not done
+    rig.engine.go_on()
+    assert (await pausing).status_code == 200
+    assert rig.engine.is_paused
+    rig.engine.stand_still()
+    health.note(Heartbeat(turn_s=0.0))
+    assert (await rig.http.post("/continue_generation")).status_code == 503
+    rig.engine.go_on()
+    assert rig.engine.is_paused
 
 
 async def test_a_silent_engine_is_stuck_until_it_is_heard_again(rig: Rig) -> None:
