@@ -4,7 +4,7 @@
 and nothing moves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.transfers import TransferEnd
@@ -108,6 +108,10 @@ class RankHost:
     def awaits_store(self, request: Request) -> bool:
         """Return whether a search or a load for the request is under way on this rank."""
         return self.store is not None and request.rid in self.store.awaited
+
+    def awaited_rids(self) -> Collection[str]:
+        """The requests for which a search or a load is under way on this rank."""
+        return () if self.store is None else self.store.awaited
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
         """Load saved prefixes from the store."""

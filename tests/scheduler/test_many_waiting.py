@@ -99,3 +99,29 @@ def test_counts_of_waiting_requests_need_no_visit_of_each(
     check()
     assert scheduler.num_waiting == 0
     assert (most_retracted > 1, most_pinned > 5) == (True, True)
+
+
+def test_counts_by_reason_need_no_call_for_each_request() -> None:
+    """The reasons of 600 waiting requests are counted with as many calls as those of 30."""
+    calls = []
+    for count in (30, 600):
+        driver = Driver(make_sizes(dp_size=2, num_pages=24, num_rows=5))
+        for i in range(count):
+            driver.submit(generate(f"r{i}", [i % 47] * 8, 40, dp_rank=(None, 0, 1)[i % 3]))
+        for _ in range(3):
+            driver.step()
+        scheduler = driver.scheduler
+        seen = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal seen
+            seen += event == "call"
+
+        sys.setprofile(note)
+        try:
+            counts = scheduler.count_waiting()
+        finally:
+            sys.setprofile(None)
+        calls.append(seen)
+        assert sum(counts.values()) == scheduler.num_waiting > count - 12
+    assert calls[0] == calls[1]

@@ -270,7 +270,9 @@ class Admission:
         num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         fetching = [row for rank in ranks for row in rank.host.fetching_rows()]
-        in_store = [request for request in self._waiting if self._awaits_store(ranks, request)]
+        in_store: set[str] = set()
+        if self.args.hicache_storage_prefetch_policy != "best_effort":
+            in_store.update(*(rank.host.awaited_rids() for rank in ranks))
         return self._waiting.count_kinds(num_pages, has_row, step, fetching, in_store)
 
     # -- choice of a rank ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ requests continue go first: the others then find it cached. Tenants served early
 their conversations' next requests arrive, and find their prefixes evicted by then.
 """
 
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -179,11 +180,8 @@ class Tenants:
 
     def counts(self) -> dict[str, TenantCounts]:
         """By name; requests without a tenant are under the empty name."""
-        return {
-            name: TenantCounts(
-                int(self._num_queued[number]),
-                int(self._num_requests[number] - self._num_queued[number]),
-                *self._tokens[:, number].tolist(),
-            )
-            for name, number in self._numbers.items()
-        }
+        numbers = list(self._numbers.values())
+        queued, requests = self._num_queued[numbers], self._num_requests[numbers]
+        columns = (queued, requests - queued, *self._tokens[:, numbers])
+        lines = zip(*(column.tolist() for column in columns), strict=True)
+        return dict(zip(self._numbers, starmap(TenantCounts, lines), strict=True))

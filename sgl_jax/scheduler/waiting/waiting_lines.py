@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
+from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
 Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -22,6 +23,18 @@ MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
 LAST = np.iinfo(np.int64).max  # no order key
+# The reasons that `count_kinds` counts, in its order.
+COUNTED_KINDS: tuple[WaitKind, ...] = (
+    "tenant",
+    "prefix",
+    "fetch",
+    "store",
+    "rank",
+    "step",
+    "pages",
+    "rows",
+)
+_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _PAGES, _ROWS = range(len(COUNTED_KINDS))
 # Degrees of reuse: pages that others would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
@@ -370,3 +383,56 @@ def pass_over(
             passed_over[line] += 1
         elif was_due and not is_before and priority[line] <= started_priority:
             passed_over[line] = 0
+
+
+@compiled(
+    "(int64, int64, boolean[::1], int32[::1], boolean[::1], boolean[::1], boolean[::1], "
+    "int32[:, ::1], boolean[::1], int64[::1], boolean[:, ::1], boolean[::1], int32[::1], "
+    "int32[:, ::1], int32[::1])"
+)
+def count_kinds(
+    end: int,
+    step: int,
+    is_waiting: BoolArray,
+    tenant: Int32Array,
+    is_full: BoolArray,
+    is_loading: BoolArray,
+    has_leader: BoolArray,
+    leader: Int32Array,
+    is_fetching: BoolArray,
+    stay_until: Int64Array,
+    may_run: BoolArray,
+    has_row: BoolArray,
+    num_pages: Int32Array,
+    cached_pages: Int32Array,
+    room: Int32Array,
+) -> Int64Array:
+    """Count the waiting lines below `end` by reason, int64[COUNTED_KINDS], when `step` is planned.
+
+    `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` and `room` by rank. The
+    other columns are those of the lines; a line `is_loading` if its prefix comes from the store.
+    """
+    counts = np.zeros(8, np.int64)
+    assert end <= len(is_waiting)
+    assert end <= len(is_loading)
+    for line in range(end):
+        if not is_waiting[line]:
+            continue
+        if is_full[tenant[line]]:
+            kind = _TENANT
+        elif is_loading[line]:
+            kind = _STORE
+        elif has_leader[line]:
+            kind = _FETCH if is_fetching[leader[line, 0]] else _PREFIX
+        elif stay_until[line] > step:
+            kind = _RANK
+        else:
+            kind = _ROWS
+            for rank in range(len(room)):
+                if may_run[rank, line] and has_row[rank]:
+                    kind = _PAGES
+                    if num_pages[line] - cached_pages[rank, line] <= room[rank]:
+                        kind = _STEP
+                        break
+        counts[kind] += 1
+    return counts

@@ -6,7 +6,7 @@ Cursors on the ranks' trees track the cached length of each prompt, without repe
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,7 +21,13 @@ from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
-from sgl_jax.scheduler.waiting.waiting_lines import NO_RANK, drop_leaders, pass_over
+from sgl_jax.scheduler.waiting.waiting_lines import (
+    COUNTED_KINDS,
+    NO_RANK,
+    count_kinds,
+    drop_leaders,
+    pass_over,
+)
 
 # Later requests of its own priority or a lower one that start before a request is due.
 MAX_PASSED_OVER = 128
@@ -261,39 +267,39 @@ class WaitingQueue:
         has_row: BoolArray,
         step: int,
         fetching: Sequence[int],
-        in_store: Sequence[Request],
+        in_store: Iterable[str],
     ) -> dict[WaitKind, int]:
         """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
-        request, fetches from the host have the joint rows `fetching`, and prefixes of `in_store`
-        come from the store.
+        request, fetches from the host have the joint rows `fetching`, and prefixes of requests
+        `in_store` come from the store.
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
-        columns = self._columns
+        columns, end = self._columns, self._columns.end
         self._take_moves()
-        lines = np.flatnonzero(columns.is_waiting[: columns.end])
-        self._drop_leaders(slice(columns.end))
-        is_limited = self._tenants.is_full[columns.tenant[lines]]
-        is_loading = np.isin(lines, [request.line for request in in_store]) & ~is_limited
-        is_following = columns.has_leader[lines] & ~is_limited & ~is_loading
-        is_fetching = is_following & np.isin(columns.leader[lines, 0], fetching)
-        is_staying = columns.stay_until[lines] > step
-        is_staying &= ~is_following & ~is_limited & ~is_loading
-        least = columns.num_pages[lines] - columns.cached_pages[:, lines]
-        may_run = columns.may_run[:, lines] & has_row[:, None]
-        may_fit = (may_run & (least <= room[:, None])).any(axis=0)
-        has_any_row = may_run.any(axis=0)
-        rest = ~is_following & ~is_staying & ~is_limited & ~is_loading
-        return {
-            "tenant": int(is_limited.sum()),
-            "prefix": int((is_following & ~is_fetching).sum()),
-            "fetch": int(is_fetching.sum()),
-            "store": int(is_loading.sum()),
-            "rank": int(is_staying.sum()),
-            "step": int((rest & may_fit).sum()),
-            "pages": int((rest & ~may_fit & has_any_row).sum()),
-            "rows": int((rest & ~has_any_row).sum()),
-        }
+        self._drop_leaders(slice(end))
+        is_fetching = np.zeros(len(self._tables.epoch), np.bool_)
+        is_fetching[list(fetching)] = True
+        is_loading = np.zeros(end, np.bool_)
+        is_loading[[self._requests[rid].line for rid in in_store if rid in self._requests]] = True
+        counts = count_kinds(
+            end,
+            step,
+            columns.is_waiting,
+            columns.tenant,
+            self._tenants.is_full,
+            is_loading,
+            columns.has_leader,
+            columns.leader,
+            is_fetching,
+            columns.stay_until,
+            columns.may_run,
+            has_row,
+            columns.num_pages,
+            columns.cached_pages,
+            room,
+        )
+        return dict(zip(COUNTED_KINDS, counts.tolist(), strict=True))
 
     def _take_moves(self) -> None:
         """Copy changed cursors of the ranks' trees."""
