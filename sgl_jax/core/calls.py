@@ -188,6 +188,7 @@ class Call(NamedTuple):
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
     timeout_s: float | None = None  # for the reply; None: the default of the server
+    is_read: bool = False  # changes nothing
     is_undone: bool = False  # if it was made but its caller no longer waits (`CancelCall`)
 
 
@@ -200,15 +201,22 @@ CALLS = (
     # Older clients of SGLang send a GET.
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
-    Call(GetState, "read_state", dict[str, Any]),
-    Call(ReadMemory, "read", dict[str, Any]),
-    Call(DescribePage, "describe_page", PageDescription, "/memory/page", is_admin=True),
-    Call(FindPrefix, "find_prefix", PrefixFound),
+    Call(GetState, "read_state", dict[str, Any], is_read=True),
+    Call(ReadMemory, "read", dict[str, Any], is_read=True),
+    Call(
+        DescribePage,
+        "describe_page",
+        PageDescription,
+        "/memory/page",
+        is_admin=True,
+        is_read=True,
+    ),
+    Call(FindPrefix, "find_prefix", PrefixFound, is_read=True),
     Call(OpenSession, "open", str, "/open_session", is_undone=True),
     Call(CloseSession, "close", Done, "/close_session"),
     Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
     Call(ForkSession, "fork", Forked, "/fork_session", is_undone=True),
-    Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST")),
+    Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST"), is_read=True),
     *(
         Call(message, handler, GenerationState, route, is_admin=True, is_undone=True)
         for message, handler, route in (

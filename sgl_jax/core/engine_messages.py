@@ -102,6 +102,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     message: str = ""
     data: dict[str, Any] = {}
+    cost_s: float = 0.0  # processor time that the engine's loop took, if the call is a read
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

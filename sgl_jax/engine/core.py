@@ -366,14 +366,18 @@ class EngineCore:
             handle = self.scheduler.handle
         else:
             handle = getattr(self, call.handler)
-        if not isinstance(message, GetState | MemoryMessage):
+        if not call.is_read:
             self._is_audited = False
+        started_s = time.thread_time()
         try:
             reply = handle(message)
         except MemoryDefectError as error:
             self._answer_defect(error)
             is_asked = call.answer is not None
             reply = refusal(message, _REBUILT, status_code=500) if is_asked else None
+        if reply is not None and call.is_read:
+            cost_s = time.thread_time() - started_s
+            reply = msgspec.structs.replace(reply, cost_s=cost_s)
         if reply is not None:
             self._channel.send(reply)
 

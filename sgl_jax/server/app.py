@@ -18,6 +18,7 @@ from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.memory_watch import MemoryWatch
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
+from sgl_jax.server.shared_reads import EngineReads
 from sgl_jax.server.static_pages import page_routes
 
 _PAGES = Path(__file__).parent / "pages"
@@ -36,6 +37,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.state.responses = ResponseStore(
         refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
     )
+    app.state.engine_reads = EngineReads(refs)
     app.state.memory_watch = MemoryWatch(refs)
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)

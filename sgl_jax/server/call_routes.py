@@ -1,6 +1,5 @@
 """Routes that pass a call on to the engine: each is made of its row in the table of calls."""
 
-import asyncio
 import inspect
 import typing
 import uuid
@@ -11,10 +10,8 @@ from annotated_types import DocInfo
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
-from sgl_jax.core.calls import CALL_OF, CALLS, Call
-from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.calls import CALLS, Call
 from sgl_jax.core.messages import (
-    CallMessage,
     Name,
     Namespace,
     NewSessionId,
@@ -23,18 +20,16 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.answer_stream import json_response
-from sgl_jax.server.errors import ApiError
+from sgl_jax.server.engine_calls import call_engine, refused
 from sgl_jax.server.fields import StrictModel, User
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import unless_gone
 from sgl_jax.server.guards.keys import SessionOwner, owner_of, tenant_of
 from sgl_jax.server.openapi import answers
-from sgl_jax.server.references import References, references_of
+from sgl_jax.server.references import references_of
+from sgl_jax.server.shared_reads import reads_of
 
 router = APIRouter(route_class=JsonRoute)
-# For a reply while the engine loads weights or compiles: as for `/update_weights_from_disk`.
-_LONG_TIMEOUT_S = 3600.0
-_LOOK_INTERVAL_S = 1.0  # at whether it still does
 
 
 def body_of(call: Call) -> type[StrictModel]:
@@ -93,6 +88,10 @@ def _add_routes(call: Call, route: str) -> None:
         if opens:
             references_of(request).check_open()
         message, new_id = message_of(call, body or body_type(), owner)
+        if call.is_read:
+            snapshot = await reads_of(request).read(message)
+            key = route, owner.engine_id("")
+            return snapshot.json(key, lambda data: _for_client(data, owner))
         data = _for_client(await _ask(request, call, message, owner, new_id), owner)
         return json_response(data["session_id"] if call.answer is str else data)
 
@@ -138,11 +137,7 @@ async def _ask(
     if reply.ok:
         return reply.data
     refs.frontend.check_alive()
-    text = owner.for_client(reply.message)
-    data = reply.data
-    raise ApiError(
-        data.get("status_code", 400), text, param=data.get("param"), code=data.get("code")
-    )
+    raise refused(reply, owner.for_client(reply.message))
 
 
 def _for_client(data: Any, owner: SessionOwner) -> Any:
@@ -161,49 +156,3 @@ def _is_foreign(entry: Any, owner: SessionOwner) -> bool:
     """Return whether an entry is about a session of another caller."""
     session_id = entry.get("session_id") if isinstance(entry, dict) else None
     return session_id is not None and owner.client_id(session_id) is None
-
-
-async def call_engine(
-    refs: References,
-    message: CallMessage,
-    timeout_s: float | None = None,
-    *,
-    is_patient: bool = False,
-) -> Reply:
-    """Send a call to the engine and wait for its reply.
-
-    The call is cancelled if this no longer waits for it, because time was up or it was cancelled
-    itself.
-
-    Args:
-        timeout_s: by default `answer_timeout_s`.
-        is_patient: wait longer while the engine loads weights or compiles.
-
-    Raises:
-        ApiError: 503, no reply in time; it says what becomes of the call.
-        EngineStuckError: there would be none.
-    """
-    refs.health.check()
-    timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
-    answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    rid = refs.frontend.call(message, answer.set_result)
-    waited_s = 0.0
-    try:
-        while True:
-            wait_s = _LOOK_INTERVAL_S if waited_s else timeout_s
-            done, _ = await asyncio.wait([answer], timeout=wait_s)
-            waited_s += wait_s
-            if done:
-                return answer.result()
-            if not is_patient or waited_s >= _LONG_TIMEOUT_S or not refs.health.is_in_long_turn:
-                break
-    finally:
-        if not answer.done():
-            refs.frontend.cancel_call(rid)
-    fate = "undone" if CALL_OF[type(message)].is_undone else "made nevertheless"
-    raise ApiError(
-        503,
-        f"the engine gave no answer within {waited_s:g} s; the call is cancelled, "
-        f"or {fate} if it had begun",
-        code="call_cancelled",
-    )

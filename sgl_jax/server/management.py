@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -23,18 +24,24 @@ from fastapi import APIRouter, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_jax.core.errors import EngineStuckError, InvalidRequestError, QueueFullError
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    EngineStuckError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import GetState
 from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import max_tokens, share, token_usage, used_tokens
 from sgl_jax.server.answer_stream import StreamGroup, json_response
-from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers
-from sgl_jax.server.references import references_of
+from sgl_jax.server.references import References, references_of
+from sgl_jax.server.shared_reads import Snapshot, reads_of
 
 _HEALTH_TIMEOUT_S = 20.0
 _SCRAPE_TIMEOUT_S = 2.0
@@ -100,12 +107,13 @@ async def get_model_info(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
     refs = references_of(request)
-    # Settings that were left open have the values chosen since.
-    settings = refs.args.public() | refs.engine_info.get("settings", {})
-    state = (await call_engine(refs, GetState())).data
-    return json_response(
-        {
-            **settings,
+    snapshot = await reads_of(request).read(GetState())
+    return snapshot.json(
+        "server_info",
+        lambda state: {
+            # Settings that were left open have the values chosen since.
+            **refs.args.public(),
+            **refs.engine_info.get("settings", {}),
             "model_path": refs.model_path,
             "served_model_name": refs.model_name,
             "version": request.app.version,
@@ -113,7 +121,7 @@ async def get_server_info(request: Request) -> Response:
             "engine": refs.engine_info,
             "internal_states": [_state_of(rank, state["counters"]) for rank in state["ranks"]],
             **state,
-        }
+        },
     )
 
 
@@ -122,14 +130,22 @@ async def get_server_info(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Requests and latencies; memory and load of every rank, as the engine last reported."""
     refs = references_of(request)
+    snapshot: Snapshot | None = None
     # A busy or dead engine is no reason to hide the other figures.
-    with contextlib.suppress(ApiError, EngineStuckError, QueueFullError):
-        if not refs.frontend.has_ended:
-            reply = await call_engine(refs, GetState(), _SCRAPE_TIMEOUT_S)
-            if reply.ok:
-                refs.engine_metrics.update(reply.data)
-    text = refs.frontend.metrics.exposition()
+    with contextlib.suppress(
+        ApiError, EngineDeadError, EngineStuckError, QueueFullError, ShuttingDownError
+    ):
+        snapshot = await reads_of(request).read(GetState(), _SCRAPE_TIMEOUT_S)
+    if snapshot is None:
+        text = refs.frontend.metrics.exposition()
+    else:
+        text = snapshot.write("metrics", partial(_exposition, refs, snapshot.data))
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _exposition(refs: References, state: Mapping[str, Any]) -> bytes:
+    refs.engine_metrics.update(state)
+    return refs.frontend.metrics.exposition()
 
 
 # Values of `/v1/loads?include=`; "core" is always there, "all" is every one.
@@ -153,28 +169,32 @@ async def loads(
     dp_size = refs.frontend.facts.dp_size
     if dp_rank is not None:
         check_between("dp_rank", dp_rank, 0, dp_size - 1)
-    state = (await call_engine(refs, GetState())).data
-    found = [
-        _load(rank, state["counters"], _SECTIONS if "all" in sections else sections)
-        for rank in state["ranks"]
-        if dp_rank in (None, rank["dp_rank"])
-    ]
-    return json_response(
-        {
+    shown = frozenset(_SECTIONS if "all" in sections else sections)
+
+    def loads_of(state: Mapping[str, Any]) -> dict[str, Any]:
+        found = [
+            _load(rank, state["counters"], shown)
+            for rank in state["ranks"]
+            if dp_rank in (None, rank["dp_rank"])
+        ]
+        return {
             "version": request.app.version,
             "dp_rank_count": dp_size,
             "loads": found,
             "aggregate": _aggregate(found),
         }
-    )
+
+    snapshot = await reads_of(request).read(GetState())
+    return snapshot.json(("loads", shown, dp_rank), loads_of)
 
 
 @router.get("/get_load", responses=answers())
 async def get_load(request: Request) -> Response:
     """Requests and tokens of every rank, in the words of SGLang's older clients."""
-    state = (await call_engine(references_of(request), GetState())).data
-    return json_response(
-        [
+    snapshot = await reads_of(request).read(GetState())
+    return snapshot.json(
+        "load",
+        lambda state: [
             {
                 "dp_rank": rank["dp_rank"],
                 "num_reqs": rank["num_running"] + rank["num_waiting"],
@@ -182,7 +202,7 @@ async def get_load(request: Request) -> Response:
                 "num_tokens": used_tokens(rank),
             }
             for rank in state["ranks"]
-        ]
+        ],
     )
 
 

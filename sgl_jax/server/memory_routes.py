@@ -15,7 +15,6 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import FindPrefix, Namespace
 from sgl_jax.memory_view.frames import ViewFacts
 from sgl_jax.server.answer_stream import BODY, START, json_response
-from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import StrictModel, TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
@@ -24,6 +23,7 @@ from sgl_jax.server.memory_watch import MemoryWatch
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import encode_texts
+from sgl_jax.server.shared_reads import reads_of
 
 router = APIRouter(tags=["management"], route_class=JsonRoute)
 
@@ -79,10 +79,8 @@ async def find(body: FindBody, request: Request) -> Response:
     if body.text is not None:
         (ids,) = await encode_texts(request, [body.text])
     message = FindPrefix(input_ids=list(ids), namespace=body.namespace)
-    reply = await call_engine(references_of(request), message)
-    if not reply.ok:
-        raise ApiError(400, reply.message, param=reply.data.get("param"))
-    return json_response(reply.data)
+    snapshot = await reads_of(request).read(message)
+    return json_response(snapshot.data)
 
 
 class _Events(Response):

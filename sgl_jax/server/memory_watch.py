@@ -18,7 +18,7 @@ from sgl_jax.core.errors import EngineDeadError, EngineStuckError, QueueFullErro
 from sgl_jax.core.messages import ReadMemory
 from sgl_jax.memory_view.frames import FrameBuilder
 from sgl_jax.server.answer_stream import named_event
-from sgl_jax.server.call_routes import call_engine
+from sgl_jax.server.engine_calls import call_engine
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 

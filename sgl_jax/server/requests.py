@@ -11,8 +11,8 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.messages import CompileGrammar, GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.server.call_routes import call_engine
 from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.engine_calls import call_engine
 from sgl_jax.server.errors import ApiError, client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone

@@ -13,7 +13,7 @@ from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.messages import PauseGeneration, StartProfile, UpdateWeightsFromDisk
 from sgl_jax.core.progress import PhaseReport
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.server import call_routes
+from sgl_jax.server import engine_calls
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING
 from tests.server.conftest import MAX_QUEUED, Rig, serving
@@ -92,7 +92,7 @@ async def test_a_call_answered_with_503_takes_no_effect_later(
 async def test_a_call_waits_while_the_engine_loads_or_compiles(
     rig: Rig, heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_routes, "_LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_calls, "_LOOK_INTERVAL_S", 0.01)
     rig.refs.health = health = EngineHealth(20.0)
     health.note(heartbeat)
     rig.refs.answer_timeout_s = 0.05

@@ -1,0 +1,70 @@
+"""Calls to the engine, each with a limit of time.
+
+A call that is no longer awaited is cancelled, so that what a client reads in a 503 stays true.
+"""
+
+import asyncio
+
+from sgl_jax.core.calls import CALL_OF
+from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.messages import CallMessage
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.references import References
+
+# For a reply while the engine loads weights or compiles: as for `/update_weights_from_disk`.
+_LONG_TIMEOUT_S = 3600.0
+_LOOK_INTERVAL_S = 1.0  # at whether it still does
+
+
+def refused(reply: Reply, message: str) -> ApiError:
+    """The error for a call that the engine refused, with its reason as the caller may read it."""
+    data = reply.data
+    return ApiError(
+        data.get("status_code", 400), message, param=data.get("param"), code=data.get("code")
+    )
+
+
+async def call_engine(
+    refs: References,
+    message: CallMessage,
+    timeout_s: float | None = None,
+    *,
+    is_patient: bool = False,
+) -> Reply:
+    """Send a call to the engine and wait for its reply.
+
+    The call is cancelled if this no longer waits for it, because time was up or it was cancelled
+    itself.
+
+    Args:
+        timeout_s: by default `answer_timeout_s`.
+        is_patient: wait longer while the engine loads weights or compiles.
+
+    Raises:
+        ApiError: 503, no reply in time; it says what becomes of the call.
+        EngineStuckError: there would be none.
+    """
+    refs.health.check()
+    timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s
+    answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    rid = refs.frontend.call(message, answer.set_result)
+    waited_s = 0.0
+    try:
+        while True:
+            wait_s = _LOOK_INTERVAL_S if waited_s else timeout_s
+            done, _ = await asyncio.wait([answer], timeout=wait_s)
+            waited_s += wait_s
+            if done:
+                return answer.result()
+            if not is_patient or waited_s >= _LONG_TIMEOUT_S or not refs.health.is_in_long_turn:
+                break
+    finally:
+        if not answer.done():
+            refs.frontend.cancel_call(rid)
+    fate = "undone" if CALL_OF[type(message)].is_undone else "made nevertheless"
+    raise ApiError(
+        503,
+        f"the engine gave no answer within {waited_s:g} s; the call is cancelled, "
+        f"or {fate} if it had begun",
+        code="call_cancelled",
+    )
