@@ -100,6 +100,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         is_length_default: the client did not set `max_new_tokens`: the engine may lower it where
             the session's history leaves less room.
         tenant: None: no tenant; all such requests share the engine as one tenant would.
+        is_probe: a probe of the engine's health, for which no limit of the queue counts. Refused
+            while there is another one.
     """
 
     rid: str
@@ -116,6 +118,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     namespace: str = ""
     priority: int = 0
     tenant: Tenant | None = None
+    is_probe: bool = False
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

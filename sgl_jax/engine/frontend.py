@@ -84,6 +84,7 @@ class Frontend:
         # read it. A request whose client went away still counts, as its message is still there.
         self._pending: dict[str, Tenant | None] = {}
         self._num_pending_of: Counter[str] = Counter()  # by the tenant's name
+        self.num_tokens = 0  # of all outputs so far, also of requests whose clients have gone
         self._max_queued = args.max_queued_requests
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -150,6 +151,8 @@ class Frontend:
         In the engine it has a unique rid, so that late outputs of an ended request cannot reach a
         later request with the same rid of the client.
 
+        No limit of the queue counts for a probe.
+
         Args:
             on_ready: called (on the engine's side) when `take` has something to give.
             streaming: False calls it only at the end.
@@ -175,9 +178,10 @@ class Frontend:
             stream.on_end = self.tracer.begin()
         with self._lock:
             self.check_alive()
-            self.check_room(1, unique.tenant)
+            if not unique.is_probe:
+                self.check_room(1, unique.tenant)
+                self._pending[unique.rid] = unique.tenant
             self._streams[unique.rid] = stream
-            self._pending[unique.rid] = unique.tenant
             if unique.tenant is not None:
                 self._num_pending_of[unique.tenant.name] += 1
         try:
@@ -293,6 +297,7 @@ class Frontend:
     def _deliver(self, batch: OutputBatch) -> None:
         """Feed the streams. Runs once per step, so its work per token is kept to a minimum."""
         now = time.perf_counter()
+        self.num_tokens += len(batch.rids) + sum(len(each.token_ids) for each in batch.outputs)
         ready: list[RequestStream] = []
         num_tokens = 0
         # Number of streams by the time of their last token: most streams share it.

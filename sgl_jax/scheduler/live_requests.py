@@ -53,7 +53,7 @@ class LiveRequests:
             args.schedule_policy,
             ranks.memories,
             ranks.tables,
-            self._max_requests,
+            self._max_requests + 1,  # a probe
             ranks.tenants,
             max_passed_over,
         )
@@ -67,6 +67,7 @@ class LiveRequests:
             args.max_session_tokens,
         )
         self._outputs = outputs
+        self._probe: str | None = None  # its rid
         self.num_arrived = 0
         self.num_finished = 0
         self.num_timed_out = 0
@@ -76,7 +77,10 @@ class LiveRequests:
         if message.rid in self.by_rid:
             self._refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
-        if len(self.by_rid) >= self._max_requests:
+        if message.is_probe and self._probe is not None:
+            self._refuse(message, "another probe has not ended yet", 503)
+            return
+        if not message.is_probe and self._num_counted >= self._max_requests:
             text = (
                 f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
                 "beside those that run or can start"
@@ -101,11 +105,18 @@ class LiveRequests:
         request.priority = self.args.importance(message.priority) - self._age()
         request.tenant = self._tenants.enter(message.tenant)
         self.by_rid[request.rid] = request
+        if message.is_probe:
+            self._probe = request.rid
         self.deadlines.add(request.rid)
         if self.gate.holds(request):
             self._tenants.queue(request.tenant, 1)
         else:
             self.waiting.add(request)
+
+    @property
+    def _num_counted(self) -> int:
+        """Requests that count towards the limit: all but a probe."""
+        return len(self.by_rid) - (self._probe is not None)
 
     def _refuse(
         self,
@@ -210,6 +221,8 @@ class LiveRequests:
 
     def forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self.by_rid[request.rid]
+        if request.rid == self._probe:
+            self._probe = None
         self.num_finished += 1
         self._tenants.leave(request.tenant)
         self.deadlines.forget(request.rid)

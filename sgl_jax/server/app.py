@@ -15,6 +15,7 @@ from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
+from sgl_jax.server.health_probe import HealthProbe
 from sgl_jax.server.memory_watch import MemoryWatch
 from sgl_jax.server.openapi import install_openapi
 from sgl_jax.server.references import References
@@ -38,6 +39,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
         refs.limits.max_stored_responses, refs.limits.max_stored_response_bytes
     )
     app.state.engine_reads = EngineReads(refs)
+    app.state.health_probe = HealthProbe(refs.frontend)
     app.state.memory_watch = MemoryWatch(refs)
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)

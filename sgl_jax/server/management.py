@@ -12,7 +12,6 @@
 Programs can read the same from the code of the error.
 """
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,12 +32,13 @@ from sgl_jax.core.errors import (
 )
 from sgl_jax.core.messages import GetState
 from sgl_jax.core.request_limits import check_between
-from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import max_tokens, share, token_usage, used_tokens
-from sgl_jax.server.answer_stream import StreamGroup, json_response
+from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
 from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.guards.connection import unless_gone
+from sgl_jax.server.health_probe import HealthProbe
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.shared_reads import Snapshot, reads_of
@@ -63,19 +63,15 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate", responses=answers())
 async def health_generate(request: Request) -> Response:
-    """200 if the engine generates a token within 20 s, or an operator has paused generation."""
+    """200 if the engine generates a token within 20 s, of any request, or an operator has paused
+    generation."""
     refs = references_of(request)
     refs.check_open()
-    if refs.is_paused:
-        return await health(request)
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    probe = refs.frontend.checks.prepare([0], sampling)
-    try:
-        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            await StreamGroup(request, [probe], streaming=False, names={}).collect()
-    except TimeoutError as error:
-        if not refs.is_paused:
-            raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s") from error
+    if not refs.is_paused:
+        probe: HealthProbe = request.app.state.health_probe
+        finds_token = await unless_gone(request.receive, probe.finds_token(_HEALTH_TIMEOUT_S))
+        if not finds_token and not refs.is_paused:
+            raise ApiError(503, f"no token within {_HEALTH_TIMEOUT_S:g} s")
     return await health(request)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from sgl_jax.core.messages import StopRequest
@@ -301,6 +302,27 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     assert len(driver.finish) == 30
     for rid in driver.prompts:
         driver.check_tokens(rid)
+
+
+def test_a_probe_is_beside_the_limit_of_the_queue() -> None:
+    driver = Driver(make_sizes(num_rows=4, dp_size=1), SchedulerArgs(max_queued_requests=2))
+
+    def submit(rid: str, *, is_probe: bool = False) -> None:
+        driver.submit(msgspec.structs.replace(generate(rid, [1, 2], 4), is_probe=is_probe))
+
+    for i in range(4):
+        submit(f"r{i}")
+    submit("probe", is_probe=True)
+    submit("second probe", is_probe=True)
+    for rid in ("r4", "r5"):  # the probe takes no place of theirs
+        submit(rid)
+    driver.run()
+    ends = {rid: finish.status_code for rid, finish in driver.finish.items()}
+    assert {rid for rid, status in ends.items() if status == 503} == {"second probe", "r5"}
+    assert len(driver.tokens["probe"]) == 4
+    submit("third probe", is_probe=True)
+    driver.run()
+    assert len(driver.tokens["third probe"]) == 4
 
 
 @pytest.mark.parametrize(("num_end_tokens", "num_stops"), [(20, 0), (20, 16), (9, 8)])

@@ -9,13 +9,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.core.calls import Call
-from sgl_jax.core.engine_messages import Heartbeat
-from sgl_jax.core.messages import PauseGeneration, StartProfile, UpdateWeightsFromDisk
+from sgl_jax.core.engine_messages import EngineMessage, Heartbeat
+from sgl_jax.core.messages import (
+    GenerateRequest,
+    PauseGeneration,
+    StartProfile,
+    UpdateWeightsFromDisk,
+)
 from sgl_jax.core.progress import PhaseReport
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.server import engine_calls
+from sgl_jax.server import engine_calls, management
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import MAX_RUNNING
+from tests.engine.scripted_engine import MAX_RUNNING, ScriptedEngine
 from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.waiting import meanwhile_until
 
@@ -33,6 +38,58 @@ async def test_it_is_healthy_and_generates(rig: Rig) -> None:
     assert rig.engine.seen == []
     assert (await rig.http.get("/health_generate")).status_code == 200
     assert len(rig.engine.seen) == 1
+
+
+class BusyEngine(ScriptedEngine):
+    """Requests of one token wait for ever, as behind a long queue."""
+
+    def admit(self, request: GenerateRequest) -> EngineMessage | None:
+        return None if request.sampling.max_new_tokens == 1 else super().admit(request)
+
+
+async def test_a_busy_engine_is_healthy_while_it_generates_for_others(
+    model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(management, "_HEALTH_TIMEOUT_S", 1.0)
+    engine = BusyEngine(step_s=0.01, tokenizer_folder=str(model_folder))
+    async with serving(model_folder, tokenizer, engine=engine) as rig:
+        assert (await rig.http.get("/health_generate")).status_code == 503
+        body = {"text": "a", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+        generating = asyncio.create_task(rig.http.post("/generate", json=body))
+        await meanwhile_until(lambda: rig.engine.running, "the request runs")
+        for _ in range(2):
+            assert (await rig.http.get("/health_generate")).status_code == 200
+        assert not generating.done()
+        await generating
+        probes = [m for m in engine.seen if isinstance(m, GenerateRequest) and m.is_probe]
+        assert len(probes) == 1  # it is in flight yet
+
+
+async def test_a_full_queue_does_not_refuse_the_probe(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.front, "_max_queued", -MAX_RUNNING)
+    refused = await rig.http.post("/generate", json={"text": "a"})
+    assert refused.status_code in (400, 503)
+    assert (await rig.http.get("/health_generate")).status_code == 200
+
+
+async def test_an_engine_that_stands_still_is_no_longer_healthy(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(management, "_HEALTH_TIMEOUT_S", 0.3)
+    rig.engine.stand_still()
+    answer = await rig.http.get("/health_generate")
+    assert answer.status_code == 503
+    assert "no token within 0.3 s" in answer.json()["error"]["message"]
+    rig.engine.go_on()
+    assert (await rig.http.get("/health_generate")).status_code == 200
+
+
+async def test_probes_at_the_same_time_share_one_request(rig: Rig) -> None:
+    answers = await asyncio.gather(*(rig.http.get("/health_generate") for _ in range(16)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len([m for m in rig.engine.seen if isinstance(m, GenerateRequest)]) == 1
 
 
 async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:

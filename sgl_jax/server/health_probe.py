@@ -1,0 +1,50 @@
+"""The probe behind `/health_generate`: whether the engine generates tokens.
+
+A token of any request proves it. The probe sends a request of one token as well, since there may be
+no other. No limit of the queue refuses that request. At most one is in flight, and they are at
+least `_INTERVAL_S` apart, however many clients probe.
+"""
+
+import asyncio
+import time
+
+from msgspec.structs import replace
+
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.request_stream import RequestStream
+
+_INTERVAL_S = 0.1
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class HealthProbe:
+    """Probes one server's engine."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._request: RequestStream | None = None  # the last one, which may be in flight yet
+        self._sent_at = -_INTERVAL_S
+
+    async def finds_token(self, timeout_s: float) -> bool:
+        """Wait for a token that the engine sends from now on; False if none came in time.
+
+        Raises `EngineDeadError`, `ShuttingDownError`: none will come.
+        """
+        before, deadline = self._frontend.num_tokens, time.monotonic() + timeout_s
+        while self._frontend.num_tokens == before:
+            self._frontend.check_alive()
+            if time.monotonic() >= deadline:
+                return False
+            self._send()
+            await asyncio.sleep(_INTERVAL_S)
+        return True
+
+    def _send(self) -> None:
+        now_s = time.monotonic()
+        if self._request is not None and not self._request.has_ended:
+            return
+        if now_s - self._sent_at >= _INTERVAL_S:
+            self._sent_at = now_s
+            request = replace(self._frontend.checks.prepare([0], _ONE_TOKEN), is_probe=True)
+            self._request = self._frontend.submit(request, lambda: None, streaming=False)
