@@ -1,8 +1,8 @@
 """Steps that undo the latest calls, for callers that no longer wait for the reply.
 
-A call may be made just before its caller is told that time was up. The `CancelCall` that follows
-then finds the step here. It is left alone if a later call has changed the same thing, because that
-call's caller has its answer.
+A call may be made just before its caller gets a 503. The `CancelCall` that follows then finds the
+step here. It is left alone if a later call has changed the same thing, because that call's caller
+got its reply.
 """
 
 from collections.abc import Callable

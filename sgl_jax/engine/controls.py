@@ -76,7 +76,7 @@ class Controls:
     """Handles each `ControlMessage` of `core` between two turns of its loop."""
 
     def __init__(self, core: Controlled, undo: CallUndo) -> None:
-        """`undo` gets a step for each call whose row says `Call.is_undone`."""
+        """`undo` gets a step for each call with `Call.is_undone`."""
         self._core = core
         self._undo = undo
 

@@ -129,7 +129,7 @@ async def _ask(
     """The engine's answer. Raises `ApiError` with its reason if it refused.
 
     `new_id` is the generated id of the session that this would open: the call is also cancelled if
-    its client has gone, who then does not know it.
+    its client has gone and so cannot close it.
     """
     refs = references_of(request)
     asking = call_engine(refs, message, call.timeout_s, is_patient=True)

@@ -1,6 +1,6 @@
 """Calls to the engine, each with a limit of time.
 
-A call that is no longer awaited is cancelled, so that what a client reads in a 503 stays true.
+A call that is no longer awaited is cancelled, so that a 503 stays true.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def call_engine(
         is_patient: wait longer while the engine loads weights or compiles.
 
     Raises:
-        ApiError: 503, no reply in time; it says what becomes of the call.
+        ApiError: 503, no reply in time, with the fate of the call.
         EngineStuckError: there would be none.
     """
     refs.health.check()

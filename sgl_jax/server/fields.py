@@ -174,7 +174,8 @@ class SamplingFields(StrictModel):
     stop_token_ids: Items[int] | None = Field(
         default=None,
         max_length=_MAX_STOP_IDS_SENT,
-        description=f"at most {MAX_STOP_TOKEN_IDS} of the vocabulary; others are ignored",
+        description="those outside the vocabulary are ignored; "
+        f"at most {MAX_STOP_TOKEN_IDS} others",
     )
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None

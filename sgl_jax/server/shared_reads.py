@@ -1,6 +1,6 @@
-"""Reads of the engine's state: few reach the engine, however many clients ask.
+"""Reads of the engine's state: few reach the engine, however many clients read.
 
-A read is answered by a call to the engine that begins after the read has arrived, so it is never
+A read gets the reply to a call to the engine that begins after the read has arrived, so it is never
 older than its request. Reads that wait for the same call share it, and the bytes that are written
 from it. Calls of a kind begin at most ten times a second, and further apart if they are expensive.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """One reply of the engine, and what was written from it."""
+    """One reply of the engine, and the bytes that were written from it."""
 
     def __init__(self, reply: Reply) -> None:
         self.data = reply.data
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 class SharedRun(Generic[T]):
-    """Runs `make` for all that wait; each gets the result of a run that began after it asked."""
+    """Runs `make` for all that wait; each gets the result of a run that began after its `get`."""
 
     def __init__(
         self, make: Callable[[], Awaitable[T]], interval_s: Callable[[T | None], float]

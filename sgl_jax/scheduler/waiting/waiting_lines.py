@@ -410,7 +410,7 @@ def count_kinds(
     """Count the waiting lines below `end` by reason, int64[COUNTED_KINDS], when `step` is planned.
 
     `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` and `room` by rank. The
-    other columns are those of the lines; a line `is_loading` if its prefix comes from the store.
+    other columns are indexed by line; `is_loading` selects prefixes that come from the store.
     """
     counts = np.zeros(8, np.int64)
     assert end <= len(is_waiting)
