@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; each figure is the median of the rounds' ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
+    parser.add_argument("--routes", nargs="+", default=ROUTES)
     parser.add_argument("--checkout", type=Path, help="whose server runs; default: this one")
     options = parser.parse_args(argv)
     load, rng = load_of(options), np.random.default_rng(0)
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         once()  # warms caches
         print("| polled route | tokens/s | engine time per token | server time per token |")
         print("|---|---|---|---|", flush=True)
-        for path in ROUTES:
+        for path in options.routes:
             rounds = [ratios(once, port, path) for _ in range(options.rounds)]
             medians = (statistics.median(column) for column in zip(*rounds, strict=True))
             cells = " | ".join(f"{ratio:.3f}" for ratio in medians)

@@ -1,8 +1,9 @@
 """The probe behind `/health_generate`: whether the engine generates tokens.
 
-A token of any request proves it. The probe sends a request of one token as well, since there may be
-no other. No limit of the queue refuses that request. At most one is in flight, and they are at
-least `_INTERVAL_S` apart, however many clients probe.
+A token of any request proves it. The probe sends a request of one token only if no other is in
+flight, or no token came for a second, so it costs a busy engine nothing. No limit of the queue
+refuses that request. At most one is in flight, and they are at least `_INTERVAL_S` apart, however
+many clients probe.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from sgl_jax.engine.frontend import Frontend
 from sgl_jax.engine.request_stream import RequestStream
 
 _INTERVAL_S = 0.1
+_OTHERS_TIME_S = 1.0  # for a token of other requests, before the probe sends its own
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -31,12 +33,14 @@ class HealthProbe:
 
         Raises `EngineDeadError`, `ShuttingDownError`: none will come.
         """
-        before, deadline = self._frontend.num_tokens, time.monotonic() + timeout_s
+        before, began_at = self._frontend.num_tokens, time.monotonic()
         while self._frontend.num_tokens == before:
             self._frontend.check_alive()
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - began_at
+            if waited_s >= timeout_s:
                 return False
-            self._send()
+            if not self._frontend.num_open or waited_s >= _OTHERS_TIME_S:
+                self._send()
             await asyncio.sleep(_INTERVAL_S)
         return True
 

@@ -18,7 +18,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.progress import PhaseReport
 from sgl_jax.engine.health import EngineHealth
-from sgl_jax.server import engine_calls, management
+from sgl_jax.server import engine_calls, health_probe, management
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING, ScriptedEngine
 from tests.server.conftest import MAX_QUEUED, Rig, serving
@@ -62,7 +62,27 @@ async def test_a_busy_engine_is_healthy_while_it_generates_for_others(
         assert not generating.done()
         await generating
         probes = [m for m in engine.seen if isinstance(m, GenerateRequest) and m.is_probe]
-        assert len(probes) == 1  # it is in flight yet
+        assert len(probes) == 1  # of the first, which is in flight yet
+
+
+async def test_an_engine_that_generates_gets_no_request_of_a_probe(rig: Rig) -> None:
+    rig.engine.step_s = 0.01
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    generating = asyncio.create_task(rig.http.post("/generate", json=body))
+    await meanwhile_until(lambda: rig.engine.running, "the request runs")
+    assert (await rig.http.get("/health_generate")).status_code == 200
+    assert not generating.done()
+    await generating
+    assert not [m for m in rig.engine.seen if isinstance(m, GenerateRequest) and m.is_probe]
+
+
+async def test_an_engine_that_gives_others_no_token_is_probed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_probe, "_OTHERS_TIME_S", 0.2)
+    monkeypatch.setattr(type(rig.front), "num_open", 3)
+    assert (await rig.http.get("/health_generate")).status_code == 200
+    assert len([m for m in rig.engine.seen if isinstance(m, GenerateRequest)]) == 1
 
 
 async def test_a_full_queue_does_not_refuse_the_probe(
