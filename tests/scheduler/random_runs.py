@@ -103,7 +103,9 @@ def run(
         elif dice < load + 0.065:
             mode = rng.choice(["abort", "retract", "retract", "in_place"])
             machine.pause(mode, rng.randrange(2**32), rng.random() < 0.5)
-        elif dice < load + 0.075:
+        elif dice < load + 0.08:
+            machine.a_row_will_not_be_finite(rng.randint(0, 60))
+        elif dice < load + 0.09:
             machine.steps_while_a_rank_gets_no_pages(rng.randint(0, 3), rng.randint(1, 3))
         elif machine.driver.scheduler.is_idle:
             machine.submit(rng.randrange(2**32), rng.randint(1, 8))
@@ -114,7 +116,7 @@ def run(
     machine.driver.run(max_steps=50_000)
     met = Counter(machine.liveness.num_waits)
     counters = machine.driver.scheduler.counters()
-    for name in ("requests_retracted", "requests_preempted", "evicted_pages"):
+    for name in ("requests_retracted", "requests_preempted", "evicted_pages", "nonfinite_rows"):
         met[name] = counters[name]
     return len(machine.driver.plans), met
 
