@@ -18,6 +18,7 @@ from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 
+_CODE = "internal_server_error"
 _TEXT = (
     "the model computed values that are not finite (NaN or infinity) for this request; "
     "other requests are not affected"
@@ -60,7 +61,7 @@ class NonFiniteRows:
             tokens = rank.running.known_tokens(row).copy()
             prefixes = [(tokens, request.namespace, request.matched_len)]
             self.num_rows += 1
-            finish = FinishReason("abort", message=_TEXT, status_code=500)
+            finish = FinishReason("abort", message=_TEXT, status_code=500, code=_CODE)
             self._live.end(request, finish, insert=False)
         else:
             prefixes = list(self._left(rank, row, int(step["epoch"])))

@@ -410,6 +410,11 @@ class Scheduler:
             self.check_balance()
 
     @property
+    def num_nonfinite_rows(self) -> int:
+        """Requests that ended since the start because their results were not finite."""
+        return self._non_finite.num_rows
+
+    @property
     def has_outputs(self) -> bool:
         """True if `TakeOutputs` would return any."""
         return bool(self._outputs)
@@ -479,5 +484,5 @@ class Scheduler:
             "accepted_draft_tokens": self._all_ranks.num_accepted,
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
-            "nonfinite_rows": self._non_finite.num_rows,
+            "nonfinite_rows": self.num_nonfinite_rows,
         }
