@@ -9,7 +9,6 @@ from unittest.mock import patch
 from sgl_jax.core.step_plan import Executor, Int32Array, RankResult, StepHandle, StepPlan
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
-
 EVERY = range(1_000_000_000)  # launch or result
 
 

@@ -32,9 +32,7 @@ def changed_weights(
 
 def nan_token(executor: ModelExecutor, token: int) -> Any:
     """Within, the embedding of `token` is NaN. The model's head must be another matrix."""
-    return changed_weights(
-        executor, "['embedding']", lambda table: table.at[token].set(jnp.nan)
-    )
+    return changed_weights(executor, "['embedding']", lambda table: table.at[token].set(jnp.nan))
 
 
 def nan_weights(executor: ModelExecutor, part: str = "['norm']") -> Any:

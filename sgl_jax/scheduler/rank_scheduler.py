@@ -29,8 +29,8 @@ from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve
-from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.departed import Departed
+from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
@@ -410,9 +410,7 @@ class RankScheduler:
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         epoch = int(self.memory.rows.epoch[row])
-        self.departed.append(
-            Departed(row, epoch, tokens, request.namespace, request.matched_len)
-        )
+        self.departed.append(Departed(row, epoch, tokens, request.namespace, request.matched_len))
         unsent = self.unsent_admissions.pop(row, None)
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
             # No later turn can continue from a row whose tokens were never sent to the device.

@@ -49,9 +49,9 @@ def test_failures_in_a_row_end_the_engine_after_every_request_has_its_answer(
     before = rig.core.state()["counters"]["step_failures"]
     channel = ScriptedChannel(script())
     setattr(rig.executor, kind, EVERY)
+    rig.core._is_shutting_down = False
     try:
         with pytest.raises(StepsFailedError, match="--max-step-failures"):
-            rig.core._is_shutting_down = False
             rig.core.run(channel, close=False)
     finally:
         rig.executor.disarm()

@@ -61,9 +61,7 @@ def test_nan_weights_mark_every_row(untied, part):
     executor = untied()
     with nan_weights(executor, part):
         assert first_step(executor).tokens.tolist() == [[NON_FINITE]] * 3
-        scored = first_step(
-            executor, num_scored=np.array([2, 0, 3], np.int32), return_logprob=True
-        )
+        scored = first_step(executor, num_scored=np.array([2, 0, 3], np.int32), return_logprob=True)
     assert scored.tokens.tolist() == [[NON_FINITE]] * 3
     assert first_step(executor).tokens.min() >= 0
 

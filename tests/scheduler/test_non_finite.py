@@ -85,18 +85,18 @@ def test_requests_that_read_its_prefix_already_end_the_same_way(*, overlap: bool
     """They share work: the prefix is on the tree from the launch of its step on."""
     driver = make_driver(overlap=overlap)
     prompt = [*COMMON, *range(20, 36)]
-    driver.submit(generate("a", prompt + [1], 3))
+    driver.submit(generate("a", [*prompt, 1], 3))
     driver.step()
-    driver.submit(generate("b", prompt + [2], 3))
+    driver.submit(generate("b", [*prompt, 2], 3))
     driver.step()
     driver.oracle.rows_to_glitch = 0
-    driver.submit(generate("c", prompt + [3], 3))
+    driver.submit(generate("c", [*prompt, 3], 3))
     driver.run()
     ended = [rid for rid in "abc" if driver.finish[rid].status_code == 500]
     assert ended
     for rid in {*"abc"} - {*ended}:
         driver.check_tokens(rid)
-    driver.submit(generate("d", prompt + [4], 3))
+    driver.submit(generate("d", [*prompt, 4], 3))
     driver.run()
     assert driver.finish["d"].type == "length"
     driver.check_tokens("d")
@@ -168,9 +168,7 @@ def test_neither_the_host_nor_the_store_keeps_it() -> None:
 
 
 def test_windows_publish_each_chunk_and_none_that_is_not_finite_is_found() -> None:
-    sizes = make_sizes(
-        page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, groups=WINDOWED
-    )
+    sizes = make_sizes(page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, groups=WINDOWED)
     driver = Driver(sizes, SchedulerArgs())
     prompt = [*COMMON, *range(20, 40)]
     driver.oracle.rows_to_glitch = 2

@@ -61,10 +61,9 @@ def test_a_server_ends_with_its_own_code_once_every_client_has_an_answer() -> No
             health = httpx.get(f"{server.url}/health")
             assert health.status_code == (503 if failed == 3 else 200)
             assert httpx.get(f"{server.url}/liveness").status_code == 200
-        assert "sglang:step_failures_total" in (metrics := httpx.get(f"{server.url}/metrics").text)
-        (line,) = (x for x in metrics.splitlines() if x.startswith("sglang:step_failures_total"))
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        (line,) = (each for each in lines if each.startswith("sglang:step_failures_total"))
         assert line.endswith(" 3.0")
-
 
         def last_status(number: int) -> int | None:
             """None if the server had ended before the client could connect."""

@@ -136,9 +136,10 @@ class RadixTree(TreeShape):
         """
         start = start or self.root
         node, length = self._walk(tokens, offer.namespace, start)
-        if length == node.end < len(tokens):
-            if self.child_key(node, tokens[length:], offer.namespace) in node.children:
-                return None
+        rest = tokens[length:]
+        is_at_end = length == node.end and len(rest) > 0
+        if is_at_end and self.child_key(node, rest, offer.namespace) in node.children:
+            return None
         node = self._node_at(node, length)
         self._touch(node, start)
         is_new = length < len(tokens)
