@@ -1,13 +1,15 @@
 """Faults that tests inject: steps that fail or take long, ranks that are refused their pages."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from sgl_jax.core.step_plan import Executor, RankResult, StepHandle, StepPlan
+from sgl_jax.core.step_plan import Executor, Int32Array, RankResult, StepHandle, StepPlan
 from sgl_jax.mem_cache.rank_memory import RankMemory
+
+EVERY = range(1_000_000_000)  # launch or result
 
 
 class StepFailedError(RuntimeError):
@@ -27,13 +29,14 @@ class FaultyExecutor:
         self,
         inner: Executor,
         *,
-        failing_launches: frozenset[int] | set[int] = frozenset(),
-        failing_results: frozenset[int] | set[int] = frozenset(),
+        failing_launches: Collection[int] = (),
+        failing_results: Collection[int] = (),
         delay_s: float = 0.0,
     ) -> None:
         self._inner = inner
-        self.failing_launches = set(failing_launches)
-        self.failing_results = set(failing_results)
+        self.failing_launches = failing_launches
+        self.failing_results = failing_results
+        self.failing_draws = False  # all of them
         self.delay_s = delay_s
         self.num_launched = 0
         self.num_read = 0
@@ -44,7 +47,8 @@ class FaultyExecutor:
 
     def disarm(self) -> None:
         """Let no further step fail; forget those that did."""
-        self.failing_launches, self.failing_results, self.num_failed = set(), set(), 0
+        self.failing_launches, self.failing_results, self.num_failed = (), (), 0
+        self.failing_draws = False
 
     def launch(self, plan: StepPlan) -> StepHandle:
         number, self.num_launched = self.num_launched, self.num_launched + 1
@@ -52,6 +56,12 @@ class FaultyExecutor:
             self.num_failed += 1
             raise StepFailedError(f"launch {number} was made to fail")
         return self._inner.launch(plan)
+
+    def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
+        if self.failing_draws:
+            self.num_failed += 1
+            raise StepFailedError("a draw was made to fail")
+        self._inner.draw(handle, masks)
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
         number, self.num_read = self.num_read, self.num_read + 1

@@ -13,6 +13,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_jax.core.step_plan import (
+    NON_FINITE,
     Float32Array,
     Int32Array,
     PromptLogprobs,
@@ -25,6 +26,8 @@ from tests.host_oracle import HostOracle
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1
+# KV that is not finite is that of the same prefix with these bits turned: it spreads by reading.
+_NON_FINITE_BITS = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 
 
 class ContentError(AssertionError):
@@ -51,6 +54,11 @@ class OracleExecutor(FakeExecutor):
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
         self.host = HostOracle(sizes, [self._pools(rank) for rank in range(sizes.dp_size)])
+        # A row computes values that are not finite if it has this token, or is the next but so
+        # many to run.
+        self.bad_token: int | None = None
+        self.rows_to_glitch: int | None = None
+        self.num_non_finite = 0  # rows so far
 
     def _pools(self, rank: int) -> list[NDArray[np.uint64]]:
         """The contents of the rank's pools, [pages, values]: views."""
@@ -101,10 +109,13 @@ class OracleExecutor(FakeExecutor):
             end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
-            for number, group in enumerate(self.sizes.groups):
-                if not group.is_recurrent:
-                    pages = page_table[i, number]
-                    self._read_and_write(rank, row, number, pages, start, end, drafts)
+            is_bad = self._glitches() or self.bad_token in tokens[row, :end]
+            paged = [n for n, group in enumerate(self.sizes.groups) if not group.is_recurrent]
+            for number in paged:
+                is_bad |= self._read(rank, row, number, page_table[i, number], start)
+            for number in paged:
+                pages = page_table[i, number]
+                self._write(rank, row, number, pages, start, end, drafts, is_bad=is_bad)
             if plan.states is not None:
                 self._states[rank].run(plan, i, start, hashes[row, :end], drafts)
             num_kept = end - start
@@ -119,6 +130,10 @@ class OracleExecutor(FakeExecutor):
                 self._lens[rank][row] = end + len(gained)
             if plan.states is not None:
                 self._states[rank].keep(plan, i, start, num_kept, hashes[row])
+            if is_bad:
+                self.num_non_finite += 1
+                result.tokens[i] = -1
+                result.tokens[i, 0] = NON_FINITE
         self._states[rank].end_step()
         if plan.num_scored is None:
             return result
@@ -162,7 +177,46 @@ class OracleExecutor(FakeExecutor):
             result.top_logprobs[i, j] = value - np.arange(MAX_TOP_LOGPROBS)
             result.id_logprobs[i, j] = made_up_id_logprobs(value, ids)[0]
 
-    def _read_and_write(
+    def _glitches(self) -> bool:
+        """Whether the next row computes values that are not finite, for no reason."""
+        if self.rows_to_glitch is None:
+            return False
+        self.rows_to_glitch -= 1
+        if self.rows_to_glitch < 0:
+            self.rows_to_glitch = None
+        return self.rows_to_glitch is None
+
+    def held_non_finite(self, rank: int, tokens: Int32Array, pages: Int32Array) -> bool:
+        """Whether pages int32[groups, n] of the prefix `tokens` hold values that are not finite."""
+        hashes = np.zeros(len(tokens), np.uint64)
+        _hash_span(tokens, hashes, 0, len(tokens))
+        size = self.sizes.page_size
+        for number, group in enumerate(self.sizes.groups):
+            if group.is_recurrent:
+                continue
+            for column in pages[number].nonzero()[0].tolist():
+                held = self._kv[rank][group.pool][int(pages[number, column]) * size :][:size]
+                own = hashes[column * size :][:size] + np.uint64(number)
+                if (held == own ^ _NON_FINITE_BITS).any():
+                    return True
+        return False
+
+    def _read(self, rank: int, row: int, number: int, pages: Int32Array, start: int) -> bool:
+        """Check a group's KV before `start`; returns whether some of it is not finite."""
+        group = self.sizes.groups[number]
+        kv, hashes = self._kv[rank][group.pool], self._hashes[rank][row] + np.uint64(number)
+        seen = max(start + 1 - group.sliding_window, 0) if group.sliding_window else 0
+        slots = self._slots(pages, seen, start)
+        is_bad = kv[slots] == hashes[seen:start] ^ _NON_FINITE_BITS
+        wrong = np.flatnonzero((kv[slots] != hashes[seen:start]) & ~is_bad)
+        if len(wrong):
+            raise ContentError(
+                f"rank {rank}, row {row}: position {seen + int(wrong[0])} of {start} holds foreign "
+                f"KV in page {int(slots[wrong[0]]) // self.sizes.page_size} of {group}"
+            )
+        return bool(is_bad.any())
+
+    def _write(
         self,
         rank: int,
         row: int,
@@ -171,23 +225,19 @@ class OracleExecutor(FakeExecutor):
         start: int,
         end: int,
         drafts: list[int],
+        *,
+        is_bad: bool,
     ) -> None:
-        """Check a group's KV before `start`, write that of [start, end), and of drafts behind."""
-        group = self.sizes.groups[number]
-        kv, hashes = self._kv[rank][group.pool], self._hashes[rank][row] + np.uint64(number)
-        seen = max(start + 1 - group.sliding_window, 0) if group.sliding_window else 0
-        slots = self._slots(pages, seen, end + len(drafts))
-        wrong = np.flatnonzero(kv[slots[: start - seen]] != hashes[seen:start])
-        if len(wrong):
-            raise ContentError(
-                f"rank {rank}, row {row}: position {seen + int(wrong[0])} of {start} holds foreign "
-                f"KV in page {int(slots[wrong[0]]) // self.sizes.page_size} of {group}"
-            )
-        kv[slots[start - seen : end - seen]] = hashes[start:end]
+        """Write a group's KV of [start, end), and of drafts behind."""
+        kv = self._kv[rank][self.sizes.groups[number].pool]
+        slots = self._slots(pages, start, end + len(drafts))
         state = int(self._hashes[rank][row, end - 1])
-        for draft, slot in zip(drafts, slots[end - seen :], strict=True):
+        written = self._hashes[rank][row, start:end].tolist()
+        for draft in drafts:
             state = _extend(state, draft)
-            kv[slot] = np.uint64(state) + np.uint64(number)
+            written.append(state)
+        values = np.array(written, np.uint64) + np.uint64(number)
+        kv[slots] = values ^ _NON_FINITE_BITS if is_bad else values
 
     def _start(self, rank: int, plan: RankPlan, i: int) -> int:
         """Where row i's first query lies: the device knows, and the host where it says so."""

@@ -38,6 +38,10 @@ class GroupError(RuntimeError):
     """The hosts of one engine did not all come, cannot serve together, or lost one of them."""
 
 
+class StepsFailedError(RuntimeError):
+    """Too many steps failed in a row: the device does not work."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine process has ended; no further request can be served."""
 

@@ -9,3 +9,5 @@ GROUP_REFUSED = 70  # the hosts did not all come in time, or their settings or v
 HOST_LOST = 71  # another host died, hung or lost the network: start all of them again
 KILLED_BY_SIGNAL = 128  # plus the number of a second signal, which ends at once, as shells have it
 GROUP_CODES = (GROUP_REFUSED, HOST_LOST)
+STEPS_FAILED = 72  # --max-step-failures steps failed in a row: the device does not work
+ENGINE_CODES = (*GROUP_CODES, STEPS_FAILED)  # of the engine's process, and then of the server

@@ -320,6 +320,12 @@ class ServerArgs(SchedulerArgs):
     watchdog_timeout: float = setting(
         300.0, "seconds a step may take before the engine ends itself", bounds=(1.0, 86400.0)
     )
+    max_step_failures: int = setting(
+        20,
+        "steps in a row that may fail on the device before the engine ends itself, with exit code "
+        "72; from 3 on, /health is 503",
+        bounds=(1, 1_000_000_000),
+    )
     engine_heartbeat_timeout: float = setting(
         20.0,
         "seconds the engine's process may be silent before /health and new requests get a 503",

@@ -84,6 +84,7 @@ class StatePlan(NamedTuple):
 
 NO_SLOT = -1
 NO_DRAFT = -1
+NON_FINITE = -2  # in place of a row's first new token
 
 
 class RankPlan(NamedTuple):
@@ -188,6 +189,12 @@ class RankResult(NamedTuple):
 
     `tokens[i]` begins with the new tokens of row i; the rest is -1, and all of it if the row did
     not sample. Optional fields are None unless the plan requests them.
+
+    A row whose results are not finite has NON_FINITE and no token, whether it samples or not. That
+    is a row with a logit that is NaN or +inf, or with all logits -inf: after a token that it keeps,
+    in a position that it scores, or of the first draft of a draft layer. The logits are the model's
+    own, before the request's penalties, biases and masks. In a chunk of a prompt, the hidden states
+    of all its tokens count, too.
     """
 
     tokens: Int32Array  # [n, w]

@@ -48,8 +48,10 @@ from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
 from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.saved_cache import CacheSaver
+from sgl_jax.engine.step_failures import StepFailures
 from sgl_jax.engine.step_log import StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
+from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.hosts.group_executor import GroupExecutor
@@ -108,6 +110,7 @@ class EngineCore:
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
             "is_paused": False,
+            "failed_steps": 0,  # in a row
         }
         self._grammars = GrammarCompiler(
             args.tokenizer_folder,
@@ -134,6 +137,9 @@ class EngineCore:
             self._saver = CacheSaver(args, keys, self.scheduler, self._transfers)
             self._saver.restore()
         self._log = StepLog(args.decode_log_interval)
+        self._failures = StepFailures(
+            args.max_step_failures, lambda count: self.change_info(failed_steps=count)
+        )
         self._defects = DefectRecord(args.memory_dump_dir)
         self._undo = CallUndo()
         self._controls = Controls(self, self._undo)
@@ -186,6 +192,8 @@ class EngineCore:
                 try:
                     if is_idle:
                         self._audit()
+                        if self._failures.is_probe_due and self.scheduler.is_idle:
+                            self._probe()
                     if self._is_compiling:
                         self._look_for_programs()
                     if self._transfers is not None:
@@ -199,6 +207,7 @@ class EngineCore:
                     batch: OutputBatch = self.scheduler.handle(TakeOutputs())
                     has_stamps = self._stamps.starts or self._stamps.marks
                     channel.send(self._stamps.add_to(batch) if has_stamps else batch)
+                self._failures.check()  # once all requests of the last step have their answers
                 if self._kv_events is not None:
                     self._kv_events.publish()
                 if after_turn is not None:
@@ -305,6 +314,7 @@ class EngineCore:
             self._stamps.note_result(plan.step_id)
         if self._transfers is not None:
             self._transfers.ended(plan)
+        self._failures.note_success()
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True
@@ -317,8 +327,23 @@ class EngineCore:
         if isinstance(error, GroupError):
             raise error
         logger.exception("a step failed; all requests in flight end with an error")
+        self._failures.note_failure()
         self._reset_device()
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
+
+    def _probe(self) -> None:
+        """Run a step of no request, to find out whether the device works again.
+
+        The last step failed, so nothing is cached that the probe could overwrite.
+        """
+        try:
+            self.executor.result(self.executor.launch(first_token_plan(self.executor.sizes)))
+        except Exception as error:
+            self._recover(error)
+            return
+        self._failures.note_success()
+        self._reset_device()
+        self.scheduler.handle(FailAll("the device was reset"))
 
     def _reset_device(self) -> None:
         """Start over with an empty pool; the results of steps in flight are not read."""
@@ -488,6 +513,7 @@ class EngineCore:
             **scheduler.counters(),
             **self._log.counters(),
             "memory_errors": self._defects.num_defects,
+            "step_failures": self._failures.num_failed,
             **self.executor.compile_counts(),
         }
         hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []

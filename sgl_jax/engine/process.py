@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.engine_messages import EngineFailed, EngineInfo, Heartbeat
-from sgl_jax.core.errors import GroupError
-from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST
+from sgl_jax.core.errors import GroupError, StepsFailedError
+from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST, STEPS_FAILED
 from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
@@ -168,6 +168,8 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
         code = FAILED
         if isinstance(error, GroupError):
             code = GROUP_REFUSED if core is None else HOST_LOST
+        elif isinstance(error, StepsFailedError):
+            code = STEPS_FAILED
         # The message explains a refused setting or file; the traceback is logged for debugging.
         if core is None and isinstance(error, (ValueError, OSError, GroupError)):
             message = str(error)

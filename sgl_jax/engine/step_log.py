@@ -8,6 +8,8 @@ from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+_WARNING_INTERVAL_S = 10.0
+
 
 class StepLog:
     """Totals since the start; a log line every `interval` steps (0: never)."""
@@ -19,6 +21,8 @@ class StepLog:
         self._line_at = time.monotonic()
         self._line_generated = 0
         self._throughput = 0.0
+        self._num_nonfinite = 0  # of the last warning
+        self._warned_at = -_WARNING_INTERVAL_S
 
     def after_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Count a step whose result was applied."""
@@ -26,8 +30,23 @@ class StepLog:
         for rank in plan.ranks:
             if rank.num_decode < len(rank.q_lens):
                 self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
+        if scheduler.num_nonfinite_rows > self._num_nonfinite:
+            self._warn(scheduler.num_nonfinite_rows)
         if self._interval and self._steps % self._interval == 0:
             self._write_line(scheduler)
+
+    def _warn(self, num_nonfinite: int) -> None:
+        """Log the number of requests that ended by NaN or infinity, at intervals."""
+        now_s = time.monotonic()
+        if now_s - self._warned_at < _WARNING_INTERVAL_S:
+            return
+        logger.error(
+            "the model computed NaN or infinity: %d requests have ended with an error, %d since "
+            "the start",
+            num_nonfinite - self._num_nonfinite,
+            num_nonfinite,
+        )
+        self._num_nonfinite, self._warned_at = num_nonfinite, now_s
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, and output tokens per second between the last two lines."""

@@ -38,8 +38,9 @@ def draft_tokens(
     hidden: jax.Array,
     drafted: DraftRows,
     num_drafts: int,
-) -> _Tables:
-    """Write each row's `num_drafts` drafts behind its last token.
+) -> tuple[_Tables, jax.Array]:
+    """Write each row's `num_drafts` drafts behind its last token; also return, bool[B], whether the
+    logits of its first draft are finite. Later drafts follow guesses, which may be any token.
 
     The layer's KV is written for all queries of the step. Then each pass covers a position a row,
     the first its last query's; the next step writes the KV of the positions after it again, from
@@ -68,7 +69,7 @@ def draft_tokens(
     tokens = after.at[places].get(mode="clip")
 
     def draft_next(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        hidden, tokens, table, *pools = carry
+        hidden, tokens, is_finite, table, *pools = carry
         # No request has a token past the table, but padding of its last page.
         positions = jnp.minimum(drafted.lasts + number, most - 1)
         one_each = AttentionBatch.build(
@@ -79,12 +80,15 @@ def draft_tokens(
         hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools))
         positions = drafted.lasts + 2 + number
         where = SampledRows(rows, positions, drafted.samples)
-        tokens, _ = draw_tokens(
+        tokens, is_own_finite, _ = draw_tokens(
             model.draft_logits(hidden), row_params, table, where, jnp.bool_(False)
         )
+        is_finite &= is_own_finite | (number > 0)
         is_kept = drafted.samples & (positions < most)
         lines, columns = jnp.where(is_kept, rows, 0), jnp.where(is_kept, positions, 0)
-        return hidden, tokens, table.at[lines, columns].set(tokens), *kv_pools
+        return hidden, tokens, is_finite, table.at[lines, columns].set(tokens), *kv_pools
 
-    carry = lax.fori_loop(0, num_drafts, draft_next, (hidden, tokens, table, *kv_pools))
-    return carry[2], carry[3:]
+    is_finite = jnp.ones(len(rows), jnp.bool_)
+    carry = lax.fori_loop(0, num_drafts, draft_next, (hidden, tokens, is_finite, table, *kv_pools))
+    _, _, is_finite, table, *pools = carry
+    return (table, tuple(pools)), is_finite

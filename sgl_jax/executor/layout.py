@@ -81,7 +81,7 @@ class StepOutput(NamedTuple):
     Few arrays, since the host makes and frees an object for each in every step.
     """
 
-    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], -1 after a row's last new token
+    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], as `RankResult.tokens`
     logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], by `pack_logprobs`
     # int32[S, n] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens,
     # or all of the step's queries if these are fewer.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import NO_DRAFT
+from sgl_jax.core.step_plan import NO_DRAFT, NON_FINITE
 from sgl_jax.executor.layer_drafts import DraftRows, draft_tokens
 from sgl_jax.executor.layout import RankControls, StepOutput, pack_logprobs
 from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
@@ -128,7 +128,7 @@ def draw_step(
         controls.rows[sampled.rows], batch.positions[sampled.tokens] + 1, sampled.valid
     )
     logits = SplitLogits(computed.logits, sizes.vocab_size)
-    drawn, logprobs = draw_tokens(
+    drawn, is_finite, logprobs = draw_tokens(
         logits,
         row_params,
         state.token_table,
@@ -146,14 +146,18 @@ def draw_step(
     row_lens = state.row_lens.at[jnp.where(controls.samples, controls.rows, 0)].set(
         queries.new_starts + counts
     )
+    is_new = jnp.arange(1 + max_drafts) < counts[:, None]
+    is_wrong = jnp.any(is_new & ~sampled.by_row(is_finite, 1 + max_drafts), axis=1)
+    is_wrong |= _has_wrong_prompt(batch, controls, computed.hidden)
     kv_pools = state.kv_pools
     if computed.draft_hidden is not None and max_drafts:
         lasts = queries.new_starts - 1 + jnp.maximum(counts - 1, 0)
-        token_table, kv_pools = draft_tokens(
+        (token_table, kv_pools), is_finite = draft_tokens(
             *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
             *(computed.draft_hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
             max_drafts,
         )
+        is_wrong |= controls.samples & ~is_finite
     scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
     # From the written table: reading the old one here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
@@ -162,11 +166,13 @@ def draw_step(
     prompt_logprobs = _score_if_any(
         model, controls, computed.hidden, scored, successors, row_params
     )
-    is_new = jnp.arange(1 + max_drafts) < counts[:, None]
+    # The likeliest token's log-probability is finite if, and only if, the row's logits are.
+    is_wrong_score = scored.valid & ~jnp.isfinite(prompt_logprobs.top_logprobs[:, 0])
+    is_wrong |= _any_between(is_wrong_score, scored.firsts, controls.num_scored)
     by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
-    output = StepOutput(
-        jnp.where(is_new, new_tokens, -1), pack_logprobs(by_row), pack_logprobs(prompt_logprobs)
-    )
+    new_tokens = jnp.where(is_new & ~is_wrong[:, None], new_tokens, -1)
+    new_tokens = new_tokens.at[:, 0].set(jnp.where(is_wrong, NON_FINITE, new_tokens[:, 0]))
+    output = StepOutput(new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs))
     states = state.states
     if states is not None:
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
@@ -342,6 +348,26 @@ def _score(
         score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
     )
     return LogprobArrays(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
+
+
+def _has_wrong_prompt(
+    batch: AttentionBatch, controls: RankControls, hidden: jax.Array
+) -> jax.Array:
+    """Return, for each row, whether its chunk of a prompt has a state in `hidden` [T, hidden_size]
+    that is not finite: bool[B]. Later tokens attend to it, even if no logits are computed now.
+    """
+    is_wrong = ~jnp.all(jnp.isfinite(hidden), axis=-1)
+    is_prompt = jnp.arange(controls.rows.shape[0]) >= controls.num_decode
+    return is_prompt & _any_between(is_wrong, batch.q_offsets[:-1], controls.q_lens)
+
+
+def _any_between(flags: jax.Array, firsts: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return whether any of `flags` bool[n] in [firsts[i], firsts[i] + counts[i]) is set: bool[B].
+
+    The ranges of all rows lie one after the other.
+    """
+    before = jnp.pad(jnp.cumsum(flags, dtype=jnp.int32), (1, 0))
+    return before[jnp.minimum(firsts + counts, len(flags))] > before[firsts]
 
 
 def _count_accepted(drawn: jax.Array, drafted: jax.Array, drafts: jax.Array) -> jax.Array:

@@ -357,4 +357,10 @@ FIGURES = (
     _of_engine("steps", "steps", "steps whose results were applied"),
     _of_engine("num_timed_out_requests", "requests_timed_out", "requests ended by a time limit"),
     _of_engine("memory_errors", "memory_errors", "defects found in the records of memory"),
+    _of_engine("step_failures", "step_failures", "steps that failed on the device"),
+    _of_engine(
+        "nonfinite_rows",
+        "nonfinite_rows",
+        "requests ended because the model computed NaN or infinity for them",
+    ),
 )

@@ -42,10 +42,11 @@ def apply_result(
     launched: LaunchedRows,
     results: Sequence[RankResult],
     outputs: GainedOutputs,
-) -> list[Request]:
+) -> tuple[list[Request], int]:
     """Apply the results of `plan`, which was launched with `launched`.
 
-    Adds the requests' new tokens to `outputs`; returns the finished requests.
+    Adds the requests' new tokens to `outputs`; returns the finished requests, and the number of
+    rows whose results are not finite, which gain nothing (`non_finite.py`).
     """
     rows, bounds = launched.rows, launched.bounds.tolist()
     running, epoch = ranks.running, ranks.tables.epoch
@@ -57,7 +58,7 @@ def apply_result(
             _collect_prompt_logprobs(rank, rank_plan, result, epoch[part["row"]] == part["epoch"])
     tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
-    num_tokens = append(
+    num_tokens, num_failed = append(
         rows,
         tokens,
         running.records,
@@ -90,7 +91,7 @@ def apply_result(
         outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))
-    return done
+    return done, num_failed
 
 
 def _finish_reason(end: int, last_token: int) -> FinishReason | None:

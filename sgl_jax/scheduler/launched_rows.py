@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.core.step_plan import NON_FINITE, Int32Array, IntpArray, RowIndex
 
 Records = NDArray[Any]
 
 TOKEN_BLOCK = 64  # tokens that are written to a row's table together
 NOT_SCORED = 2**31 - 1
-# The end of a request: not yet, at its longest permitted length, or by a stop token.
-GOES_ON, TOO_LONG, STOPPED = 0, 1, 2
+# The end of a request: not yet, at its longest permitted length, by a stop token, or because its
+# results are not finite.
+GOES_ON, TOO_LONG, STOPPED, FAILED = 0, 1, 2, 3
 
 # A running request, as far as each step reads or writes it: see `running_rows.py`.
 ROW = np.dtype(
@@ -49,7 +50,7 @@ LAUNCHED = np.dtype(
         ("num_scored", np.int32),  # queries
         ("num_unread", np.int32),  # drafts of earlier steps
         ("num_gained", np.int32),  # tokens, once the result is read; 0 if it is dropped
-        ("end", np.int8),  # GOES_ON, TOO_LONG or STOPPED
+        ("end", np.int8),  # GOES_ON, TOO_LONG, STOPPED or FAILED
         ("samples", np.bool_),
         ("relayed", np.bool_),  # whether any draft is unread
     ],
@@ -160,8 +161,9 @@ def append(
     tokens: Int32Array,
     latest: Int32Array,
     stop_ids: Int32Array,
-) -> int:
-    """Append each row's new tokens, up to the one that ends its request; returns their number.
+) -> tuple[int, int]:
+    """Append each row's new tokens, up to the one that ends its request; returns their number, and
+    the number of rows whose results are not finite.
 
     Accepted tokens beyond that one are overshoot and dropped here; their KV is freed with the
     lease, which offers the cache no more than the known tokens.
@@ -169,20 +171,23 @@ def append(
     Args:
         launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row whose epoch is
             another now gains nothing.
-        new_tokens: int32[n, w], each row's, then -1.
+        new_tokens: int32[n, w], as `RankResult.tokens`.
         records: ROW of all joint rows; the others are their columns, as in `RowColumns`.
         epoch: int32 of the rows' leases now.
         tokens: as `latest`, of `RowColumns`.
         stop_ids: the columns of `RowColumns.stop_ids` to check.
     """
-    num_tokens, width = 0, new_tokens.shape[1]
+    num_tokens, num_failed, width = 0, 0, new_tokens.shape[1]
     assert len(new_tokens) == len(launched)
     assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
     for i in range(len(launched)):
         step, number = launched[i], launched[i].row
         assert 0 <= number < len(records)
         count, end = 0, GOES_ON
-        if step.samples and epoch[number] == step.epoch:
+        if new_tokens[i, 0] == NON_FINITE:
+            end = FAILED
+            num_failed += 1
+        elif step.samples and epoch[number] == step.epoch:
             row = records[number]
             length, min_len, max_len = row.known_len, row.min_len, row.max_len
             assert 0 <= length < max_len <= tokens.shape[1]
@@ -204,7 +209,7 @@ def append(
             row.known_len = length
         step.num_gained, step.end = count, end
         num_tokens += count
-    return num_tokens
+    return num_tokens, num_failed
 
 
 @compiled(

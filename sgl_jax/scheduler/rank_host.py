@@ -7,6 +7,7 @@ and nothing moves.
 from collections.abc import Callable, Collection, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
 from sgl_jax.mem_cache.host.host_tier import HostTier
@@ -112,6 +113,11 @@ class RankHost:
     def awaited_rids(self) -> Collection[str]:
         """The requests for which a search or a load is under way on this rank."""
         return () if self.store is None else self.store.awaited
+
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """`HostTier.withdraw`."""
+        if self.tier is not None:
+            self.tier.withdraw(tokens, namespace, length)
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
         """Load saved prefixes from the store."""

@@ -28,6 +28,7 @@ from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.admission.reserve import AdmissionReserve
+from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.request import Request, RequestState
@@ -70,6 +71,8 @@ class RankScheduler:
         self.num_preempted = 0  # of these, for requests of higher priority
         self.num_retracted_input_tokens = 0  # prompts of these, and their outputs so far:
         self.num_retracted_output_tokens = 0
+        # Requests that left their rows since `NonFiniteRows` took this list.
+        self.departed: list[Departed] = []
         self.num_prompt_tokens = 0  # of all requests admitted, and of these from the cache:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
@@ -104,6 +107,7 @@ class RankScheduler:
         """Empty the prefix cache, and the host's. No request may run."""
         self.host.reset()
         self.memory.cache.reset()
+        self.departed.clear()  # the caches have nothing of them
 
     def check_balance(self) -> None:
         """Prove the rank's counts. Raises `LedgerError`."""
@@ -164,6 +168,7 @@ class RankScheduler:
             num_reserved = self.reserve.pages(memory, self.running)
         self.evict_sessions_for(needed + num_reserved)
         request.lease, request.dp_rank = lease, self.dp_rank
+        request.matched_len = lease.kv_committed_len
         request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
         if request.num_retractions == 0:
             request.cached_tokens = lease.kv_committed_len
@@ -382,6 +387,18 @@ class RankScheduler:
         self.unpublished.clear()
         self._starting.clear()
         self._branch_lens.clear()
+        self.departed.clear()
+
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """Let no request find more than `length` tokens of the prefix `tokens` in any cache."""
+        self.memory.cache.withdraw(tokens, namespace, length)
+        self.host.withdraw(tokens, namespace, length)
+
+    def drop_session_lease(self, row: int) -> None:
+        """End the lease in `row` if an idle session keeps it."""
+        for session_id, lease in list(self.memory.sessions.idle()):
+            if lease.row == row:
+                release_idle_lease(self.memory, session_id)
 
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
@@ -391,6 +408,8 @@ class RankScheduler:
         self._branch_lens.pop(row, None)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
+        epoch = int(self.memory.rows.epoch[row])
+        self.departed.append(Departed(row, epoch, tokens, request.namespace, request.matched_len))
         unsent = self.unsent_admissions.pop(row, None)
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
             # No later turn can continue from a row whose tokens were never sent to the device.

@@ -44,6 +44,7 @@ class Request:
         "lease",
         "line",
         "logprob_next",
+        "matched_len",
         "matcher",
         "max_len",
         "message",
@@ -102,6 +103,7 @@ class Request:
         self.line = -1  # in the waiting queue, while it waits
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
+        self.matched_len = 0  # tokens that were there at its last admission
         self.num_retractions = 0
         self.num_fetches = 0  # of its prefix from the host
         # Tokens that were computed at the last retract, and the tokens, over all retracts, that

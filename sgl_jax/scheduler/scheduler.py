@@ -34,6 +34,7 @@ from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.launched_rows import LaunchedRows
 from sgl_jax.scheduler.live_requests import LiveRequests
+from sgl_jax.scheduler.non_finite import NonFiniteRows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
@@ -100,6 +101,7 @@ class Scheduler:
         self._requests = self._live.by_rid
         self._waiting, self._gate = self._live.waiting, self._live.gate
         self._deadlines, self._sessions = self._live.deadlines, self._live.sessions
+        self._non_finite = NonFiniteRows(self._all_ranks, self._live)
         self._forced_retract = ForcedRetract(args) if args.retract_interval else None
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
@@ -399,10 +401,18 @@ class Scheduler:
         if event.step_id not in self._launched:
             return
         plan, launched = self._launched.pop(event.step_id)
-        for request in apply_result(self._all_ranks, plan, launched, event.results, self._outputs):
+        ranks, outputs = self._all_ranks, self._outputs
+        done, num_failed = apply_result(ranks, plan, launched, event.results, outputs)
+        for request in done:
             self._live.forget(request, succeeded=True)
+        self._non_finite.after_step(event.step_id, launched.rows, num_failed, self._steps)
         if self.args.check_memory == "busy":
             self.check_balance()
+
+    @property
+    def num_nonfinite_rows(self) -> int:
+        """Requests that ended since the start because their results were not finite."""
+        return self._non_finite.num_rows
 
     @property
     def has_outputs(self) -> bool:
@@ -474,4 +484,5 @@ class Scheduler:
             "accepted_draft_tokens": self._all_ranks.num_accepted,
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
+            "nonfinite_rows": self.num_nonfinite_rows,
         }

@@ -81,7 +81,11 @@ class _FollowerServer:
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
         rank = self._args.node_rank
-        routes = [Route("/health", self._answer_health), Route("/metrics", self._answer_metrics)]
+        routes = [
+            Route("/health", self._answer_health),
+            Route("/liveness", self._answer_liveness),
+            Route("/metrics", self._answer_metrics),
+        ]
         app = Starlette(routes=[*routes, Route("/{path:path}", self._refuse)])
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._client.close)
@@ -163,10 +167,16 @@ class _FollowerServer:
     async def _answer_health(self, request: Request) -> Response:
         return health_answer(self._check, self._health)
 
-    def _check(self) -> None:
+    async def _answer_liveness(self, request: Request) -> Response:
+        return health_answer(self._check_live, self._health)
+
+    def _check_live(self) -> None:
         if self._ended.done():
             raise EngineDeadError("the engine process has ended")
         self._health.check()
+
+    def _check(self) -> None:
+        self._check_live()
         if self._signalled.is_set():
             raise ShuttingDownError("this host ends")
         if not self._is_ready:
@@ -177,5 +187,5 @@ class _FollowerServer:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _refuse(self, request: Request) -> Response:
-        reason = "this host serves /health and /metrics alone; send requests to host 0"
+        reason = "this host serves /health, /liveness and /metrics alone; send requests to host 0"
         return error_response(ApiError(404, reason), request.url.path)

@@ -32,7 +32,7 @@ from sgl_jax.core.engine_messages import (
     Heartbeat,
 )
 from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST, KILLED_BY_SIGNAL
+from sgl_jax.core.exit_codes import ENGINE_CODES, FAILED, HOST_LOST, KILLED_BY_SIGNAL
 from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
@@ -243,7 +243,7 @@ class _Server:
 
     def _on_exit(self, report: ExitReport) -> None:
         """Runs on a thread of the process's handle."""
-        code = report.exit_code if report.exit_code in GROUP_CODES else FAILED
+        code = report.exit_code if report.exit_code in ENGINE_CODES else FAILED
         self._loop.call_soon_threadsafe(self._on_death, str(report), report.how, code)
 
     def _on_death(self, reason: str, shown: str, exit_code: int = FAILED) -> None:

@@ -6,10 +6,12 @@
     ready      200
     paused     200   requests are taken, and wait until generation is continued
     stuck      503   the engine's process is silent: stopped, or swapped out
+    failing    503   three steps in a row have failed, until one succeeds; requests are still taken
     draining   503   the server finishes running requests, and ends
     dead       503   the engine has ended; the server ends, too
 
-Programs can read the same from the code of the error.
+Programs can read the same from the code of the error. `/liveness` is 503 only if the engine is
+stuck or dead, so that only then is a process started again.
 """
 
 import contextlib
@@ -55,10 +57,18 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 @router.get("/health", responses=answers())
 @router.get("/ping", responses=answers())
 async def health(request: Request) -> Response:
-    """200 while the server takes requests; else 503 and why. It calls no engine and needs no
-    key. Hosting platforms call it `/ping`."""
+    """200 while the server takes requests and its steps succeed; else 503 and why. It calls no
+    engine and needs no key. Hosting platforms call it `/ping`."""
     refs = references_of(request)
-    return health_answer(refs.check_open, refs.health, is_paused=refs.is_paused)
+    return health_answer(refs.check_ready, refs.health, is_paused=refs.is_paused)
+
+
+@router.get("/liveness", responses=answers())
+async def liveness(request: Request) -> Response:
+    """200 unless the engine has ended, or its process is silent: then the server should be started
+    again. Load, draining and failing steps, which end the engine themselves, are no reason."""
+    refs = references_of(request)
+    return health_answer(refs.check_live, refs.health, is_paused=refs.is_paused)
 
 
 @router.get("/health_generate", responses=answers())
@@ -265,6 +275,7 @@ _STATUS_OF_CODE = {
     "engine_stuck": "stuck",
     "shutting_down": "draining",
     "engine_dead": "dead",
+    "steps_fail": "failing",
 }
 
 

@@ -16,6 +16,8 @@ from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 
+# Steps that failed in a row before the server counts as not ready.
+_UNREADY_STEP_FAILURES = 3
 # The names that clients and sglang-router send to a server of one model.
 _DEFAULT_MODELS = ("default", "unknown")
 
@@ -70,8 +72,20 @@ class References:
         """Raise an error that ends in a 503 if the server takes no new work now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self.check_live()
+
+    def check_live(self) -> None:
+        """Raise an error that ends in a 503 if the engine has ended, or its process is silent."""
         self.frontend.check_alive()
         self.health.check()
+
+    def check_ready(self) -> None:
+        """Raise an error that ends in a 503 if the server takes no new work, or its steps fail."""
+        self.check_open()
+        count = self.engine_info.get("failed_steps", 0)
+        if count >= _UNREADY_STEP_FAILURES:
+            text = f"the last {count} steps failed on the device; the engine tries it again"
+            raise ApiError(503, text, code="steps_fail")
 
 
 def references_of(request: Request) -> References:

@@ -56,9 +56,10 @@ def test_of_equal_logits_the_lowest_id_is_greedy(tp):
     logits = rng.integers(0, 3, (64, VOCAB)).astype(np.float32)  # many ties, within and across
     logits[0], logits[1] = -np.inf, 0.0
     logits[2, :-1], logits[2, -1] = -1.0, -0.5
-    every_chip = on_chips(tp, SplitLogits.greedy_tokens)(logits)
-    for tokens in every_chip:
+    every_chip, are_finite = on_chips(tp, SplitLogits.greedy_tokens)(logits)
+    for tokens, is_finite in zip(every_chip, are_finite, strict=True):
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
+        np.testing.assert_array_equal(is_finite, np.arange(64) > 0)  # the first is all -inf
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -66,10 +67,11 @@ def test_a_greedy_token_is_in_the_vocabulary_even_where_logits_are_nan(tp):
     logits = np.zeros((VOCAB + 1, VOCAB), np.float32)
     np.fill_diagonal(logits[:VOCAB], np.nan)
     logits[VOCAB] = np.nan
-    every_chip = on_chips(tp, SplitLogits.greedy_tokens)(logits)
+    every_chip, are_finite = on_chips(tp, SplitLogits.greedy_tokens)(logits)
     assert (every_chip == every_chip[0]).all()
     assert every_chip.min() >= 0
     assert every_chip.max() < VOCAB
+    assert not are_finite.any()
 
 
 SAMPLINGS = {
@@ -85,9 +87,11 @@ def draw_rows(logits, packed, table, rows, lengths, samples, flags):
     return draw_tokens(logits, packed, table, SampledRows(rows, lengths, samples), flags[0])
 
 
-def draw(tp, samplings, returns_logprobs, dp=1):
-    """(tokens, log-probabilities) on every chip, of as many ranks, all alike."""
-    logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+def draw(tp, samplings, returns_logprobs, dp=1, logits=None):
+    """(tokens, whether logits are finite, log-probabilities) on every chip, of as many ranks, all
+    alike."""
+    if logits is None:
+        logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
     packed = np.stack(
         [
             pack_row_params(
@@ -108,13 +112,54 @@ def draw(tp, samplings, returns_logprobs, dp=1):
 @pytest.mark.parametrize("returns_logprobs", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_chips_draw_together_what_one_draws_alone(name, returns_logprobs):
-    alone, alone_logprobs = draw(1, SAMPLINGS[name], returns_logprobs)
-    tokens, logprobs = draw(4, SAMPLINGS[name], returns_logprobs)
+    alone, _, alone_logprobs = draw(1, SAMPLINGS[name], returns_logprobs)
+    tokens, are_finite, logprobs = draw(4, SAMPLINGS[name], returns_logprobs)
+    assert are_finite.all()
     for chip in range(4):
         np.testing.assert_array_equal(tokens[chip], alone[0])
         for got, expected in zip(logprobs, alone_logprobs, strict=True):
             np.testing.assert_allclose(got[chip], expected[0], rtol=1e-6)
     assert bool(logprobs.logprobs.any()) == returns_logprobs
+
+
+@pytest.mark.parametrize("returns_logprobs", [False, True])
+@pytest.mark.parametrize("name", ["greedy", "filters", "bias"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_every_chip_finds_the_rows_whose_logits_are_not_finite(tp, name, returns_logprobs):
+    logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    clean, _, _ = draw(tp, SAMPLINGS[name], returns_logprobs, logits=logits)
+    logits[0, 3] = np.nan
+    logits[2, VOCAB - 1] = np.inf
+    logits[3] = -np.inf
+    logits[4, 1:5] = -np.inf  # tokens that the model rules out
+    tokens, are_finite, _ = draw(tp, SAMPLINGS[name], returns_logprobs, logits=logits)
+    for drawn, is_finite in zip(tokens, are_finite, strict=True):
+        np.testing.assert_array_equal(is_finite, [False, True, False, False, True, True])
+        np.testing.assert_array_equal(drawn[[1, 5]], clean[0][[1, 5]])
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", ["greedy", "random"])
+def test_masks_hide_no_row_whose_logits_are_not_finite_and_are_not_the_reason_for_one(tp, name):
+    logits = np.zeros((ROWS, VOCAB), np.float32)
+    logits[0, 9] = np.nan  # not allowed by the mask
+    allowed = np.full((ROWS, 1), 1 << 4, np.int32)  # token 4 only
+
+    def draw_masked(logits, packed, table, rows, lengths, samples, masks):
+        where = SampledRows(rows, lengths, samples)
+        return draw_tokens(logits, packed, table, where, jnp.bool_(False), masks)
+
+    admissions = [
+        RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ())
+        for i, sampling in enumerate(SAMPLINGS[name])
+    ]
+    packed = np.stack([pack_row_params(admission) for admission in admissions])
+    rows, lengths = np.arange(ROWS, dtype=np.int32), np.full(ROWS, 3, np.int32)
+    inputs = (packed, np.zeros((ROWS, 8), np.int32), rows, lengths, np.ones(ROWS, bool), allowed)
+    tokens, are_finite, _ = on_chips(tp, draw_masked)(logits, *inputs)
+    for drawn, is_finite in zip(tokens, are_finite, strict=True):
+        np.testing.assert_array_equal(is_finite, np.arange(ROWS) > 0)
+        np.testing.assert_array_equal(drawn[1:], 4)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
@@ -146,7 +191,7 @@ def test_rows_of_any_filters_draw_the_same_on_any_mesh(tp, dp):
         rows = np.tile(np.arange(num_rows // dp, dtype=np.int32), dp)  # each rank has its own
         table = np.zeros((num_rows, 8), np.int32)
         arrays = (logits, packed, table, rows, *inputs, np.zeros(dp, bool))
-        drawn, _ = on_chips(tp, draw_rows, vocab, dp)(*arrays)
+        drawn, _, _ = on_chips(tp, draw_rows, vocab, dp)(*arrays)
         for rank in drawn.reshape(dp, tp, -1):
             assert (rank == rank[0]).all()
         return drawn.reshape(dp, tp, -1)[:, 0].reshape(-1)
@@ -156,7 +201,7 @@ def test_rows_of_any_filters_draw_the_same_on_any_mesh(tp, dp):
 
 
 def test_a_rank_reports_though_the_others_want_nothing():
-    tokens, logprobs = draw(2, SAMPLINGS["greedy"], True, dp=2)
+    tokens, _, logprobs = draw(2, SAMPLINGS["greedy"], True, dp=2)
     assert (tokens == tokens[0]).all()
     assert not logprobs.logprobs[:2].any()  # chips of the first rank
     assert (logprobs.logprobs[2:] < 0).all()

@@ -46,6 +46,7 @@ _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
+_NON_FINITE = "sgl_jax/scheduler/non_finite.py"
 _LIVE_REQUESTS = "sgl_jax/scheduler/live_requests.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
 _SESSION_LEASES = "sgl_jax/mem_cache/session_leases.py"
@@ -2846,5 +2847,55 @@ MUTATIONS = (
         _TIER,
         "if shared > max(least, fetch.lease.kv_committed_len):",
         "if shared > least:",
+    ),
+    # -- rows that are not finite
+    Mutation(
+        "not finite: publish what the row computed",
+        _NON_FINITE,
+        "self._live.end(request, finish, insert=False)",
+        "self._live.end(request, finish)",
+    ),
+    Mutation(
+        "not finite: leave what was published on the tree",
+        _NON_FINITE,
+        "            rank.withdraw(tokens, namespace, start if start > matched_len else 0)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "not finite: trust the prefix that a row's first step read",
+        _NON_FINITE,
+        "start if start > matched_len else 0",
+        "start",
+    ),
+    Mutation(
+        "not finite: forget who left the row",
+        _NON_FINITE,
+        "            prefixes = list(self._left(rank, row, int(step[\"epoch\"])))\n",
+        "            prefixes = []\n",
+    ),
+    Mutation(
+        "not finite: walk into a withdrawn node",
+        _SHAPE,
+        "            if child is None or child.is_withdrawn:\n",
+        "            if child is None:\n",
+    ),
+    Mutation(
+        "not finite: keep withdrawn pages without a lock",
+        _TREE,
+        "                    self._trim(node, 0)\n",
+        "                    continue\n",
+    ),
+    Mutation(
+        "not finite: replace a withdrawn node that is locked",
+        _TREE,
+        "        if is_at_end and self.child_key(node, rest, offer.namespace) in node.children:\n"
+        "            return None\n",
+        "",
+    ),
+    Mutation(
+        "not finite: keep a copy in flight",
+        _TIER,
+        "                self.blocks.give_up_copy(number)\n",
+        "                continue\n",
     ),
 )

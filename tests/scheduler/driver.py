@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -291,8 +293,19 @@ class Driver:
             if output.finish is not None:
                 self.finish[output.rid] = output.finish
 
+    def check_finite(self) -> None:
+        """No prefix that a request may find holds values that are not finite."""
+        for dp_rank, rank in enumerate(self.scheduler.ranks):
+            tree = rank.memory.cache.tree
+            for node in tree.nodes():
+                if tree.finds(node):
+                    tokens = np.concatenate([step.key for step in tree.path_to(node)])
+                    pages = rank.memory.cache.pages_to(node)
+                    assert not self.oracle.held_non_finite(dp_rank, tokens, pages), node
+
     def check_idle(self) -> None:
         self.scheduler.audit()
+        self.check_finite()
         for view in self.scheduler.memory_views():
             assert view.leased_pages == 0
             assert view.free_rows + view.session_rows == view.total_rows

@@ -4,7 +4,7 @@ Hypothesis draws short runs and finds the shortest that fails; these are long, s
 requests become due, and caches turn over many times. All invariants of the machine hold after each
 step, liveness among them. A run is its seed: `python -m tests.scheduler.random_runs FIRST LAST`
 runs those seeds and prints what they met; `... FIRST LAST sessions` has conversations among the
-requests.
+requests, and `... FIRST LAST glitches` has rows whose results are not finite.
 """
 
 import random
@@ -81,7 +81,11 @@ def talk(machine: SessionMachine, rng: random.Random) -> None:
 
 
 def run(
-    seed: int, *, with_sessions: bool = False, num_steps: int = STEPS_PER_RUN
+    seed: int,
+    *,
+    with_sessions: bool = False,
+    with_glitches: bool = False,
+    num_steps: int = STEPS_PER_RUN,
 ) -> tuple[int, Counter[str]]:
     """One run to its end; the steps planned, and what was found waiting for what, and retracted."""
     rng = random.Random(seed)
@@ -90,7 +94,10 @@ def run(
     machine.start((draw_session_setup if with_sessions else draw_setup)(rng))
     machine.liveness.check_interval = 5
     load = rng.choice([0.05, 0.15, 0.4])  # how often requests come, against steps
+    glitches = random.Random(seed)  # apart, so that all else is drawn as without them
     while len(machine.driver.plans) < num_steps:
+        if with_glitches and glitches.random() < 0.01:
+            machine.a_row_will_not_be_finite(glitches.randint(0, 60))
         dice = rng.random()
         if isinstance(machine, SessionMachine) and dice < load:
             talk(machine, rng)
@@ -114,18 +121,18 @@ def run(
     machine.driver.run(max_steps=50_000)
     met = Counter(machine.liveness.num_waits)
     counters = machine.driver.scheduler.counters()
-    for name in ("requests_retracted", "requests_preempted", "evicted_pages"):
+    for name in ("requests_retracted", "requests_preempted", "evicted_pages", "nonfinite_rows"):
         met[name] = counters[name]
     return len(machine.driver.plans), met
 
 
-def main(first: int, last: int, *, with_sessions: bool = False) -> int:
+def main(first: int, last: int, *, with_sessions: bool = False, with_glitches: bool = False) -> int:
     """Run the seeds from `first` to `last`; returns the steps planned."""
     started, total = time.monotonic(), 0
     met: Counter[str] = Counter()
     for seed in range(first, last + 1):
         try:
-            num_steps, more = run(seed, with_sessions=with_sessions)
+            num_steps, more = run(seed, with_sessions=with_sessions, with_glitches=with_glitches)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -138,4 +145,10 @@ def main(first: int, last: int, *, with_sessions: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), with_sessions="sessions" in sys.argv[3:])
+    has = sys.argv[3:]
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        with_sessions="sessions" in has,
+        with_glitches="glitches" in has,
+    )

@@ -34,6 +34,18 @@ def test_a_run_whose_due_request_starts_on_another_rank_than_the_one_held_for_it
     main(981, 981)
 
 
+@pytest.mark.parametrize("with_sessions", [False, True])
+def test_runs_with_rows_that_are_not_finite_break_no_invariant(*, with_sessions: bool) -> None:
+    main(1, 2, with_sessions=with_sessions, with_glitches=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("with_sessions", [False, True])
+def test_many_runs_with_rows_that_are_not_finite(*, with_sessions: bool) -> None:
+    main(3, 200, with_sessions=with_sessions, with_glitches=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("half", [0, 1])

@@ -52,7 +52,7 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
     """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
     rows = np.zeros(2, LAUNCHED)
     rows["row"], rows["samples"] = (1, 4), samples
-    num_tokens = launched_rows.append(
+    num_tokens, num_failed = launched_rows.append(
         rows,
         tokens,
         columns.records,
@@ -62,6 +62,7 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
         columns.stop_ids,
     )
     assert num_tokens == rows["num_gained"].sum()
+    assert num_failed == 0
     return rows
 
 

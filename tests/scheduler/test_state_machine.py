@@ -301,6 +301,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert status is None
         self.after_tick()
 
+    @rule(num_rows=st.integers(0, 30))
+    def a_row_will_not_be_finite(self, num_rows: int) -> None:
+        """The next but so many to run. It ends alone, or with those that read it at once."""
+        self.driver.oracle.rows_to_glitch = num_rows
+
     @rule(dice=st.integers(0, 9), in_launch=st.booleans())
     def fail_a_step(self, dice: int, in_launch: bool) -> None:
         """Seldom: the device loses its state."""

@@ -8,7 +8,7 @@ from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
-from sgl_jax.layers.sampling.split_logits import SplitLogits
+from sgl_jax.layers.sampling.split_logits import SplitLogits, finite_rows
 
 
 def draw_tokens(
@@ -18,10 +18,11 @@ def draw_tokens(
     where: SampledRows,
     returns_logprobs: jax.Array,
     masks: jax.Array | None = None,
-) -> tuple[jax.Array, LogprobArrays]:
-    """The next token of n rows, int32[n], and their log-probabilities, zeros if not requested.
+) -> tuple[jax.Array, jax.Array, LogprobArrays]:
+    """Return the next token of n rows, int32[n], whether each row's logits are finite
+    (`finite_rows`), bool[n], and log-probabilities, zeros if not requested.
 
-    Both are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
+    All are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
 
     Args:
         logits: as the model gave them.
@@ -30,12 +31,12 @@ def draw_tokens(
         where: which rows draw.
         returns_logprobs: bool[], of this rank.
         masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. They do not
-            change the reported log-probabilities.
+            change the reported log-probabilities, nor the check for finite logits.
     """
     num_rows = where.rows.shape[0]
     drawable = logits if masks is None else logits.allowed(masks)
 
-    def from_whole_rows() -> tuple[jax.Array, LogprobArrays]:
+    def from_whole_rows() -> tuple[jax.Array, jax.Array, LogprobArrays]:
         own = SampledRows(*map(own_share, where))
         rows = logits.whole_rows()
         params = unpack_row_params(row_params[own.rows])
@@ -46,18 +47,21 @@ def draw_tokens(
             lambda: token_logprobs(rows, tokens, params.logprob_ids),
             lambda: no_logprobs(tokens.shape[0]),
         )
-        results: tuple[jax.Array, LogprobArrays] = jax.tree.map(
-            lambda share: join_shares(share, num_rows), (tokens, logprobs)
+        results: tuple[jax.Array, jax.Array, LogprobArrays] = jax.tree.map(
+            lambda share: join_shares(share, num_rows), (tokens, finite_rows(rows), logprobs)
         )
         return results
 
     params = unpack_row_params(row_params[where.rows])
     needs_rows = jnp.any(is_elaborate(params, where)) | returns_logprobs
     # All ranks take the same branch: logits are exchanged in it.
-    drawn: tuple[jax.Array, LogprobArrays] = lax.cond(
+    drawn: tuple[jax.Array, jax.Array, LogprobArrays] = lax.cond(
         any_over_data(needs_rows),
         from_whole_rows,
-        lambda: (drawable.greedy_tokens(), no_logprobs(num_rows)),
+        lambda: (
+            *drawable.greedy_tokens(None if masks is None else logits),
+            no_logprobs(num_rows),
+        ),
     )
     return drawn
 

@@ -20,6 +20,15 @@ from sgl_jax.layers.mesh_axes import (
 from sgl_jax.layers.sampling.argmax import first_argmax
 
 
+def finite_rows(logits: jax.Array) -> jax.Array:
+    """Return for each line of logits [..., vocab] whether a token can be drawn from it, bool[...].
+
+    False if a logit is NaN or +inf, or if all are -inf. The maximum, which is NaN if any value is,
+    shows all three, and the draws need it too.
+    """
+    return jnp.isfinite(jnp.max(logits, axis=-1))
+
+
 class SplitLogits(NamedTuple):
     """Logits of n rows, inside `jax.shard_map`."""
 
@@ -45,26 +54,36 @@ class SplitLogits(NamedTuple):
         is_allowed = lax.dynamic_slice_in_dim(of_all, first, width, axis=1) != 0
         return self._replace(columns=jnp.where(is_allowed, self.columns, -jnp.inf))
 
-    def greedy_tokens(self) -> jax.Array:
-        """The lowest id of each row's largest logit, int32[n], equal on all tensor chips.
+    def greedy_tokens(self, unmasked: "SplitLogits | None" = None) -> tuple[jax.Array, jax.Array]:
+        """Return the lowest id of each row's largest logit, int32[n], and `finite_rows`, bool[n].
 
-        Always a valid id, even where logits are NaN.
+        Both are equal on all tensor chips. The id is valid even where logits are NaN. `unmasked`
+        are the logits before `allowed`, whose rows are checked; None: these.
         """
-        width = self.columns.shape[1]
-        first = lax.axis_index(TENSOR_AXIS) * width
-        columns = self.columns
-        if width * lax.axis_size(TENSOR_AXIS) > self.vocab_size:
-            columns = jnp.where(first + jnp.arange(width) < self.vocab_size, columns, -jnp.inf)
+        columns = self._known_columns()
+        first = lax.axis_index(TENSOR_AXIS) * columns.shape[1]
         ids = jnp.minimum(first + first_argmax(columns), self.vocab_size - 1)
+        values = [jnp.max(columns, axis=-1)]
+        if unmasked is not None:
+            values.append(jnp.max(unmasked._known_columns(), axis=-1))
         if lax.axis_size(TENSOR_AXIS) == 1:
-            return self._tokens_of(ids)
-        # One exchange of both: an integer array holds the values' bits.
-        largest = lax.bitcast_convert_type(jnp.max(columns, axis=-1), jnp.int32)
-        pairs = concatenate_over(TENSOR_AXIS, jnp.stack([largest, ids])[None])
-        values = lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
+            return self._tokens_of(ids), jnp.isfinite(values[-1])
+        # One exchange of all: an integer array holds the values' bits.
+        bits = [lax.bitcast_convert_type(each, jnp.int32) for each in values]
+        words = concatenate_over(TENSOR_AXIS, jnp.stack([ids, *bits])[None])
+        largest = lax.bitcast_convert_type(words[:, 1:], jnp.float32)
         # Chips are in the order of their ids, so of equal values the lowest id wins.
-        chip = first_argmax(values.T)
-        return self._tokens_of(jnp.take_along_axis(pairs[:, 1], chip[None], axis=0)[0])
+        chip = first_argmax(largest[:, 0].T)
+        ids = jnp.take_along_axis(words[:, 0], chip[None], axis=0)[0]
+        return self._tokens_of(ids), jnp.isfinite(jnp.max(largest[:, -1], axis=0))
+
+    def _known_columns(self) -> jax.Array:
+        """This chip's columns, -inf past the vocabulary."""
+        width, num_chips = self.columns.shape[1], lax.axis_size(TENSOR_AXIS)
+        if width * num_chips == self.vocab_size:
+            return self.columns
+        ids = lax.axis_index(TENSOR_AXIS) * width + jnp.arange(width)
+        return jnp.where(ids < self.vocab_size, self.columns, -jnp.inf)
 
     def whole_rows(self) -> jax.Array:
         """This chip's share of the rows, float32[ceil(n / chips), tokens], as `own_share`; -inf for

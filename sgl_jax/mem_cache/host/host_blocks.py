@@ -32,7 +32,7 @@ class HostCopy(NamedTuple):
     node: TreeNode | None  # locked: the prefix's part that was there before
     num_before: int  # pages of that part
     blocks: Int32Array  # [groups, pages of the prefix]; 0 for values that are not copied
-    is_wanted: bool = True  # False if the cache was reset meanwhile
+    is_wanted: bool = True  # False if it was given up
 
 
 class HostBlocks:
@@ -156,11 +156,11 @@ class HostBlocks:
             tokens = copy.tokens[: blocks.shape[1] * self.page_size]
             offer = LeaseOffer(number, before * self.page_size, blocks, copy.node, copy.namespace)
             kept = self.cache.accept(tokens, offer)
-            assert kept is not None, "the cache of a host keeps all that it is offered"
-            node, added = kept.node, kept.pages
-            unused = unused.copy()
-            held = unused[:, before : before + added.shape[1]]
-            held[held == added] = 0
+            if kept is not None:
+                node, added = kept.node, kept.pages
+                unused = unused.copy()
+                held = unused[:, before : before + added.shape[1]]
+                held[held == added] = 0
         for allocator, listed in zip(self.allocators, self.by_pool(unused), strict=True):
             if len(listed):
                 allocator.free(listed, number)
@@ -176,11 +176,16 @@ class HostBlocks:
 
         No fetch may hold a lock.
         """
-        for number, copy in self.copies.items():
-            if copy.node is not None:
-                self.cache.unlock(copy.node)
-            self.copies[number] = copy._replace(node=None, is_wanted=False)
+        for number in self.copies:
+            self.give_up_copy(number)
         self.cache.reset()
+
+    def give_up_copy(self, number: int) -> None:
+        """Keep nothing of a copy in flight; its blocks are free once it ends."""
+        copy = self.copies[number]
+        if copy.node is not None:
+            self.cache.unlock(copy.node)
+        self.copies[number] = copy._replace(node=None, is_wanted=False)
 
     def begin_fetch(self, number: int, tokens: Int32Array, namespace: str) -> Int32Array:
         """Lock the prefix `tokens`, as long as `cache.peek` finds it, until `end_fetch`.

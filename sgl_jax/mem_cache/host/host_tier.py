@@ -275,6 +275,18 @@ class HostTier:
             fetch.lease.set_lengths(protected=protected, committed=length, allocated=length)
         release_kv_cache(self._memory, fetch.lease, fetch.tokens, insert=insert)
 
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """`RadixCache.withdraw` for the prefixes here, and for the copies in flight.
+
+        A copy of pages that an unread step writes is still in flight when the step's result is
+        read, so none of it reaches the store.
+        """
+        for number, copy in list(self.blocks.copies.items()):
+            shared = common_prefix_len(copy.tokens, tokens)
+            if copy.namespace == namespace and shared >= length + self._memory.page_size:
+                self.blocks.give_up_copy(number)
+        self.blocks.cache.withdraw(tokens, namespace, length)
+
     # -- transfers --------------------------------------------------------------------------
 
     def _next_number(self) -> int:

@@ -201,13 +201,16 @@ class RadixCache:
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
 
-        Returns the prefix as the cache now holds it, or None if it keeps nothing. The prefix is
+        Returns the prefix as the cache now holds it, or None if it keeps nothing, since it cannot,
+        or a withdrawn prefix that is still locked is in the way. The prefix is
         locked: any lock of `offer.node` moves there, and `pages` are the pages behind that node. If
         the returned page differs from the offered page, or is 0, the offered page stays with the
         lease.
         """
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
+        if node is None:
+            return None
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
         if start is None:
@@ -216,6 +219,18 @@ class RadixCache:
             self.tree.move_lock(start, node, offer.first_pages)
         self.tree.settle()  # some of the taken pages may be dead
         return PrefixMatch(node.end, self._pages_behind(node, first), node)
+
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """Let no match find more than the first `length` tokens of the prefix `tokens`, in whole
+        pages. Pages behind them, and of all longer prefixes, are freed once no lease locks them.
+        """
+        page_size = self.tree.page_size
+        self.tree.withdraw(_contiguous(tokens), namespace, length // page_size * page_size)
+        self.tree.settle()
+
+    def finds(self, node: TreeNode | None) -> bool:
+        """Return whether matches find the prefix that ends at `node`, which a lease has locked."""
+        return node is None or self.tree.finds(node)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by

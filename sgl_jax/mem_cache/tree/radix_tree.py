@@ -26,6 +26,7 @@ class RadixTree(TreeShape):
 
     num_locks = 0
     num_locked_tokens = 0
+    _withdrawn: tuple[TreeNode, ...] = ()
     block_log: BlockLog | None = None
     before_eviction: Callable[[TreeNode], object] | None = None
 
@@ -111,7 +112,9 @@ class RadixTree(TreeShape):
             self.resumable.released(node)
 
     def settle(self) -> None:
-        """Free dead pages and update the cursors, at the end of each change."""
+        """Free withdrawn and dead pages and update the cursors, at the end of each change."""
+        if self._withdrawn:
+            self._drop_withdrawn()
         if self.resumable is None:
             return
         self.resumable.sweep(self._trim)
@@ -123,16 +126,20 @@ class RadixTree(TreeShape):
 
     def insert(
         self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode | None = None
-    ) -> TreeNode:
+    ) -> TreeNode | None:
         """Make `tokens` (whole pages, at least one) a path of the offer's namespace.
 
         Components take the pages they lack. `start` is a locked node on that path: only nodes below
         it are visited, so a long conversation costs no more to continue than a short one. Returns
         the node that ends exactly at len(tokens), not locked. `settle` ends the change, after a
-        lock.
+        lock. Returns None, changing nothing, if a withdrawn node is in the way.
         """
         start = start or self.root
         node, length = self._walk(tokens, offer.namespace, start)
+        rest = tokens[length:]
+        is_at_end = length == node.end and len(rest) > 0
+        if is_at_end and self.child_key(node, rest, offer.namespace) in node.children:
+            return None
         node = self._node_at(node, length)
         self._touch(node, start)
         is_new = length < len(tokens)
@@ -152,6 +159,38 @@ class RadixTree(TreeShape):
             self._recall_uses(node)
         self._merge_path(node, start)
         return node
+
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """Let no walk find the path of `tokens` past its first `length`, whole pages.
+
+        Nodes there, and below, stay only while leases have them locked. `settle` ends the change.
+        """
+        node, matched = self._walk(tokens, namespace)
+        if matched <= length:
+            return
+        above = self._node_at(node, length)
+        top = above.children[self.child_key(above, tokens[length:], namespace)]
+        top.is_withdrawn = True
+        self._withdrawn += (top,)
+        for each in self.nodes(top):
+            self.cursors.leaf_trimmed(each, above)
+
+    def finds(self, node: TreeNode) -> bool:
+        """Return whether walks find `node`: no part of its path is withdrawn."""
+        return not self._withdrawn or not any(step.is_withdrawn for step in self.path_to(node))
+
+    def _drop_withdrawn(self) -> None:
+        """Remove the withdrawn nodes that no lease has locked any more."""
+        tops, self._withdrawn = self._withdrawn, ()
+        for top in tops:
+            for node in reversed(list(self.nodes(top))):
+                is_on_tree = parent_of(node).children.get(node.child_key) is node
+                if is_on_tree and not node.children and not node.locks[self.full.index]:
+                    self._trim(node, 0)
+            if parent_of(top).children.get(top.child_key) is top:
+                self._withdrawn += (top,)
+        for component in self.components:
+            component.flush_dropped()
 
     def num_evictable(self, pool: int) -> int:
         if self.resumable is None:

@@ -50,9 +50,10 @@ class TreeNode:
 
     `child_key` is its key in its parent's `children`. `namespace` applies to its whole path.
     `page_hashes` has a hash for each page of the edge: of the prefix to the page's end. The
-    eviction policy owns `num_uses`; `last_access` is the tree's clock. The components own `values`
-    and `locks`, each at its index. With windows, `resumable.py` owns `read`, `is_usable` (whether
-    the end of each page of the edge is resumable) and `runs`.
+    eviction policy owns `num_uses`; `last_access` is the tree's clock. Walks end before a node that
+    `is_withdrawn`. The components own `values` and `locks`, each at its index. With windows,
+    `resumable.py` owns `read`, `is_usable` (whether the end of each page of the edge is resumable)
+    and `runs`.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class TreeNode:
         "children",
         "end",
         "is_usable",
+        "is_withdrawn",
         "key",
         "last_access",
         "locks",
@@ -97,6 +99,7 @@ class TreeNode:
         self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
         self.locks: list[Any] = [0] * num_components
+        self.is_withdrawn = False
         self.is_usable: BoolArray = _NO_POSITIONS
         self.runs: tuple[int, ...] = ()
 

@@ -73,9 +73,10 @@ class TreeShape:
             step = step.parent
         return path[::-1]
 
-    def nodes(self) -> Iterator[TreeNode]:
-        """Every node but the root, parents before children."""
-        stack = list(self.root.children.values())
+    def nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
+        """Every node but the root, or else `top` and every node below it; parents before
+        children."""
+        stack = list(self.root.children.values()) if top is None else [top]
         while stack:
             node = stack.pop()
             yield node
@@ -115,14 +116,14 @@ class TreeShape:
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> tuple[TreeNode, int]:
         """Return the node in whose edge the walk along `tokens` ends, and the tokens matched from
-        the root, whole pages."""
+        the root, whole pages. It ends before a withdrawn node."""
         node = below or self.root
         length = node.end
         limit = len(tokens) // self.page_size * self.page_size
         while length == node.end < limit:
             rest = tokens[length:limit]
             child = node.children.get(self.key_at(length, rest, namespace))
-            if child is None:
+            if child is None or child.is_withdrawn:
                 break
             node = child
             length += common_prefix_len(child.key, rest) // self.page_size * self.page_size
@@ -210,6 +211,7 @@ class TreeShape:
             and len(upper.key) < 2 * len(lower.key)
             and upper.last_access <= lower.last_access
             and upper.num_uses == lower.num_uses
+            and not (upper.is_withdrawn or lower.is_withdrawn)
             and all(component.may_merge(upper, lower) for component in self.components)
         )
 

@@ -226,7 +226,7 @@ def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
     return SessionOwner(caller_of(request), tenant)
 
 
-_OPEN_PATHS = frozenset({"/health", "/ping"})  # load balancers have no key
+_OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key
 
 
 class ApiKeyMiddleware:

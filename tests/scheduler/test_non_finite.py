@@ -1,0 +1,181 @@
+"""A row whose results are not finite ends alone, and nothing that it computed is found again."""
+
+from collections.abc import Callable
+
+import pytest
+
+from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.messages import OpenSession, SessionTurn
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+BAD = 41
+COMMON = list(range(16))
+WINDOWED = (*FULL_ATTENTION, CacheGroup(9, 1))
+
+SETTINGS = {
+    "overlap": {},
+    "no overlap": {"overlap": False},
+    "drafts": {"max_draft_tokens": 3},
+}
+
+
+def make_driver(*, overlap: bool = True, **sizes: int) -> Driver:
+    sizes = {"page_size": 4, "num_rows": 6, "num_pages": 60, "max_chunk_tokens": 8} | sizes
+    return Driver(make_sizes(**sizes), SchedulerArgs(), overlap=overlap)
+
+
+def ended_non_finite(driver: Driver, *rids: str) -> None:
+    for rid in rids:
+        assert driver.finish[rid].status_code == 500, rid
+        assert "not finite" in driver.finish[rid].message
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_row_that_is_not_finite_ends_alone(name: str) -> None:
+    driver = make_driver(**SETTINGS[name])
+    for rid, last in (("a", 17), ("bad", BAD), ("b", 18)):
+        driver.submit(generate(rid, [last, 5, 6, 7, 8, 9], 10))
+    driver.oracle.bad_token = BAD
+    driver.run()
+    ended_non_finite(driver, "bad")
+    assert driver.tokens["bad"] == []
+    for rid in ("a", "b"):
+        assert driver.finish[rid].type == "length"
+        assert len(driver.tokens[rid]) == 10
+        driver.check_tokens(rid)
+    assert driver.scheduler.counters()["nonfinite_rows"] == 1
+    driver.check_replay()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_it_has_published_is_not_found_and_what_was_good_before_is(name: str) -> None:
+    driver = make_driver(**SETTINGS[name])
+    driver.submit(generate("first", [*COMMON, 20], 3))
+    driver.run()
+    driver.oracle.rows_to_glitch = 1  # the second of the chunks behind the common part
+    driver.submit(generate("bad", [*COMMON, *range(20, 40)], 3))
+    driver.run()
+    ended_non_finite(driver, "bad")
+    driver.submit(generate("next", [*COMMON, *range(20, 40)], 3))
+    driver.run()
+    # With overlap, the chunk before was published with the last one's launch.
+    assert driver.cached["next"] == len(COMMON) + (8 if driver.max_unread else 0)
+    driver.check_tokens("next")
+    driver.check_replay()
+
+
+def test_the_prefix_that_was_found_is_computed_again_if_the_first_step_fails() -> None:
+    """It may be the cause: KV that was damaged since."""
+    driver = make_driver()
+    driver.submit(generate("first", [*COMMON, 20], 3))
+    driver.run()
+    driver.oracle.rows_to_glitch = 0
+    driver.submit(generate("bad", [*COMMON, 21], 3))
+    driver.run()
+    for rid, cached in (("next", 0), ("last", len(COMMON))):
+        driver.submit(generate(rid, [*COMMON, 22], 3))
+        driver.run()
+        assert driver.cached[rid] == cached
+        driver.check_tokens(rid)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_that_read_its_prefix_already_end_the_same_way(*, overlap: bool) -> None:
+    """They share work: the prefix is on the tree from the launch of its step on."""
+    driver = make_driver(overlap=overlap)
+    prompt = [*COMMON, *range(20, 36)]
+    driver.submit(generate("a", [*prompt, 1], 3))
+    driver.step()
+    driver.submit(generate("b", [*prompt, 2], 3))
+    driver.step()
+    driver.oracle.rows_to_glitch = 0
+    driver.submit(generate("c", [*prompt, 3], 3))
+    driver.run()
+    ended = [rid for rid in "abc" if driver.finish[rid].status_code == 500]
+    assert ended
+    for rid in {*"abc"} - {*ended}:
+        driver.check_tokens(rid)
+    driver.submit(generate("d", [*prompt, 4], 3))
+    driver.run()
+    assert driver.finish["d"].type == "length"
+    driver.check_tokens("d")
+
+
+def leave_by_abort(driver: Driver) -> None:
+    driver.abort("bad")
+
+
+def leave_by_retract(driver: Driver) -> None:
+    driver.retract("bad")
+
+
+@pytest.mark.parametrize("leave", [leave_by_abort, leave_by_retract])
+def test_a_request_that_has_left_its_row_meanwhile_leaves_nothing_either(
+    leave: Callable[[Driver], None],
+) -> None:
+    driver = make_driver()
+    prompt = [*COMMON, *range(20, 40)]
+    driver.submit(generate("bad", prompt, 3))
+    driver.step()
+    driver.oracle.rows_to_glitch = 0
+    driver.step()  # launches the second chunk, whose result is not read yet
+    assert driver.oracle.num_non_finite == 1
+    leave(driver)
+    driver.run()  # retracted, it may find its own prefix again before the result is read
+    driver.submit(generate("next", prompt, 3))
+    driver.run()
+    driver.check_tokens("next")
+    assert driver.finish["next"].type == "length"
+
+
+def test_a_session_keeps_its_history_and_no_kv_of_the_turn_that_failed() -> None:
+    driver = make_driver()
+    driver.session(OpenSession(rid="open", session_id="s", streaming=True))
+    turn = SessionTurn(id="s")
+    driver.submit(generate("one", COMMON, 3, session=turn))
+    driver.run()
+    history = COMMON + driver.tokens["one"]
+    driver.oracle.rows_to_glitch = 0
+    driver.submit(generate("bad", [20, 21], 3, session=turn), history)
+    driver.run()
+    ended_non_finite(driver, "bad")
+    driver.submit(generate("two", [22, 23], 3, session=turn), history)
+    driver.run()
+    assert driver.finish["two"].type == "length"
+    driver.check_tokens("two")
+
+
+def test_neither_the_host_nor_the_store_keeps_it() -> None:
+    sizes = make_sizes(page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, host_ratio=2.0)
+    args = SchedulerArgs(hicache_storage_backend="file", hicache_write_policy="write_through")
+    driver = Driver(sizes, args)
+    driver.oracle.host.end_rate = 1.0  # as early as a transfer may end
+    prompt = [*COMMON, *range(20, 40)]
+    driver.submit(generate("bad", prompt, 5))
+    driver.oracle.rows_to_glitch = 3
+    driver.run()
+    ended_non_finite(driver, "bad")
+    driver.submit(generate("next", prompt, 5))
+    driver.run()
+    driver.check_tokens("next")
+    for rank in driver.scheduler.ranks:
+        rank.memory.cache.reset()  # only the host has it now
+    driver.submit(generate("again", prompt, 5))
+    driver.run()
+    assert driver.finish["again"].type == "length"
+    driver.check_tokens("again")
+
+
+def test_windows_publish_each_chunk_and_none_that_is_not_finite_is_found() -> None:
+    sizes = make_sizes(page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, groups=WINDOWED)
+    driver = Driver(sizes, SchedulerArgs())
+    prompt = [*COMMON, *range(20, 40)]
+    driver.oracle.rows_to_glitch = 2
+    driver.submit(generate("bad", prompt, 3))
+    driver.run()
+    ended_non_finite(driver, "bad")
+    driver.submit(generate("next", prompt, 3))
+    driver.run()
+    driver.check_tokens("next")
+    assert driver.cached["next"] == len(COMMON)
