@@ -2870,7 +2870,7 @@ MUTATIONS = (
     Mutation(
         "not finite: forget who left the row",
         _NON_FINITE,
-        "            prefixes = list(self._left(rank, row, int(step[\"epoch\"])))\n",
+        '            prefixes = list(self._left(rank, row, int(step["epoch"])))\n',
         "            prefixes = []\n",
     ),
     Mutation(
