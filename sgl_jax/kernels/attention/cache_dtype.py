@@ -7,6 +7,8 @@ Numbers are stored unscaled: a caller that divides K and V by scales, so that th
 range, also multiplies the result by them (`layers/kv_scales.py`).
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,7 @@ EIGHT_BITS = jnp.dtype(jnp.int8)  # type of the array
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)  # type of its bits
 GREATEST = float(jnp.finfo(FLOAT8).max)  # 448
 SMALLEST = float(jnp.finfo(FLOAT8).smallest_normal)  # 2^-6
+NAN = 0x7F  # bits of NaN; those of -NaN are never written
 _NAME = "fp8_e4m3"
 
 
@@ -34,15 +37,26 @@ def is_narrow(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == EIGHT_BITS
 
 
-def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """K or V as a cache of `dtype` holds it.
+def as_cached(dtype: DTypeLike, *parts: jax.Array) -> list[jax.Array]:
+    """Convert the parts of a token, K and V or a latent, to what a cache of `dtype` holds.
 
-    In 8 bits, numbers out of range become the greatest one, where a cast alone would make NaN.
-    Subnormal numbers become zero or the smallest normal number, whichever is nearer, so that a
-    kernel may convert by moving bits.
+    Parts have one shape, [T, heads, numbers] or [T, numbers]. A cast to a float of 16 or 32 bits
+    keeps NaN and infinities, and makes finite numbers out of its range infinite. In 8 bits, which
+    have no infinity:
+
+    - Finite numbers out of range become the greatest one, where a cast alone would make NaN.
+    - Subnormal numbers become zero or the smallest normal number, whichever is nearer, so that a
+      kernel may convert by moving bits.
+    - NaN and infinities become `NAN`, in the same place of every part. So a kernel finds them all
+      in one part.
     """
     if not is_narrow(dtype):
-        return x.astype(dtype)
+        return [x.astype(dtype) for x in parts]
+    is_finite = reduce(jnp.logical_and, map(jnp.isfinite, parts))
+    return [jnp.where(is_finite, _in_8_bits(x), jnp.int8(NAN)) for x in parts]
+
+
+def _in_8_bits(x: jax.Array) -> jax.Array:
     normal = jnp.where(jnp.abs(x) < SMALLEST, jnp.round(x / SMALLEST) * SMALLEST, x)
     numbers = jnp.clip(normal, -GREATEST, GREATEST).astype(FLOAT8)
     return lax.bitcast_convert_type(numbers, EIGHT_BITS)
@@ -57,7 +71,7 @@ def new_slots(k: jax.Array, v: jax.Array, kv_cache: jax.Array) -> jax.Array:
     """k, v [T, kv_heads, head_dim] as slots of the cache: [T, 2 * kv_heads, head_dim], or packed
     [T, kv_heads, 2 * head_dim]."""
     axis = 2 if is_packed(kv_cache, k.shape[2]) else 1
-    return as_cached(jnp.concatenate([k, v], axis=axis), kv_cache.dtype)
+    return jnp.concatenate(as_cached(kv_cache.dtype, k, v), axis=axis)
 
 
 def as_float32(cached: jax.Array) -> jax.Array:

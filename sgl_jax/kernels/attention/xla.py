@@ -370,13 +370,16 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
 
 
 def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
-    """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j."""
+    """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j.
+
+    Other rows' blocks are left out by selection: zero times their NaN would be NaN.
+    """
     owner = owner[:, :, None, None]
     m = jnp.maximum(rows.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))
     kept = jnp.exp(rows.m - m)
-    scale = jnp.where(owner, jnp.exp(blocks.m[:, None] - m), 0)
-    return _Partial(
-        m,
-        rows.l * kept + (scale * blocks.l[:, None]).sum(axis=0),
-        rows.acc * kept[..., None] + jnp.einsum("brhq,bhqd->rhqd", scale, blocks.acc),
-    )
+    l, acc = rows.l * kept, rows.acc * kept[..., None]
+    for block, is_own in zip(range(len(owner)), owner, strict=True):
+        scale = jnp.exp(blocks.m[block] - m)
+        l += jnp.where(is_own, scale * blocks.l[block], 0)
+        acc += jnp.where(is_own[..., None], scale[..., None] * blocks.acc[block], 0)
+    return _Partial(m, l, acc)

@@ -37,7 +37,7 @@ def latent_row_size(rank: int, rope_dim: int) -> int:
 def cached_rows(latents: jax.Array, row_size: int, dtype: DTypeLike) -> jax.Array:
     """latents [T, rank + rope_dim] as rows [T, row_size] of a cache of `dtype`."""
     rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
-    return as_cached(rows, dtype)
+    return as_cached(dtype, rows)[0]
 
 
 def absorbed_queries(queries: LatentQueries, up: UpProjections, row_size: int) -> jax.Array:

@@ -103,3 +103,12 @@ def quantize_activations(
     if activation == "int8":
         scaled = jnp.round(scaled)
     return scaled.astype(value_dtype(activation)), scale
+
+
+def stored_scales(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """The scale of each token of activations [T, in] with a stored `scale` float32 [1]: [T, 1].
+
+    NaN for a token that is not finite: its values, of 8 bits, may not show it.
+    """
+    is_finite = jnp.all(jnp.isfinite(x), axis=1, keepdims=True)
+    return jnp.where(is_finite, scale, jnp.nan)

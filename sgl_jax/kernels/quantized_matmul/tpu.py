@@ -25,6 +25,7 @@ from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
     dequantized,
     quantize_activations,
+    stored_scales,
     value_dtype,
 )
 from sgl_jax.kernels.quantized_matmul.xla import xla_quantized_matmul
@@ -187,7 +188,7 @@ def quantized_activations(
     num_tokens, inputs = x.shape
     if scale is not None:
         values, _ = quantize_activations(x, activation, scale)
-        return values, jnp.broadcast_to(scale, (num_tokens, 1))
+        return values, stored_scales(x, scale)
     tokens = activation_rows(num_tokens, inputs)
 
     def kernel(x: Any, values: Any, scales: Any) -> None:

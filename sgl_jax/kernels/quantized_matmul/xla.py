@@ -11,6 +11,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     as_scales,
     dequantized,
     quantize_activations,
+    stored_scales,
     sums_dtype,
 )
 
@@ -89,5 +90,7 @@ def _quantized_product(x: jax.Array, own: QuantizedArrays, scheme: Scheme) -> ja
     assert own.zero_points is None
     assert len(own.scales) == 1
     values, scale = quantize_activations(x, scheme.activation, own.input_scale)
+    if own.input_scale is not None:
+        scale = stored_scales(x, own.input_scale)
     sums = jnp.matmul(values, own.values, preferred_element_type=sums_dtype(values.dtype))
     return (sums.astype(jnp.float32) * scale * own.scales).astype(x.dtype)

@@ -31,7 +31,7 @@ DMAs of row r, whose first block was started during row r - 1:
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +56,8 @@ from sgl_jax.kernels.attention.tpu.shared import (
     across,
     converted,
     even_then_odd,
+    has_nan,
+    nan_flags,
     positions,
     scaled,
     should_move_bits,
@@ -64,7 +66,7 @@ from sgl_jax.kernels.attention.tpu.shared import (
 from sgl_jax.kernels.attention.tpu.stacks import Stacks, own_columns, stacked_sinks
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
 from sgl_jax.kernels.pallas_tpu import call, product
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 TURN_KEYS = 1024  # keys whose scores are computed at once, where no masks are needed
 TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
@@ -93,6 +95,7 @@ class Decode(NamedTuple):
     pages: Pages
     buffers: TokenBuffers
     softmax: Softmax
+    flags: Any  # int32 [8, 128] of all the row's keys so far, if bits are moved: see `nan_flags`
 
     @property
     def max_queries(self) -> int:
@@ -140,6 +143,7 @@ def decode_attention(
         PageBuffers.scratch(kv_cache, batch.page_table.shape[1], TABLES, parts * part_pages),
         TokenBuffers(queries, results, sems, sems),
         Softmax.scratch(softmax_rows, jnp.dtype(jnp.float32), stacks.columns, shape.value_dim),
+        pltpu.VMEM((SUBLANES, LANES), jnp.int32),
     ]
     sinks = options.sinks
     if sinks is not None:
@@ -171,9 +175,10 @@ def _kernel(
     page_buffers: PageBuffers,
     buffers: TokenBuffers,
     softmax: Softmax,
+    flags: Any,
 ) -> None:
     pages = Pages(rows, hbm, page_buffers)
-    kernel = Decode(*static, rows, key_pages, sinks, tokens, pages, buffers, softmax)
+    kernel = Decode(*static, rows, key_pages, sinks, tokens, pages, buffers, softmax, flags)
 
     @pl.when(rows.num_decode > 0)
     def _() -> None:
@@ -319,10 +324,14 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
     softmax, kv = kernel.softmax, kernel.pages.buffers.kv
     bias = HALF_BIAS if kernel.moves_bits else 1.0
 
-    def side_by_side(pages: Any, heads: Iterable[int], width: int) -> jax.Array:
+    def side_by_side(
+        pages: Any, heads: Iterable[int], width: int, *, is_looked_at: bool
+    ) -> jax.Array:
         """[keys, C] of some heads of the cache in the type of products."""
         parts = [kv[buffer, pages, head, :, :width].reshape(-1, width) for head in heads]
         if kernel.moves_bits:
+            if is_looked_at:
+                kernel.flags[...] |= reduce(jnp.bitwise_or, map(nan_flags, parts))
             return jnp.concatenate([even_then_odd(part) for part in parts], axis=1)
         return converted(jnp.concatenate(parts, axis=1), shape.product_dtype)
 
@@ -330,7 +339,10 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
         return product((x * bias).astype(shape.product_dtype), kv, (1, axis)) * bias
 
     def scores_of(stack: int, pages: Any) -> jax.Array:
-        keys = side_by_side(pages, stacks.heads(stack), shape.head_dim)
+        # The cache has NaN in the same places of keys and values, and only values are cleared where
+        # no token lies, which is all of the slot if it is packed.
+        heads = stacks.heads(stack)
+        keys = side_by_side(pages, heads, shape.head_dim, is_looked_at=shape.packed)
         scores = scaled(times(softmax.q[stack], keys, 1), options)
         return scores if seen is None else jnp.where(seen, scores, MASKED)
 
@@ -341,7 +353,8 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
         kept = jnp.exp2(old_m - m)
         softmax.m[stack] = m
         softmax.l[stack] = softmax.l[stack] * kept + sum_by_lane(weights)
-        values = side_by_side(pages, map(shape.values_of, stacks.heads(stack)), shape.value_dim)
+        heads = map(shape.values_of, stacks.heads(stack))
+        values = side_by_side(pages, heads, shape.value_dim, is_looked_at=not shape.packed)
         found = own_columns(stacks, times(weights, values, 0), shape.value_dim)
         softmax.acc[stack] = softmax.acc[stack] * across(kept, shape.value_dim) + found
 
@@ -382,14 +395,18 @@ def begin_row(kernel: Decode, at: jax.Array) -> None:
         softmax.m[...] = kernel.sinks[...]
         softmax.l[...] = jnp.full_like(softmax.l, 1 / LANES)
     softmax.acc[...] = jnp.zeros_like(softmax.acc)
+    kernel.flags[...] = jnp.zeros_like(kernel.flags)
 
 
 def end_row(kernel: Decode, at: jax.Array) -> None:
     """Put the row's results into the buffer that they leave from."""
     softmax, out = kernel.softmax, kernel.buffers.out
+    is_spoiled = has_nan(kernel.flags[...])
 
     def collect(head: int, i: int, stack: int, rows: slice, _: slice) -> None:
         result = softmax.acc[stack, rows] / softmax.l[stack, rows].sum(axis=1, keepdims=True)
+        if kernel.moves_bits:
+            result = jnp.where(is_spoiled, jnp.nan, result)
         out[at, i, head] = result.astype(out.dtype)
 
     for_each_place(kernel, collect)

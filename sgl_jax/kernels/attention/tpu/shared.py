@@ -8,9 +8,9 @@ Reading 8 bits: chips without float8 convert it in more instructions than the re
 has. But its sign, 4 bits of exponent and 3 of mantissa fit into the places of a bfloat16's; only
 the exponent's bias differs, so every number comes out 2^-120 times too small, and the products are
 scaled to make up for it. This is exact for all but subnormals, which the cache does not hold
-(`cache_dtype.as_cached`). NaN comes out as a number. A word holds four elements, in the order of
-keys, or two of a bfloat16: the even keys of a block are taken first, then the odd ones. Attention
-does not depend on the order of keys.
+(`cache_dtype.as_cached`), and for NaN, which comes out as a number and is looked for apart
+(`nan_flags`). A word holds four elements, in the order of keys, or two of a bfloat16: the even keys
+of a block are taken first, then the odd ones. Attention does not depend on the order of keys.
 """
 
 from functools import reduce
@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
-from sgl_jax.kernels.tpu_chip import LANES, converts_float8
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES, converts_float8
 
 # Half of the factor that keys and values of moved bits lack. The other factor of a product is
 # multiplied by it beforehand, lest small products are lost, and the product once more.
@@ -33,6 +33,7 @@ LOG2_E = 1.4426950408889634
 
 _SIGNS = -0x7FFF8000  # bits 31 and 15
 _NUMBERS = 0x07F007F0
+_MAGNITUDES, _ONES, _FLAGS = 0x7F7F7F7F, 0x01010101, -0x7F7F7F80  # of a word's four elements
 
 
 class Rows(NamedTuple):
@@ -305,6 +306,28 @@ def even_then_odd(cached: jax.Array) -> jax.Array:
     even = ((words << 8) & _SIGNS) | ((words << 4) & _NUMBERS)
     odd = (words & _SIGNS) | ((words >> 4) & _NUMBERS)
     return jnp.concatenate([pltpu.bitcast(half, jnp.bfloat16) for half in (even, odd)], axis=0)
+
+
+def nan_flags(cached: jax.Array) -> jax.Array:
+    """int32 [8, 128] whose `has_nan` says if a part [keys, lanes] of an 8-bit cache holds NaN.
+
+    NaN's magnitude has all seven bits, so one more carries into the eighth. Three instructions a
+    word: a NaN of its own for each number would take eleven.
+    """
+    words = pltpu.bitcast(cached, jnp.int32)
+    sums = (words & _MAGNITUDES) + _ONES
+    rows, lanes = (
+        range(0, size, step) for size, step in zip(sums.shape, (SUBLANES, LANES), strict=True)
+    )
+    return reduce(
+        jnp.bitwise_or, [sums[i : i + SUBLANES, j : j + LANES] for i in rows for j in lanes]
+    )
+
+
+def has_nan(flags: jax.Array) -> jax.Array:
+    """bool [1, 1] of bitwise or of some `nan_flags`."""
+    found = jnp.where((flags & _FLAGS) != 0, 1.0, 0.0)
+    return jnp.max(jnp.max(found, axis=0, keepdims=True), axis=1, keepdims=True) > 0
 
 
 def positions(tile: tuple[int, int]) -> jax.Array:

@@ -195,7 +195,7 @@ def write_kv(
     if is_packed(kv_cache, k.shape[2]):
         new = [new_slots(k, v, kv_cache)]
     else:
-        new = [as_cached(x, kv_cache.dtype) for x in (k, v)]
+        new = as_cached(kv_cache.dtype, k, v)
     return write_slots(new, kv_cache, layer, batch)
 
 

@@ -7,8 +7,8 @@ a tile's lines without moving anything. Tiles without a line in use are neither 
 moved.
 
 A product has a term for each token, if only times zero. So that a token's NaN or infinity stays its
-own, inputs that are not finite are replaced: by 0 on the way in, since its residual keeps them, and
-by the largest number on the way out.
+own, inputs that are not finite are replaced by 0: on the way in without more, since its router's
+weights are NaN then, and on the way out with a weight of NaN for the token whose line it is.
 """
 
 from functools import partial
@@ -28,6 +28,7 @@ from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 MAX_TOKENS = UNDIVIDED_TOKENS  # products grow with the tokens, gathers do not
 TILE_LINES = 128
 MAX_WIDTH = 2048  # columns at once
+_SHARE = 1 / (2 * MAX_WIDTH)  # of each finite number: so many of them have a finite sum
 
 # The kernels' names in compiled programs.
 GATHER_NAME, GATE_NAME, ADD_NAME = "gather_expert_lines", "gate_expert_lines", "add_expert_lines"
@@ -92,7 +93,7 @@ def tpu_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.A
     tile, columns = min(TILE_LINES, num_lines), min(MAX_WIDTH, width)
     whole = pl.BlockSpec(weights.shape, lambda *_: (0, 0))
     kernel = pl.pallas_call(
-        _add,
+        partial(_add, width=width),
         name=ADD_NAME,
         out_shape=jax.ShapeDtypeStruct((num_tokens, width), results.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -123,13 +124,6 @@ def _used_tile(column: Any, number: Any, count: Any, *, tile: int) -> Any:
     return jnp.minimum(number, last), column
 
 
-def _finite(x: Any, other: float) -> Any:
-    """x, with `other` for NaN and infinities."""
-    most = float(jnp.finfo(x.dtype).max)
-    values = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(values) <= most, values, other).astype(x.dtype)
-
-
 def _first_line(tile: int) -> Any:
     return pl.program_id(1) * tile
 
@@ -140,7 +134,9 @@ def _gather(count: Any, places: Any, x: Any, out: Any, finite: Any) -> None:
 
     @pl.when(first == 0)
     def _() -> None:
-        finite[...] = _finite(x[...], 0.0)
+        values = x[...].astype(jnp.float32)
+        is_finite = jnp.abs(values) <= float(jnp.finfo(x.dtype).max)
+        finite[...] = jnp.where(is_finite, values, 0.0).astype(x.dtype)
 
     @pl.when(first < count[0])
     def _() -> None:
@@ -158,8 +154,13 @@ def _gate(count: Any, gate: Any, up: Any, out: Any, *, gated: Gated) -> None:
         out[...] = values.astype(out.dtype)
 
 
-def _add(count: Any, places: Any, weights: Any, results: Any, out: Any, total: Any) -> None:
-    """results [tile, columns] times weights [top_k, T], at places [top_k, T], onto total."""
+def _add(
+    count: Any, places: Any, weights: Any, results: Any, out: Any, total: Any, *, width: int
+) -> None:
+    """results [tile, columns] times weights [top_k, T], at places [top_k, T], onto total.
+
+    `width` counts the columns of all blocks.
+    """
     tile, num_tokens = results.shape[0], out.shape[0]
     first = _first_line(tile)
 
@@ -169,13 +170,19 @@ def _add(count: Any, places: Any, weights: Any, results: Any, out: Any, total: A
 
     @pl.when(first < count[0])
     def _() -> None:
+        values = results[...].astype(jnp.float32)
+        if width % values.shape[1]:  # behind the last column lies anything
+            column = lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
+            column += pl.program_id(0) * values.shape[1]
+            values = jnp.where(column < width, values, 0.0)
+        is_finite = jnp.abs(jnp.sum(values * _SHARE, axis=1, keepdims=True)) < jnp.inf
+        is_used = first + lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < count[0]
+        rows = jnp.where(is_finite & is_used, values, 0.0).astype(results.dtype)
         line = first + lax.broadcasted_iota(jnp.int32, (tile, num_tokens), 0)
         shares = jnp.zeros((tile, num_tokens), jnp.float32)
         for k in range(places.shape[0]):  # a line is one of the token's at most
             shares = jnp.where(places[k : k + 1] == line, weights[k : k + 1], shares)
-        own = first + lax.broadcasted_iota(jnp.int32, results.shape, 0) < count[0]
-        rows = _finite(results[...], float(jnp.finfo(results.dtype).max))
-        rows = jnp.where(own, rows, 0).astype(results.dtype)
+        shares = jnp.where(is_finite | (shares == 0), shares, jnp.nan)
         total[...] += product(shares.astype(rows.dtype), rows, (0, 0))
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)

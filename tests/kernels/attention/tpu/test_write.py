@@ -1,6 +1,6 @@
 """The TPU's KV write, simulated on the CPU: every slot of the cache is compared."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
+from sgl_jax.kernels.attention import xla
+from sgl_jax.kernels.attention.cache_dtype import as_cached
 from sgl_jax.kernels.attention.tpu import write as module
 from tests.kernels.attention.problems import (
     LAYER,
@@ -19,7 +21,8 @@ from tests.kernels.attention.problems import (
     make_batch,
     with_new_tokens,
 )
-from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
+from tests.kernels.not_finite import assert_same_bits
+from tests.kernels.simulation import EAGER, LAZY, MODES, NoWait, simulate
 from tests.long import long, long_but
 
 PROGRAMS = (
@@ -108,6 +111,62 @@ def test_a_cache_of_8_bits_holds_its_greatest_value_for_what_is_beyond_it(mode):
     new_keys = np.asarray(problem.k, np.float32)
     assert (abs(new_keys) > 464).any()  # what a cast alone would make NaN
     check_problem(problem, EIGHT_BITS, compiled(EIGHT_BITS, MODES[mode]))
+
+
+ANY_BITS = [
+    Program(page_size=32, kv_heads=2, group=1, dtype=dtype, cache_dtype=cache)
+    for dtype, cache in [
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, jnp.int8),
+        (jnp.float32, jnp.int8),
+        (jnp.float32, jnp.bfloat16),
+        (jnp.float32, jnp.float32),
+    ]
+]
+
+
+def any_numbers(rng, shape, dtype):
+    """Numbers of any bits; some near the bounds of 8 bits, infinite, NaN, or subnormal there."""
+    size = np.dtype(dtype).itemsize
+    numbers = rng.integers(0, 256, size=(*shape, size), dtype=np.uint8).view(dtype)[..., 0]
+    bounds = [448, 449, 463, 464, 465, 480, 1e30, np.inf, np.nan, 0]
+    bounds += [2.0**-6, 2.0**-7, 2.0**-7 * 1.01, 2.0**-10, 2.0**-6 * 0.99, 1e-30]
+    some = rng.choice([*bounds, *np.negative(bounds)], size=shape).astype(dtype)
+    return np.where(rng.random(shape) < 0.5, some, numbers)
+
+
+@pytest.mark.parametrize(
+    "program", ANY_BITS, ids=lambda own: f"{own.dtype.__name__}-{own.cache_dtype.__name__}"
+)
+def test_the_kernel_writes_the_bits_that_xla_writes(program):
+    """NaN, infinities and overflow too; a NaN of 16 or 32 bits may be any of them."""
+    problem = build(Case(program, [(31, 1), (64, 1), (0, 1)], [(5, 24), (32, 35)], 0, seed=2))
+    rng = np.random.default_rng(3)
+    k, v = (any_numbers(rng, x.shape, program.dtype) for x in (problem.k, problem.v))
+    problem = problem._replace(k=k, v=v)
+    got = np.asarray(simulate(compiled(program, LAZY), problem))
+    want = np.asarray(by_xla(problem, program))
+    if want.dtype == np.int8:
+        np.testing.assert_array_equal(got[:, 1:], want[:, 1:])
+    else:
+        assert_same_bits(got[:, 1:], want[:, 1:])
+
+
+@partial(jax.jit, static_argnames="program")
+def by_xla(problem, program):
+    batch = make_batch(problem, program)
+    return xla.write_kv(problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch)
+
+
+def test_8_bits_hold_nan_where_a_key_or_value_is_not_finite_and_saturate_elsewhere():
+    """NaN lies in the same places of keys and values: the decode kernel looks at values alone."""
+    k = jnp.array([1.0, np.nan, 2.0, -np.inf, 1e30, -465.0, np.inf, 2.0**-7, 0.9 * 2.0**-7])
+    v = jnp.array([1.0, 2.0, -np.nan, 3.0, 464.0, 1.0, np.nan, -(2.0**-8), 448.0])
+    keys, values = (np.asarray(x).view(jnp.float8_e4m3fn) for x in as_cached(jnp.int8, k, v))
+    nan = np.nan
+    np.testing.assert_array_equal(keys.astype(float), [1, nan, nan, nan, 448, -448, nan, 0, 0])
+    np.testing.assert_array_equal(values.astype(float), [1, nan, nan, nan, 448, 1, nan, 0, 448])
+    assert {*keys.view(np.uint8)[[1, 2, 3, 6]], *values.view(np.uint8)[[1, 2, 3, 6]]} == {0x7F}
 
 
 @pytest.mark.parametrize(
