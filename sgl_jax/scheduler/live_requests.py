@@ -87,7 +87,7 @@ class LiveRequests:
             )
             self._refuse(message, text, 503)
             return
-        if not self._tenants.may_queue(message.tenant):
+        if not message.is_probe and not self._tenants.may_queue(message.tenant):
             self._refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
             return
         if self.gate.error and message.sampling.grammar is not None:
