@@ -226,7 +226,7 @@ def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
     return SessionOwner(caller_of(request), tenant)
 
 
-_OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key
+OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key
 
 
 class ApiKeyMiddleware:
@@ -238,7 +238,7 @@ class ApiKeyMiddleware:
     def __init__(self, app: ASGIApp, keys: ApiKeys, public: Collection[str] = ()) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = _OPEN_PATHS.union(public)
+        self._open_paths = OPEN_PATHS.union(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
