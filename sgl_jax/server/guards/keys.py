@@ -99,7 +99,7 @@ class ApiKeys:
         Only digests are compared, so that the time it takes shows nothing of a key.
         """
         caller = None
-        if len(authorization) == 1:
+        if len(set(authorization)) == 1:  # sglang-router adds its own to the client's
             scheme, _, token = authorization[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 caller = self._callers.get(_digest(token.strip()))
