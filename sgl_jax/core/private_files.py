@@ -1,7 +1,7 @@
 """Folders and files that other users of the machine cannot read, whatever the umask is.
 
 They are for all that holds prompts, histories, KV or recordings. The process of the engine has
-a umask that closes all its files; an `Engine` in Python leaves that of its process as it is.
+a umask that closes all its files; an `Engine` in Python does not change the umask of its process.
 """
 
 import os

@@ -276,6 +276,7 @@ class ServerArgs(SchedulerArgs):
         secret=True,
     )
     admin_api_key_file: str | None = setting(None, "file of such keys, as --api-key-file")
+    open_metrics: bool = setting(False, "/metrics needs no key: for scrapers that cannot send one")
     cors_allow_origins: str | None = setting(
         None, "web origins whose pages may call this server, separated by commas, or *"
     )
@@ -305,7 +306,7 @@ class ServerArgs(SchedulerArgs):
     kv_events_config: str | None = setting(
         None,
         "JSON: publish the cached blocks for routers, in the format of vLLM and SGLang "
-        '({"endpoint": "tcp://*:5557"})',
+        '({"endpoint": "tcp://127.0.0.1:5557"})',
     )
     log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
     log_requests: bool = setting(False, "log each request's arrival and end")

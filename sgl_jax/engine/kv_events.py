@@ -109,7 +109,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class _Replay:
-    """What subscriber `client` still gets of a replay, and the time when it last took a message."""
+    """The rest of a replay for subscriber `client`, and the time when it last took a message."""
 
     def __init__(self, client: bytes, messages: list[tuple[bytes, bytes]]) -> None:
         self.client = client
@@ -163,7 +163,7 @@ class _RankSockets:
     def continue_replays(self) -> None:
         """Send each subscriber as much as its queue takes; give up one that reads nothing.
 
-        A subscriber that has asked twice gets one replay after the other.
+        A subscriber with two requests gets one replay after the other.
         """
         left: dict[bytes, list[_Replay]] = {}
         for replay in self.replays:

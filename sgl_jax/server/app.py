@@ -59,7 +59,9 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     public = {page.path for page in pages}
     app.add_middleware(OriginMiddleware, args=refs.args, public=public)
     if not keys.is_open:
-        app.add_middleware(ApiKeyMiddleware, keys=keys, public=public)
+        app.add_middleware(
+            ApiKeyMiddleware, keys=keys, public=public, open_metrics=refs.args.open_metrics
+        )
     app.add_middleware(
         RequestIdMiddleware,
         logs_access=not refs.args.disable_access_log,

@@ -234,6 +234,17 @@ async def test_with_an_admin_key_alone_clients_are_guarded(
         assert (await rig.http.get("/v1/models", headers=headers)).status_code == 200
 
 
+async def test_metrics_may_be_open_to_scrapers_without_a_key(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with serving(model_folder, tokenizer, api_key="hush") as rig:
+        assert (await rig.http.get("/metrics")).status_code == 401
+    async with serving(model_folder, tokenizer, api_key="hush", open_metrics=True) as rig:
+        assert (await rig.http.get("/metrics", headers={"host": "10.1.2.3"})).status_code == 200
+        assert (await rig.http.get("/metrics", headers=ORIGIN)).status_code == FORBIDDEN
+        assert (await rig.http.get("/v1/models")).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("host", "settings", "is_warned"),
     [

@@ -1,4 +1,4 @@
-"""Refuses what web pages of other sites send to a server that needs no key.
+"""Refuses requests of other sites' web pages to a server that needs no key.
 
 A browser sends the requests of any page to any address that its machine can reach, loopback
 included. Two checks keep such pages out of every route but probes and the server's own pages:
