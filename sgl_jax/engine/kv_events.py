@@ -12,6 +12,7 @@ and tries again later when the subscriber's queue is full.
 Nothing is authenticated or encrypted, and the events hold the token ids of all prompts.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -232,13 +233,17 @@ class KVEventPublisher:
                 self._batches.put((dp_rank, time.time(), events))
                 has_any = True
         if has_any:
-            self._wake.send(b"")
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(zmq.Again):  # it has not yet read that it was woken before
+            self._wake.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """Send all events so far, and close the sockets."""
         self.publish()
         self._is_closing = True
-        self._wake.send(b"")
+        self._wake_thread()
         self._thread.join()
         self._wake.close(linger=0)
         self._woken.close(linger=0)

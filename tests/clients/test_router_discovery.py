@@ -1,5 +1,7 @@
-"""sglang-router, with its flags in Kubernetes, finds an engine's pod by its label, and both need the
-same key."""
+"""sglang-router, with its flags in Kubernetes, finds an engine's pod by its label.
+
+Both need the same key.
+"""
 
 import os
 import subprocess

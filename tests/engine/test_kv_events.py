@@ -1,8 +1,10 @@
 """An independent subscriber rebuilds the caches' blocks from the published events."""
 
+import contextlib
 import json
 import random
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +297,7 @@ def endpoints(folder: Path, transport: str) -> KVEventsConfig:
 
 def replay_reader(context: "zmq.Context[zmq.Socket[bytes]]", config: KVEventsConfig) -> Any:
     reader = context.socket(zmq.DEALER)
-    reader.rcvhwm = 100
+    reader.set(zmq.RCVHWM, 100)
     reader.rcvtimeo = TIMEOUT_MS
     reader.connect(config.replay_endpoint or "")
     return reader
@@ -363,9 +365,17 @@ def test_by_default_only_this_machine_can_subscribe() -> None:
     assert KVEventsConfig.read("{}").endpoint == "tcp://127.0.0.1:5557"
 
 
+def two_free_ports() -> int:
+    """The first of two neighbors that were free a moment ago."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port: int = first.getsockname()[1]
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
+
+
 def test_each_rank_has_a_port_of_its_own() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = two_free_ports()
     logs = [BlockLog(), BlockLog()]
     publisher = KVEventPublisher(KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}"), logs, 4)
     try:
@@ -384,6 +394,37 @@ def test_events_wait_while_the_thread_is_behind(tmp_path: Path) -> None:
     publisher.publish()
     assert log.take()
     publisher.close()
+
+
+def test_the_loop_never_waits_for_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_send = threading.Event()
+    num_sent = 0
+
+    def send(self: KVEventPublisher, *batch: object) -> None:
+        nonlocal num_sent
+        may_send.wait()
+        num_sent += 1
+
+    monkeypatch.setattr(KVEventPublisher, "_send", send)
+    log = BlockLog()
+    publisher = KVEventPublisher(KVEventsConfig(endpoint=f"ipc://{tmp_path}/events"), [log], 4)
+
+    def publish() -> None:
+        for _ in range(5000):
+            log.cleared()
+            publisher.publish()
+
+    loop = threading.Thread(target=publish, daemon=True)
+    loop.start()
+    loop.join(10)
+    was_waiting = loop.is_alive()
+    may_send.set()
+    loop.join(10)
+    publisher.close()
+    assert not was_waiting
+    assert num_sent == 5000
 
 
 def test_an_engine_publishes_its_blocks_and_the_time_of_starts(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ async def test_probes_and_links_to_the_pages_pass(model_folder: Path, tokenizer:
         ([], "localhost.evil.example", False),
         ([], "127.0.0.1.evil.example", False),
         ([], "", False),
+        ([], ".", False),
         ([], "[::1", False),
         ([], "user@localhost", False),
         (["--host", "0.0.0.0"], "10.1.2.3:30000", True),

@@ -52,18 +52,23 @@ def warn_if_exposed(args: ServerArgs, keys: ApiKeys) -> None:
 
 def allowed_origins(args: ServerArgs) -> list[str]:
     """The origins in `--cors-allow-origins`."""
-    return [each.strip() for each in (args.cors_allow_origins or "").split(",") if each.strip()]
+    return _entries(args.cors_allow_origins)
+
+
+def _entries(text: str | None) -> list[str]:
+    """The entries of a list with commas."""
+    return [each.strip() for each in (text or "").split(",") if each.strip()]
 
 
 class OriginMiddleware:
-    """Answers 403 for a request without a key of a foreign page. `public` are paths of pages that
-    hold no data."""
+    """Answers 403 to requests without a key of another site's page. `public` are paths of pages
+    that hold no data."""
 
     def __init__(self, app: ASGIApp, args: ServerArgs, public: Collection[str] = ()) -> None:
         self._app = app
         self._open_paths = OPEN_PATHS.union(public)
         self._origins = frozenset(allowed_origins(args))
-        self._allowed = [each.strip().lower() for each in (args.allowed_hosts or "").split(",")]
+        self._allowed = [each.lower() for each in _entries(args.allowed_hosts)]
         self._names = {"localhost", args.host.lower(), *self._allowed}
         self._is_loopback = is_loopback(args.host)
         if not self._is_loopback:
