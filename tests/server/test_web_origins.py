@@ -24,7 +24,7 @@ CROSS_SITE = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
 FORBIDDEN = 403
 STATE_CALLS = ("/pause_generation", "/start_profile", "/flush_cache", "/save_cache")
 EXPERT_ROUTES = tuple(f"/{verb}_expert_distribution_record" for verb in ("start", "stop", "dump"))
-OPEN = {"/health", "/ping"}  # of load balancers, which call any name
+OPEN = {"/health", "/liveness", "/ping"}  # of load balancers, which call any name
 
 
 def routes_of(rig: Rig) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ async def test_own_pages_and_programs_are_served(
 async def test_probes_and_links_to_the_pages_pass(model_folder: Path, tokenizer: Tokenizer) -> None:
     """Neither shows data; a page that was rebound gets none either, since its calls are refused."""
     async with serving(model_folder, tokenizer) as rig:
-        for path in ("/health", "/ping", "/", "/memory", "/chat.js"):
+        for path in (*sorted(OPEN), "/", "/memory", "/chat.js"):
             for headers in ({"host": "lb.example"}, CROSS_SITE, ORIGIN):
                 assert (await rig.http.get(path, headers=headers)).status_code == 200
 
