@@ -101,6 +101,8 @@ def test_the_router_takes_its_flags_and_finds_the_engines() -> None:
     assert args.service_discovery_port == ports_of(engine)["http"]
     assert args.service_discovery_namespace == f"$({container['env'][0]['name']})"
     assert pod["terminationGracePeriodSeconds"] > args.shutdown_grace_period_secs
+    assert args.api_key == f"$({container['env'][1]['name']})"
+    assert container["env"][1] in engine["env"]
 
 
 def test_a_request_through_the_gateway_reaches_the_engines() -> None:

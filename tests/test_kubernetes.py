@@ -12,6 +12,7 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.hosts.group import DEFAULT_PORT, with_group
 from sgl_jax.planner.topology import Topology
+from sgl_jax.server.guards.keys import OPEN_PATHS, ApiKeys
 from tests.custom_resources import CUSTOM, check
 from tests.documented import ROOT
 
@@ -22,6 +23,7 @@ OVERLAYS = sorted(
     if yaml.safe_load(path.read_text())["kind"] != "Component"
 )
 VERSION = "1.33"
+KEYS = "sgl-jax-keys"  # the Secret
 GENERATIONS = {
     "tpu-v5-lite-podslice": "v5e",
     "tpu-v6e-slice": "v6e",
@@ -149,6 +151,36 @@ def args_of(container: dict[str, Any], num_hosts: int) -> ServerArgs:
         assert args.nnodes == num_hosts
         assert (ports["hosts"], ports["jax"]) == (DEFAULT_PORT, DEFAULT_PORT + 1)
     return args
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_engine_needs_a_key_and_is_for_its_namespace(name: str) -> None:
+    resources = rendered(name)
+    template, _ = engine_pod(resources)
+    (container,) = template["spec"]["containers"]
+    secrets = {
+        each["name"]: each["valueFrom"]["secretKeyRef"]["key"]
+        for each in container["env"]
+        if each.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == KEYS
+    }
+    assert secrets == {"SGL_JAX_API_KEY": "api-key", "SGL_JAX_ADMIN_API_KEY": "admin-api-key"}
+    args = parse_server_args(container["args"], {each: each.lower() for each in secrets})
+    assert not ApiKeys.from_args(args).is_open
+    assert args.open_metrics
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[kind]["httpGet"]["path"] in OPEN_PATHS
+    labels = template["metadata"]["labels"]
+    policies = [
+        each["spec"]
+        for each in resources
+        if each["kind"] == "NetworkPolicy" and each["spec"]["podSelector"]["matchLabels"] == labels
+    ]
+    assert policies
+    sources = [rule["from"] for policy in policies for rule in policy["ingress"]]
+    assert {"podSelector": {}} in [each for source in sources for each in source]
+    for source in sources:
+        assert all({"podSelector", "ipBlock"} & each.keys() for each in source)
+        assert {"ipBlock": {"cidr": "0.0.0.0/0"}} not in source
 
 
 def test_the_image_has_the_user_of_the_manifests() -> None:

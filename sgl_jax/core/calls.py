@@ -198,7 +198,7 @@ CALLS = (
     Call(StopRequest, "stop"),
     Call(CancelCall, "cancel"),
     Call(CompileGrammar, "compile_grammar", Done),
-    # Older clients of SGLang send a GET.
+    # Older clients of SGLang send a GET; from a browser it is refused (`guards/origins.py`).
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
     Call(GetState, "read_state", dict[str, Any], is_read=True),
@@ -244,7 +244,7 @@ CALLS = (
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     *(
         # Their names are SGLang's.
-        Call(message, handler, data, f"/{verb}_expert_distribution_record", ("GET", "POST"), True)
+        Call(message, handler, data, f"/{verb}_expert_distribution_record", is_admin=True)
         for message, handler, data, verb in (
             (StartExpertRecord, "start_expert_record", Done, "start"),
             (StopExpertRecord, "stop_expert_record", Done, "stop"),

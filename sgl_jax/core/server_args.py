@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.settings import flag, setting
+
+_HOST_PATTERN = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -273,8 +276,14 @@ class ServerArgs(SchedulerArgs):
         secret=True,
     )
     admin_api_key_file: str | None = setting(None, "file of such keys, as --api-key-file")
+    open_metrics: bool = setting(False, "/metrics needs no key: for scrapers that cannot send one")
     cors_allow_origins: str | None = setting(
         None, "web origins whose pages may call this server, separated by commas, or *"
+    )
+    allowed_hosts: str | None = setting(
+        None,
+        "without keys: names of this server, as clients write them in URLs, besides addresses, "
+        "localhost and --host, separated by commas; *.example.com: all below, *: any",
     )
     max_connections: int = setting(
         4096, "connections open at once; further ones get a 503", bounds=(1, 1_000_000)
@@ -297,7 +306,7 @@ class ServerArgs(SchedulerArgs):
     kv_events_config: str | None = setting(
         None,
         "JSON: publish the cached blocks for routers, in the format of vLLM and SGLang "
-        '({"endpoint": "tcp://*:5557"})',
+        '({"endpoint": "tcp://127.0.0.1:5557"})',
     )
     log_format: str = setting("text", "log lines as text or as JSON objects", ("text", "json"))
     log_requests: bool = setting(False, "log each request's arrival and end")
@@ -386,6 +395,12 @@ class ServerArgs(SchedulerArgs):
                 f"--dp-size {self.dp_size} x --tp-size {self.tp_size} must be a multiple of "
                 f"--nnodes {self.nnodes}: each host has as many devices"
             )
+        for name in () if self.allowed_hosts is None else self.allowed_hosts.split(","):
+            if not _HOST_PATTERN.fullmatch(name.strip()):
+                raise ValueError(
+                    "--allowed-hosts takes names without schemes and ports, separated by commas, "
+                    f"such as llm.example.com, *.example.com or *, got {name.strip()!r}"
+                )
         for name in ("api_key", "admin_api_key", "host_key"):
             key = getattr(self, name)
             if key is not None and not key.strip():

@@ -5,9 +5,14 @@ at its own port, with messages of three frames: topic, sequence number (8 bytes,
 (`KVEventBatch`). A subscriber that finds a gap in the numbers sends a first number to the ROUTER
 socket, and gets the buffered messages from there on, then one with the number -1.
 
-The engine's loop hands the events of a turn to a thread, which encodes and sends them.
+The engine's loop hands the events of a turn to a thread, which encodes and sends them. A replay is
+sent as fast as its subscriber reads: the thread keeps the batches that the subscriber still gets,
+and tries again later when the subscriber's queue is full.
+
+Nothing is authenticated or encrypted, and the events hold the token ids of all prompts.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,7 +31,13 @@ logger = logging.getLogger(__name__)
 _END = -1
 _DEVICE = "GPU"  # the medium's name in the format, for device memory of any kind
 _WAKE = "inproc://kv-events"
+_OF_THIS_MACHINE = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _NUMBER_BYTES = 8
+# Replays that a rank sends at once; each may hold `buffer_steps` batches that are kept no more.
+_MAX_REPLAYS = 8
+_REPLAY_QUEUE = 100  # messages that wait in a socket for a slow subscriber
+_REPLAY_POLL_MS = 5
+_REPLAY_TIMEOUT_S = 60.0  # without any message taken
 _Socket: TypeAlias = "zmq.Socket[bytes]"
 _Context: TypeAlias = "zmq.Context[_Socket]"
 
@@ -44,7 +55,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     publisher: Literal["null", "zmq"] = "zmq"
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000
@@ -98,8 +109,18 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
+class _Replay:
+    """The rest of a replay for subscriber `client`, and the time when it last took a message."""
+
+    def __init__(self, client: bytes, messages: list[tuple[bytes, bytes]]) -> None:
+        self.client = client
+        self.messages = deque(messages)
+        self.last_s = time.monotonic()
+
+
 class _RankSockets:
-    """The sockets of one rank, its next sequence number, and the batches kept for a replay."""
+    """The sockets of one rank, its next sequence number, the batches kept for a replay, and the
+    replays that go on."""
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, context: "_Context") -> None:
         self._topic = config.topic.encode()
@@ -108,10 +129,14 @@ class _RankSockets:
         self._publisher = context.socket(zmq.PUB)
         self._publisher.set_hwm(config.hwm)
         self.router: _Socket | None = None
+        self.replays: list[_Replay] = []
         try:
             _open(self._publisher, _of_rank(config.endpoint, dp_rank))
             if config.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
+                # A full queue is an error; by default the message would be dropped.
+                self.router.set(zmq.ROUTER_MANDATORY, 1)
+                self.router.set(zmq.SNDHWM, _REPLAY_QUEUE)
                 _open(self.router, _of_rank(config.replay_endpoint, dp_rank))
         except zmq.ZMQError as error:
             self.close()
@@ -123,16 +148,46 @@ class _RankSockets:
         self._kept.append((number, payload))
         self._publisher.send_multipart((self._topic, number, payload))
 
-    def replay(self) -> None:
-        """Answer one subscriber; anything but a sequence number gets the end alone."""
+    def start_replays(self) -> None:
+        """Read requests for a replay, as far as more may go on; the others wait in the socket.
+
+        Anything but a sequence number gets the end only.
+        """
         assert self.router is not None
-        client, *_, first = self.router.recv_multipart()
-        if len(first) == _NUMBER_BYTES:
-            for number, payload in self._kept:
-                if number >= first:
-                    self.router.send_multipart((client, b"", number, payload))
-        end = _END.to_bytes(_NUMBER_BYTES, signed=True)
-        self.router.send_multipart((client, b"", end, b""))
+        while len(self.replays) < _MAX_REPLAYS and self.router.poll(0):
+            client, *_, first = self.router.recv_multipart()
+            is_number = len(first) == _NUMBER_BYTES
+            messages = [each for each in self._kept if is_number and each[0] >= first]
+            end = (_END.to_bytes(_NUMBER_BYTES, signed=True), b"")
+            self.replays.append(_Replay(client, [*messages, end]))
+
+    def continue_replays(self) -> None:
+        """Send each subscriber as much as its queue takes; give up one that reads nothing.
+
+        A subscriber with two requests gets one replay after the other.
+        """
+        left: dict[bytes, list[_Replay]] = {}
+        for replay in self.replays:
+            if replay.client in left or not self._has_ended(replay):
+                left.setdefault(replay.client, []).append(replay)
+        self.replays = [replay for replays in left.values() for replay in replays]
+
+    def _has_ended(self, replay: _Replay) -> bool:
+        assert self.router is not None
+        try:
+            while replay.messages:
+                message = (replay.client, b"", *replay.messages[0])
+                self.router.send_multipart(message, zmq.NOBLOCK)
+                replay.messages.popleft()
+                replay.last_s = time.monotonic()
+        except zmq.Again:
+            if time.monotonic() - replay.last_s < _REPLAY_TIMEOUT_S:
+                return False
+            logger.warning("a subscriber of KV events reads no replay: it gets no more of it")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it has gone
+                raise
+        return True
 
     def close(self) -> None:
         for socket in (self._publisher, self.router):
@@ -178,13 +233,17 @@ class KVEventPublisher:
                 self._batches.put((dp_rank, time.time(), events))
                 has_any = True
         if has_any:
-            self._wake.send(b"")
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(zmq.Again):  # it has not yet read that it was woken before
+            self._wake.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """Send all events so far, and close the sockets."""
         self.publish()
         self._is_closing = True
-        self._wake.send(b"")
+        self._wake_thread()
         self._thread.join()
         self._wake.close(linger=0)
         self._woken.close(linger=0)
@@ -198,20 +257,23 @@ class KVEventPublisher:
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
-        routers = {rank.router: rank for rank in self._ranks if rank.router is not None}
-        for router in routers:
-            poller.register(router, zmq.POLLIN)
+        ranks = [rank for rank in self._ranks if rank.router is not None]
         while True:
-            for socket, _ in poller.poll():
-                if socket in routers:
-                    routers[socket].replay()
-                else:
-                    self._woken.recv()
-                    is_closing = self._is_closing  # before the queue is emptied
-                    while not self._batches.empty():
-                        self._send(*self._batches.get())
-                    if is_closing:
-                        return
+            for rank in ranks:
+                rank.start_replays()
+                rank.continue_replays()
+                # A request that has to wait must not wake the thread.
+                is_full = len(rank.replays) == _MAX_REPLAYS
+                poller.register(rank.router, 0 if is_full else zmq.POLLIN)
+            has_replays = any(rank.replays for rank in ranks)
+            found = dict(poller.poll(_REPLAY_POLL_MS if has_replays else None))
+            if self._woken in found:
+                self._woken.recv()
+                is_closing = self._is_closing  # before the queue is emptied
+                while not self._batches.empty():
+                    self._send(*self._batches.get())
+                if is_closing:
+                    return
 
     def _send(self, dp_rank: int, ts: float, events: list[BlockEvent]) -> None:
         batch = KVEventBatch(ts, [self._written(event) for event in events], dp_rank)
@@ -236,6 +298,13 @@ def open_kv_events(
     """
     if config.publisher == "null":
         return None
+    for endpoint in (config.endpoint, config.replay_endpoint):
+        if endpoint is not None and not endpoint.startswith(_OF_THIS_MACHINE):
+            logger.warning(
+                "--kv-events-config: whoever can reach %s gets the token ids of all prompts, "
+                "without a key; tcp://127.0.0.1:PORT and ipc://PATH are of this machine only",
+                endpoint,
+            )
     logs = [memory.log_blocks() for memory in memories]
     return KVEventPublisher(config, logs, memories[0].page_size)
 

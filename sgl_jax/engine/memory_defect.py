@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_jax.core.private_files import make_private_folder
 from sgl_jax.mem_cache.dump import write_dump
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -51,7 +52,7 @@ class DefectRecord:
         try:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="sgl-jax-memory-"))
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             path = self._folder / f"memory-{os.getpid()}-{self.num_defects}.json"
             write_dump(path, memories, reason, context)
         except OSError as failure:

@@ -85,6 +85,7 @@ class EngineProcess:
             stderr=subprocess.STDOUT,
             pass_fds=(engine_end.fileno(),),
             start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
+            umask=0o077,  # its files hold prompts, KV and recordings
         )
         assert self._process.stdin is not None
         # If the child has died already, the report of its exit is better than a broken pipe's.

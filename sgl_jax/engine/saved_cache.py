@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sgl_jax.core.array_codec import make_decoder, make_encoder
+from sgl_jax.core.private_files import make_private_folder
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.host_transfers import HostTransfers
 from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, saved_prefixes
@@ -52,6 +53,7 @@ class SavedCacheFolder:
 
     def save(self, saved: SavedCache, fingerprint: str) -> None:
         """Write a step. Raises OSError or ValueError if it cannot be written."""
+        make_private_folder(self._folder)
         packed = make_encoder().encode(saved)
         facts = {"fingerprint": fingerprint, "digest": _digest(packed)}
         with self._manager() as manager:

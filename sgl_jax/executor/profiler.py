@@ -12,6 +12,8 @@ from pathlib import Path
 
 import jax
 
+from sgl_jax.core.private_files import make_private_folder
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,6 +69,6 @@ class Profiler:
 
 def _try_to_write(folder: Path) -> None:
     """Raises OSError if it cannot be made, or written to."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")

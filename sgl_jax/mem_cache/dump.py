@@ -6,13 +6,13 @@ omits tokens, since prompts are private, and shortens namespaces, which may be s
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sgl_jax.core.private_files import open_private
 from sgl_jax.mem_cache.ledger_walk import find_defects
 from sgl_jax.mem_cache.pages.page_allocator import FREE, PageAllocator, describe_owner, each_page
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -27,8 +27,7 @@ def write_dump(
     exists or cannot be written.
     """
     dump = {"reason": reason, "context": context, "ranks": [dump_rank(each) for each in memories]}
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with open(path, "x", opener=open_private) as file:
         json.dump(dump, file)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import DescribePage, FindPrefix, ReadMemory
 from sgl_jax.core.request_limits import INT32, check_between
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import FrameBuilder, ViewFacts, added_up
 from sgl_jax.memory_view.reader import MemoryReader
@@ -30,6 +32,7 @@ from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.scheduler.record.event_log import EventReader
 from sgl_jax.scheduler.record.events import Planned, Record, Tick
 from sgl_jax.server.answer_stream import json_response
+from sgl_jax.server.guards.origins import OriginMiddleware
 from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
@@ -203,9 +206,12 @@ def view_app(frames: RecordedFrames, name: str) -> Starlette:
     async def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
+    pages = page_routes(MEMORY_PAGE, "/memory", "index.html")
+    public = {each.path for each in pages}
     return Starlette(
+        middleware=[Middleware(OriginMiddleware, args=ServerArgs(), public=public)],
         routes=[
-            *page_routes(MEMORY_PAGE, "/memory", "index.html"),
+            *pages,
             Route("/memory/hello", hello),
             Route("/memory/frame", frame),
             Route("/memory/page", page, methods=["POST"]),

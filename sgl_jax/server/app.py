@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.server import call_routes, management, memory_routes
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
@@ -14,6 +15,7 @@ from sgl_jax.server.apis.response_store import ResponseStore
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
+from sgl_jax.server.guards.origins import OriginMiddleware, allowed_origins
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.health_probe import HealthProbe
 from sgl_jax.server.memory_watch import MemoryWatch
@@ -54,8 +56,12 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     install_error_handlers(app)
     # The last one is the first that a request passes.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
+    public = {page.path for page in pages}
+    app.add_middleware(OriginMiddleware, args=refs.args, public=public)
     if not keys.is_open:
-        app.add_middleware(ApiKeyMiddleware, keys=keys, public={page.path for page in pages})
+        app.add_middleware(
+            ApiKeyMiddleware, keys=keys, public=public, open_metrics=refs.args.open_metrics
+        )
     app.add_middleware(
         RequestIdMiddleware,
         logs_access=not refs.args.disable_access_log,
@@ -65,16 +71,17 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     return app
 
 
-def with_cors(app: ASGIApp, origins: str | None) -> ASGIApp:
-    """`app` for pages of `origins` too, as in `--cors-allow-origins`; None: for no page.
+def with_cors(app: ASGIApp, args: ServerArgs) -> ASGIApp:
+    """Serve `app` to pages of the origins in `--cors-allow-origins`, too.
 
     It is the outermost layer, so that a page can read every refusal.
     """
-    if origins is None:
+    origins = allowed_origins(args)
+    if not origins:
         return app
     return CORSMiddleware(
         app,
-        allow_origins=[origin.strip() for origin in origins.split(",")],
+        allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=["retry-after", HEADER],  # browsers always show some others

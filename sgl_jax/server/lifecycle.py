@@ -45,6 +45,7 @@ from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.guards.origins import warn_if_exposed
 from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, url_of
 from sgl_jax.server.management import Gate
 from sgl_jax.server.references import References
@@ -121,6 +122,7 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, self._tracer.close)
             stack.callback(self._client.close)
             listener = stack.enter_context(listening_socket(self._args))
+            warn_if_exposed(self._args, self._keys)
             stack.callback(self._text_workers.close)
             stack.push_async_callback(self._stop_engine)
             stack.push_async_callback(self._texts.close)
@@ -133,7 +135,7 @@ class _Server:
                 silence = asyncio.ensure_future(self._end_if_silent())
                 stack.callback(silence.cancel)
             gate = Gate(self._health)
-            public = with_cors(gate, self._args.cors_allow_origins)
+            public = with_cors(gate, self._args)
             limits = Limits.of(self._args)
             serving = await stack.enter_async_context(http_on(public, limits, listener))
             logger.info("listening at %s; the engine starts", url_of(listener))

@@ -15,6 +15,7 @@ _ERRORS: dict[str, dict[str, Any]] = {
         "description": "the request cannot be served as it stands; `param` names the field at fault"
     },
     "401": {"description": "the API key is missing or wrong"},
+    "403": {"description": "without a key: a page of another origin, or a foreign Host"},
     "404": {"description": "no such model or route"},
     "405": {
         "description": "the route does not take this method",

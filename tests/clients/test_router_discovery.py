@@ -1,10 +1,14 @@
-"""sglang-router, with its flags in Kubernetes, finds an engine's pod by its label."""
+"""sglang-router, with its flags in Kubernetes, finds an engine's pod by its label.
+
+Both need the same key.
+"""
 
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -12,7 +16,7 @@ import pytest
 
 from tests.clients.pod_api import NAMESPACE, PodApi, pod, pod_api
 from tests.clients.router import STOP_TIMEOUT_S
-from tests.live.live_server import LiveServer, free_port
+from tests.live.live_server import LiveServer, bearer, free_port, live_server
 from tests.test_fleet import ROUTER, pod_of
 from tests.test_kubernetes import engine_pod
 
@@ -20,6 +24,7 @@ pytest.importorskip("sglang_router")
 pytestmark = pytest.mark.long
 
 TIMEOUT_S = 60.0
+KEY = "hush"
 
 
 def flags(**own: str) -> list[str]:
@@ -38,6 +43,12 @@ def api() -> Iterator[PodApi]:
 
 
 @pytest.fixture
+def worker(tmp_path: Path) -> Iterator[LiveServer]:
+    with live_server(tmp_path, "--api-key", KEY, key=KEY) as server:
+        yield server
+
+
+@pytest.fixture
 def router(api: PodApi, worker: LiveServer, tmp_path: Path) -> Iterator[str]:
     port = free_port()
     args = flags(
@@ -45,6 +56,7 @@ def router(api: PodApi, worker: LiveServer, tmp_path: Path) -> Iterator[str]:
         port=str(port),
         prometheus_port=str(free_port()),
         service_discovery_port=str(httpx.URL(worker.url).port),
+        api_key=KEY,
     )
     api.write_config(tmp_path / "config")
     with (tmp_path / "router.log").open("wb") as output:
@@ -92,7 +104,10 @@ def test_an_engine_is_used_while_its_pod_is_ready(api: PodApi, router: str) -> N
 
     api.send("MODIFIED", pod("engine", labels, "127.0.0.1", is_ready=True))
     wait_for(router, "/readiness", 200)
-    httpx.post(router + "/v1/completions", json=body, timeout=60).raise_for_status()
+    asked = partial(httpx.post, router + "/v1/completions", json=body, timeout=60)
+    asked(headers=bearer(KEY)).raise_for_status()
+    for path in ("/v1/completions", "/flush_cache"):
+        assert httpx.post(router + path, json=body, timeout=60).status_code == 401
 
     ending = pod("engine", labels, "127.0.0.1", is_ready=True)
     ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

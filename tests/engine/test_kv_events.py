@@ -1,19 +1,25 @@
 """An independent subscriber rebuilds the caches' blocks from the published events."""
 
+import contextlib
 import json
 import random
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from sgl_jax.engine.kv_events import KVEventPublisher, KVEventsConfig
+from sgl_jax.engine import kv_events
+from sgl_jax.engine.kv_events import KVEventPublisher, KVEventsConfig, open_kv_events
 from sgl_jax.engine.offline import Engine
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.scheduler.record.events import Flush
+from tests.live.live_server import free_port
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.waiting import until
 
 TIMEOUT_MS = 10_000
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -217,6 +223,95 @@ def test_a_malformed_replay_request_gets_the_end_alone(published: Published) -> 
     assert subscriber.replay.recv_multipart() == [b"", b"\xff" * 8, b""]
 
 
+NUM_KEPT = 10_000  # as the documentation promises
+
+
+def fill(publisher: KVEventPublisher, log: BlockLog, num_batches: int) -> None:
+    """Publish batches until the thread has sent this many."""
+    for _ in range(num_batches):
+        log.cleared()
+        publisher.publish()
+    until(publisher._batches.empty, "the thread has sent all")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_slow_reader_gets_all_kept_batches_and_the_end(tmp_path: Path, transport: str) -> None:
+    log = BlockLog()
+    config = endpoints(tmp_path, transport)
+    publisher = KVEventPublisher(config, [log], 4)
+    context = zmq.Context()
+    try:
+        fill(publisher, log, NUM_KEPT + 500)
+        slow, other = (replay_reader(context, config) for _ in range(2))
+        slow.send_multipart((b"", (0).to_bytes(8)))
+        assert slow.poll(TIMEOUT_MS)
+        # Meanwhile others are served, and batches that the first one will still get are dropped.
+        other.send_multipart((b"", (10_400).to_bytes(8)))
+        assert numbers_of(other) == [*range(10_400, 10_500), -1]
+        fill(publisher, log, 1000)
+        assert numbers_of(slow) == [*range(500, 10_500), -1]
+        # Two more requests are answered one after the other.
+        for first in (2000, 11_490):
+            slow.send_multipart((b"", first.to_bytes(8)))
+        for first in (2000, 11_490):
+            assert numbers_of(slow) == [*range(first, 11_500), -1]
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def test_readers_that_never_read_hold_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than are served at once ask; each is given up after a while, and its batches freed."""
+    monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
+    log = BlockLog()
+    config = endpoints(tmp_path, "ipc")
+    publisher = KVEventPublisher(config, [log], 4)
+    context = zmq.Context()
+    try:
+        fill(publisher, log, 5000)
+        readers = [replay_reader(context, config) for _ in range(2 * kv_events._MAX_REPLAYS)]
+        for reader in readers:
+            reader.send_multipart((b"", (0).to_bytes(8)))
+        gone = readers.pop()
+        gone.close(linger=0)
+        last = replay_reader(context, config)
+        last.send_multipart((b"", (4990).to_bytes(8)))
+        assert numbers_of(last) == [*range(4990, 5000), -1]
+        until(lambda: not publisher._ranks[0].replays, "all were given up")
+        assert "reads no replay" in caplog.text
+        fill(publisher, log, 1)  # the thread goes on
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
+def endpoints(folder: Path, transport: str) -> KVEventsConfig:
+    if transport == "ipc":
+        names = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
+    else:
+        names = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    return KVEventsConfig(endpoint=names[0], replay_endpoint=names[1])
+
+
+def replay_reader(context: "zmq.Context[zmq.Socket[bytes]]", config: KVEventsConfig) -> Any:
+    reader = context.socket(zmq.DEALER)
+    reader.set(zmq.RCVHWM, 100)
+    reader.rcvtimeo = TIMEOUT_MS
+    reader.connect(config.replay_endpoint or "")
+    return reader
+
+
+def numbers_of(reader: "zmq.Socket[bytes]") -> list[int]:
+    """The numbers of a replay's messages, the last of which is -1."""
+    numbers: list[int] = []
+    while not numbers or numbers[-1] >= 0:
+        _, number, _ = reader.recv_multipart()
+        numbers.append(int.from_bytes(number, signed=True))
+    return numbers
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -237,9 +332,50 @@ def test_an_endpoint_that_is_taken_is_refused() -> None:
             KVEventPublisher(config, [BlockLog()], 4)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "is_warned"),
+    [
+        ("tcp://127.0.0.1:0", None, False),
+        ("ipc://{folder}/events", "ipc://{folder}/replay", False),
+        ("inproc://events", None, False),
+        ("tcp://*:0", None, True),
+        ("tcp://127.0.0.1:0", "tcp://*:0", True),
+        ("tcp://192.0.2.1:5557", None, True),  # to which it connects
+    ],
+)
+def test_an_endpoint_for_other_machines_is_warned_of(
+    endpoint: str,
+    replay: str | None,
+    is_warned: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = KVEventsConfig(
+        endpoint=endpoint.format(folder=tmp_path),
+        replay_endpoint=replay and replay.format(folder=tmp_path),
+    )
+    driver = Driver(make_sizes(num_pages=8))
+    publisher = open_kv_events(config, [rank.memory for rank in driver.scheduler.ranks])
+    assert publisher is not None
+    publisher.close()
+    assert ("token ids of all prompts" in caplog.text) == is_warned
+
+
+def test_by_default_only_this_machine_can_subscribe() -> None:
+    assert KVEventsConfig.read("{}").endpoint == "tcp://127.0.0.1:5557"
+
+
+def two_free_ports() -> int:
+    """The first of two neighbors that were free a moment ago."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port: int = first.getsockname()[1]
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
+
+
 def test_each_rank_has_a_port_of_its_own() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = two_free_ports()
     logs = [BlockLog(), BlockLog()]
     publisher = KVEventPublisher(KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}"), logs, 4)
     try:
@@ -258,6 +394,37 @@ def test_events_wait_while_the_thread_is_behind(tmp_path: Path) -> None:
     publisher.publish()
     assert log.take()
     publisher.close()
+
+
+def test_the_loop_never_waits_for_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_send = threading.Event()
+    num_sent = 0
+
+    def send(self: KVEventPublisher, *batch: object) -> None:
+        nonlocal num_sent
+        may_send.wait()
+        num_sent += 1
+
+    monkeypatch.setattr(KVEventPublisher, "_send", send)
+    log = BlockLog()
+    publisher = KVEventPublisher(KVEventsConfig(endpoint=f"ipc://{tmp_path}/events"), [log], 4)
+
+    def publish() -> None:
+        for _ in range(5000):
+            log.cleared()
+            publisher.publish()
+
+    loop = threading.Thread(target=publish, daemon=True)
+    loop.start()
+    loop.join(10)
+    was_waiting = loop.is_alive()
+    may_send.set()
+    loop.join(10)
+    publisher.close()
+    assert not was_waiting
+    assert num_sent == 5000
 
 
 def test_an_engine_publishes_its_blocks_and_the_time_of_starts(tmp_path: Path) -> None:

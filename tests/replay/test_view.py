@@ -23,7 +23,14 @@ from sgl_jax.scheduler.record.events import Planned, TakeOutputs
 
 @pytest.fixture
 def client(path: Path) -> TestClient:
-    return TestClient(view_app(RecordedFrames(path), path.name))
+    return TestClient(view_app(RecordedFrames(path), path.name), base_url="http://127.0.0.1")
+
+
+def test_pages_of_other_sites_read_no_recording(client: TestClient) -> None:
+    for path in ("/memory/hello", "/memory/frame?number=0"):
+        assert client.get(path).status_code == 200
+        assert client.get(path, headers={"host": "evil.example"}).status_code == 403
+        assert client.get(path, headers={"origin": "http://evil.example"}).status_code == 403
 
 
 def test_each_step_has_a_frame_with_the_schedulers_counts(

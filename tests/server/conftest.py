@@ -107,7 +107,7 @@ async def serving(
     texts = TextPool(text_workers(model_folder))
     engine_metrics = EngineMetrics(front.metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
-    app = with_cors(build_app(refs, ApiKeys.from_args(args)), args.cors_allow_origins)
+    app = with_cors(build_app(refs, ApiKeys.from_args(args)), args)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def on_message(message: EngineMessage) -> None:
@@ -124,7 +124,7 @@ async def serving(
     thread.start()
     texts.start()
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield Rig(http, engine, refs, app)
     finally:
         await texts.close()

@@ -51,12 +51,16 @@ def test_a_caller_has_the_name_of_its_key() -> None:
     keys = keys_of(CLIENTS, ADMINS)
     assert admit(keys, "/generate", "Bearer a1") == ANN
     assert admit(keys, "/generate", "bearer  a1 ") == ANN
+    assert admit(keys, "/generate", "Bearer a1", "Bearer a1") == ANN  # of the client and a router
     assert admit(keys, "/generate", "BEARER r0") == ROOT
 
 
 @pytest.mark.parametrize(
     "authorization",
-    [[], [""], ["Bearer"], ["Bearer "], ["Bearer x"], ["Basic a1"], ["a1"], ["Bearer a1"] * 2],
+    [
+        *([], [""], ["Bearer"], ["Bearer "], ["Bearer x"], ["Basic a1"], ["a1"]),
+        ["Bearer a1", "Bearer b2"],
+    ],
 )
 def test_others_are_not_admitted(authorization: list[str]) -> None:
     assert admit(keys_of(CLIENTS, ADMINS), "/generate", *authorization) is None

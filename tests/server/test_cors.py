@@ -21,7 +21,7 @@ ALLOWED = "access-control-allow-origin"
 async def test_by_default_no_page_is_let_in(model_folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(model_folder, tokenizer) as rig:
         answer = await rig.http.options("/v1/chat/completions", headers=PREFLIGHT)
-        assert answer.status_code == 405
+        assert answer.status_code == 403
         answer = await rig.http.get("/v1/models", headers={"origin": ORIGIN})
         assert ALLOWED not in answer.headers
 

@@ -73,7 +73,7 @@ async def served(
         **settings,
     ) as rig:
         client = openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="-", http_client=rig.http, max_retries=0
+            base_url="http://localhost/v1", api_key="-", http_client=rig.http, max_retries=0
         )
         yield rig, client
 

@@ -232,7 +232,7 @@ async def read_slowly(url: str, rng: random.Random, body: object) -> list[bytes]
     """The JSON of each event of a streamed `/generate`, or of an answer that is an error."""
     content = json.dumps(body).encode()
     head = (
-        "POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     slow = socket.socket()

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_jax.core.private_files import make_private_folder, open_private
+
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"sgl_jax KV 1\n"
@@ -40,7 +42,7 @@ class FolderStore:
         self._sizes: OrderedDict[str, int] = OrderedDict()  # by key, least recently used first
         self._lock = threading.RLock()  # of the sizes
         self._unfinished = folder / "unfinished"
-        self._unfinished.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._unfinished)
         for path in self._unfinished.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another engine has moved it
                 if path.stat().st_mtime < time.time() - _LONGEST_WRITE_S:
@@ -72,10 +74,10 @@ class FolderStore:
                 continue
             self._forget(key)
             self._make_room(size)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             beside = self._unfinished / secrets.token_hex(8)
             try:
-                with beside.open("xb") as file:
+                with open(beside, "xb", opener=open_private) as file:
                     file.write(_MAGIC + _digest(key, value))
                     file.write(value)
                 beside.replace(path)

@@ -6,7 +6,6 @@ Each frame is handed to the operating system at once, so a crash of this process
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from os import PathLike
 from typing import BinaryIO, Self
@@ -14,6 +13,7 @@ from typing import BinaryIO, Self
 import msgspec
 
 from sgl_jax.core.array_codec import make_decoder, make_encoder
+from sgl_jax.core.private_files import open_private
 from sgl_jax.scheduler.record.events import LAYOUT, Record, Started
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ class EventWriter:
 
         Raises `OSError` if it cannot be made.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        return cls(os.fdopen(os.open(path, flags, 0o600), "wb"))
+        return cls(open(path, "wb", opener=open_private))
 
     def write(self, record: Record) -> None:
         """Append one event."""

@@ -48,6 +48,7 @@ class Caller:
 
 
 ANONYMOUS = Caller("anonymous", is_admin=True)
+_STRANGER = Caller(ANONYMOUS.name, is_admin=False)  # where others have keys
 
 
 def caller_of(request: Request) -> Caller:
@@ -99,14 +100,14 @@ class ApiKeys:
         Only digests are compared, so that the time it takes shows nothing of a key.
         """
         caller = None
-        if len(authorization) == 1:
+        if len(set(authorization)) == 1:  # sglang-router adds its own to the client's
             scheme, _, token = authorization[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 caller = self._callers.get(_digest(token.strip()))
         if path in ADMIN_PATHS and self._has_admins:
             return caller if caller is not None and caller.is_admin else None
         if caller is None and not self._has_clients:
-            return ANONYMOUS if self.is_open else Caller("anonymous", is_admin=False)
+            return ANONYMOUS if self.is_open else _STRANGER
         return caller
 
 
@@ -226,24 +227,35 @@ def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
     return SessionOwner(caller_of(request), tenant)
 
 
-_OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key
+OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key
 
 
 class ApiKeyMiddleware:
     """Refuses callers that `keys` does not admit, before anything of the body is read.
 
-    `public` are paths that need no key, besides the routes of load balancers.
+    `public` are paths that need no key, besides the routes of load balancers. With `open_metrics`
+    a caller without a key may read `/metrics`, too.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, public: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        public: Collection[str] = (),
+        *,
+        open_metrics: bool = False,
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = _OPEN_PATHS.union(public)
+        self._open_paths = OPEN_PATHS.union(public)
+        self._open_metrics = open_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = _authorization(scope)
             caller = self._keys.admit(scope["path"], given)
+            if caller is None and self._open_metrics and scope["path"] == "/metrics":
+                caller = _STRANGER
             if caller is None:
                 whose = "an admin API key" if scope["path"] in ADMIN_PATHS else "an API key"
                 or_header = ", or x-api-key the key," if is_of_messages(scope["path"]) else ""
