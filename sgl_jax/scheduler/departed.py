@@ -6,7 +6,7 @@ from sgl_jax.core.step_plan import Int32Array
 
 
 class Departed(NamedTuple):
-    """The row that the request left, as the launched step knows it, and its prefix."""
+    """The row that the request left, as recorded by a launched step, and the request's prefix."""
 
     row: int
     epoch: int  # of its lease

@@ -1,10 +1,10 @@
 """Rows whose results are not finite: their requests end, and nothing that they computed stays.
 
 A step reads all earlier tokens of its rows, so a row with finite results proves that the KV before
-it is finite. If a row fails, what it computed before the step is good. If the step was the row's
-first, the prefix that it found may be the cause, too. So the prefix is withdrawn from the caches
-from the step's first token on, or as a whole. Requests that read it already fail by their own
-results.
+it is finite. If a row fails, the KV that it computed before the step is good. If the step was the
+row's first, the prefix that it found may be the cause, too. So the prefix is withdrawn from the
+caches from the step's first token on, or as a whole. Requests that read it already fail by their
+own results.
 """
 
 from collections import deque
