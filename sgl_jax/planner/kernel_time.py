@@ -67,9 +67,9 @@ BUNDLES: Mapping[str, AttentionBundles] = MappingProxyType(
 )
 BUNDLES_8_BITS: Mapping[str, AttentionBundles] = MappingProxyType(
     {
-        "TPU v5 lite": AttentionBundles(1.71, 8510),
-        "TPU v6 lite": AttentionBundles(1.69, 5430),
-        "TPU v5": AttentionBundles(1.71, 8410),
+        "TPU v5 lite": AttentionBundles(1.88, 8510),
+        "TPU v6 lite": AttentionBundles(1.79, 5430),
+        "TPU v5": AttentionBundles(1.89, 8410),
         "TPU7x": AttentionBundles(1.23, 5140),
     }
 )

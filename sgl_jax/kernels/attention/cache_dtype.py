@@ -18,7 +18,7 @@ EIGHT_BITS = jnp.dtype(jnp.int8)  # type of the array
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)  # type of its bits
 GREATEST = float(jnp.finfo(FLOAT8).max)  # 448
 SMALLEST = float(jnp.finfo(FLOAT8).smallest_normal)  # 2^-6
-NAN = 0x7F  # bits of NaN; those of -NaN are never written
+NAN = 0x7F  # the bits of NaN, always without a sign
 _NAME = "fp8_e4m3"
 
 
@@ -38,7 +38,7 @@ def is_narrow(dtype: DTypeLike) -> bool:
 
 
 def as_cached(dtype: DTypeLike, *parts: jax.Array) -> list[jax.Array]:
-    """Convert the parts of a token, K and V or a latent, to what a cache of `dtype` holds.
+    """Cast the parts of each token, K and V or a latent, to the numbers of a cache of `dtype`.
 
     Parts have one shape, [T, heads, numbers] or [T, numbers]. A cast to a float of 16 or 32 bits
     keeps NaN and infinities, and makes finite numbers out of its range infinite. In 8 bits, which
@@ -47,8 +47,8 @@ def as_cached(dtype: DTypeLike, *parts: jax.Array) -> list[jax.Array]:
     - Finite numbers out of range become the greatest one, where a cast alone would make NaN.
     - Subnormal numbers become zero or the smallest normal number, whichever is nearer, so that a
       kernel may convert by moving bits.
-    - NaN and infinities become `NAN`, in the same place of every part. So a kernel finds them all
-      in one part.
+    - NaN and infinities become `NAN`, in the same place of every part, so that a kernel finds them
+      all in one part.
     """
     if not is_narrow(dtype):
         return [x.astype(dtype) for x in parts]

@@ -106,7 +106,7 @@ def quantize_activations(
 
 
 def stored_scales(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """The scale of each token of activations [T, in] with a stored `scale` float32 [1]: [T, 1].
+    """Repeat a stored `scale`, float32 [1], for each token of activations [T, in]: [T, 1].
 
     NaN for a token that is not finite: its values, of 8 bits, may not show it.
     """

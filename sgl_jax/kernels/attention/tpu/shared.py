@@ -309,7 +309,7 @@ def even_then_odd(cached: jax.Array) -> jax.Array:
 
 
 def nan_flags(cached: jax.Array) -> jax.Array:
-    """int32 [8, 128] whose `has_nan` says if a part [keys, lanes] of an 8-bit cache holds NaN.
+    """Look for NaN in a part [keys, lanes] of an 8-bit cache: int32 [8, 128], for `has_nan`.
 
     NaN's magnitude has all seven bits, so one more carries into the eighth. Three instructions a
     word: a NaN of its own for each number would take eleven.
@@ -325,7 +325,7 @@ def nan_flags(cached: jax.Array) -> jax.Array:
 
 
 def has_nan(flags: jax.Array) -> jax.Array:
-    """bool [1, 1] of bitwise or of some `nan_flags`."""
+    """Return bool [1, 1]: True if there is NaN in a part whose `nan_flags` are among `flags`."""
     found = jnp.where((flags & _FLAGS) != 0, 1.0, 0.0)
     return jnp.max(jnp.max(found, axis=0, keepdims=True), axis=1, keepdims=True) > 0
 

@@ -171,7 +171,7 @@ def _add(
     @pl.when(first < count[0])
     def _() -> None:
         values = results[...].astype(jnp.float32)
-        if width % values.shape[1]:  # behind the last column lies anything
+        if width % values.shape[1]:  # the last block has columns of no array
             column = lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
             column += pl.program_id(0) * values.shape[1]
             values = jnp.where(column < width, values, 0.0)
