@@ -2832,9 +2832,21 @@ MUTATIONS = (
     ),
     Mutation(
         "store: start before the prefix has arrived",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        return any(rank.host.awaits_store(request) for rank in ranks)\n",
+        "sgl_jax/scheduler/rank_host.py",
+        "        return request.rid in self.store.awaited\n",
         "        return False\n",
+    ),
+    Mutation(
+        "store: try requests before their prefix has arrived",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "columns.is_waiting[:end] & ~columns.awaits_event[:end]",
+        "columns.is_waiting[:end]",
+    ),
+    Mutation(
+        "store: try requests no more after their prefix has arrived",
+        "sgl_jax/scheduler/scheduler.py",
+        "        for rid in host.take_released():\n            self._waiting.note_event(rid)\n",
+        "        host.take_released()\n",
     ),
     Mutation(
         "store: put values that no lock covers",

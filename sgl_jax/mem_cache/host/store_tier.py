@@ -100,10 +100,12 @@ class StoreTier:
         self._keys = ContentKeys(blocks.page_size, len(groups))
         self._next_number = next_number
         self.awaited: set[str] = set()
+        self._released: list[str] = []  # ids that have left `awaited` since the last take
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
+        self._under_way: dict[bytes, int] = {}  # searches and loads, by the key of their first page
         self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by number
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
@@ -215,8 +217,8 @@ class StoreTier:
         """Search the pages of a prefix behind the `num_here` tokens that are here, for a request
         or for none.
 
-        If it `follows`, and a search or a load under way has the first of these pages, it begins
-        after that, so that no page is loaded twice.
+        If it `follows`, and a search or a load under way begins with the first of these pages, it
+        begins after that, so that no page is loaded twice.
         """
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
@@ -224,7 +226,8 @@ class StoreTier:
         if first * page_size == len(tokens):
             return
         if waiter is not None:
-            leader = self._leader(tokens, namespace, first) if follows else None
+            page = self._keys.of(tokens[: (first + 1) * page_size], namespace)[0, -1]
+            leader = self._under_way.get(page.tobytes()) if follows else None
             if leader is not None:
                 self.awaited.add(waiter.rid)
                 self._followers[leader].append(_Follower(waiter, tokens, namespace))
@@ -240,16 +243,9 @@ class StoreTier:
         number = self._next_number()
         search = _Load(waiter, tokens, namespace, keys, first, is_moved)
         self._searches[number] = search
+        self._under_way.setdefault(_first_page(search), number)
         move = self._transfer(number, keys, is_moved, None)
         self._searches_now.append(move._replace(is_awaited=self._is_awaited(search)))
-
-    def _leader(self, tokens: Int32Array, namespace: str, first: int) -> int | None:
-        """The search or load under way, if any, that has page `first` of the prefix `tokens`."""
-        end = (first + 1) * self._blocks.page_size
-        for number, each in (*self._searches.items(), *self._loads.items()):
-            if each.namespace == namespace and np.array_equal(each.tokens[:end], tokens[:end]):
-                return number
-        return None
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
@@ -283,11 +279,11 @@ class StoreTier:
             return False
         keys = search.keys[:, num_here - search.first : end - search.first]
         is_moved = blocks[:, num_here:] > 0
-        self._loads[number] = search._replace(
-            tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
-        )
-        load = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._loads_now.append(load._replace(is_awaited=self._is_awaited(search)))
+        load = search._replace(tokens=tokens, keys=keys, first=num_here, is_moved=is_moved)
+        self._loads[number] = load
+        self._under_way.setdefault(_first_page(load), number)
+        move = self._transfer(number, keys, is_moved, blocks[:, num_here:])
+        self._loads_now.append(move._replace(is_awaited=self._is_awaited(search)))
         return True
 
     def _measures_anew(self) -> bool:
@@ -358,12 +354,14 @@ class StoreTier:
             self._blocks.end_fetch(number)
         elif number in self._searches:
             search = self._searches.pop(number)
+            self._forget_first_page(search, number)
             is_found = self._flags(search, end)
             if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
                 self._search_for_followers(number, follows=False)
         elif number in self._loads:
             load = self._loads.pop(number)
+            self._forget_first_page(load, number)
             self._waits_no_more(load)
             is_found = self._flags(load, end)
             num_pages = self._num_whole(is_found | ~load.is_moved)
@@ -371,6 +369,11 @@ class StoreTier:
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
             self._search_for_followers(number, follows=num_pages > 0)
+
+    def _forget_first_page(self, each: _Load, number: int) -> None:
+        page = _first_page(each)
+        if self._under_way.get(page) == number:
+            del self._under_way[page]
 
     def _measure(self, load: _Load, is_found: BoolArray, seconds: float) -> None:
         """A load has moved the found values, maybe not all for lack of time."""
@@ -389,7 +392,8 @@ class StoreTier:
     def _take_followers(self, number: int) -> list[_Follower]:
         """The requests that wait for this search or load; they wait no more."""
         followers = self._followers.pop(number, [])
-        self.awaited.difference_update(each.waiter.rid for each in followers)
+        for each in followers:
+            self._release(each.waiter)
         return followers
 
     def _search_for_followers(self, number: int, *, follows: bool) -> None:
@@ -401,7 +405,16 @@ class StoreTier:
 
     def _waits_no_more(self, load: _Load) -> None:
         if load.waiter is not None:
-            self.awaited.discard(load.waiter.rid)
+            self._release(load.waiter)
+
+    def _release(self, waiter: Waiter) -> None:
+        self.awaited.discard(waiter.rid)
+        self._released.append(waiter.rid)
+
+    def take_released(self) -> list[str]:
+        """The ids that have left `awaited` since the last call; they may be there again."""
+        released, self._released = self._released, []
+        return released
 
     def _is_awaited(self, load: _Load) -> bool:
         return load.waiter is not None and load.waiter.rid in self.awaited
@@ -428,3 +441,9 @@ class StoreTier:
             if blocks is None
             else tuple(blocks[numbers][is_moved[numbers]] for numbers in groups_of),
         )
+
+
+def _first_page(each: _Load) -> bytes:
+    """The key of the first page that a search or a load is for."""
+    key: bytes = each.keys[0, 0].tobytes()
+    return key
