@@ -164,6 +164,11 @@ class RankHost:
         if self.store is not None:
             self.store.overdue(number)
 
+    def suspend_store(self, *, answers: bool) -> None:
+        """Leave the store alone, until it `answers`."""
+        if self.store is not None:
+            self.store.is_suspended = not answers
+
     # -- resets and views ---------------------------------------------------------------------
 
     def reset(self) -> None:

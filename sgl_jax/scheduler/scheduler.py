@@ -56,6 +56,7 @@ from sgl_jax.scheduler.record.events import (
     RetractAll,
     StoreOverdue,
     StoreRate,
+    StoreSuspended,
     TakeOutputs,
     TakeTransfers,
     Tick,
@@ -111,6 +112,7 @@ class Scheduler:
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
+        self._num_store_failures = 0
         # By step id, until the result is read.
         self._launched: dict[int, tuple[StepPlan, LaunchedRows]] = {}
 
@@ -137,6 +139,10 @@ class Scheduler:
                 host = self.ranks[event.dp_rank].host
                 host.overdue(event.number)
                 self._release(host)
+            case StoreSuspended():
+                self._num_store_failures += not event.answers
+                for rank in self.ranks:
+                    rank.host.suspend_store(answers=event.answers)
             case PrefillRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.prefill_rate = event.tokens_per_s
@@ -496,4 +502,5 @@ class Scheduler:
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
             "nonfinite_rows": self.num_nonfinite_rows,
+            "store_failures": self._num_store_failures,
         }

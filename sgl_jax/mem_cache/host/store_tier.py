@@ -76,6 +76,7 @@ class StoreTier:
     Attributes:
         awaited: the ids of requests for which a search or a load is under way.
         num_loaded_tokens, num_put_blocks: since the start.
+        is_suspended: whether the store does not answer: nothing new is searched or put.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class StoreTier:
         self._released: list[str] = []  # ids that have left `awaited` since the last take
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
+        self.is_suspended = False
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
         self._under_way: dict[bytes, int] = {}  # searches and loads, by the key of their first page
@@ -116,6 +118,12 @@ class StoreTier:
         self._puts_now: list[StoreTransfer] = []
         self._restored: deque[SavedPrefix] = deque()
 
+    def take_over(self, before: "StoreTier") -> None:
+        """Begin with the counts, and the state of the store, that another tier had."""
+        self.num_put_blocks = before.num_put_blocks
+        self.num_loaded_tokens = before.num_loaded_tokens
+        self.is_suspended = before.is_suspended
+
     @property
     def puts(self) -> set[int]:
         """The numbers of prefixes on their way to the store: locked."""
@@ -124,8 +132,12 @@ class StoreTier:
     @property
     def has_work(self) -> bool:
         """True if `take` returns transfers."""
-        is_restoring = self._restored and self._num_moving < _MAX_RESTORED
-        return bool(is_restoring or self._searches_now or self._loads_now or self._puts_now)
+        return bool(self._may_restore or self._searches_now or self._loads_now or self._puts_now)
+
+    @property
+    def _may_restore(self) -> bool:
+        may_search = self._num_moving < _MAX_RESTORED and not self.is_suspended
+        return bool(self._restored) and may_search
 
     @property
     def _num_moving(self) -> int:
@@ -135,7 +147,8 @@ class StoreTier:
     def is_restoring(self) -> bool:
         """True until the saved prefixes are loaded."""
         moving = (*self._searches.values(), *self._loads.values())
-        return bool(self._restored or any(each.waiter is None for each in moving))
+        may_come = self._restored and not self.is_suspended
+        return bool(may_come or any(each.waiter is None for each in moving))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
         """The searches, loads and puts to begin now."""
@@ -150,6 +163,8 @@ class StoreTier:
 
     def can_put(self, num_blocks: int) -> bool:
         """Return whether so many blocks more may be on their way."""
+        if self.is_suspended:
+            return False
         num_moving = sum(put.num_blocks for put in self._puts.values())
         return not num_moving or num_moving + num_blocks <= _MAX_PUT_BLOCKS
 
@@ -172,7 +187,7 @@ class StoreTier:
 
     def put_again(self, tokens: Int32Array, namespace: str) -> None:
         """Put a prefix's pages that were left out, as far as the host has them."""
-        if not self._left_out:
+        if not self._left_out or self.is_suspended:
             return
         tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
         keys = self._keys.of(tokens, namespace)[0]
@@ -223,7 +238,7 @@ class StoreTier:
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
         first = num_here // page_size
-        if first * page_size == len(tokens):
+        if first * page_size == len(tokens) or self.is_suspended:
             return
         if waiter is not None:
             page = self._keys.of(tokens[: (first + 1) * page_size], namespace)[0, -1]
@@ -332,7 +347,7 @@ class StoreTier:
         self._restored.extend(prefixes)
 
     def _restore_some(self) -> None:
-        while self._restored and self._num_moving < _MAX_RESTORED:
+        while self._may_restore:
             tokens, namespace = self._restored.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size

@@ -74,7 +74,8 @@ def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
         while above[number] >= 0:
             below[each] = number
             number = above[number]
-    return below == below[line]
+    is_alike: BoolArray = below == below[line]
+    return is_alike
 
 
 @compiled("(int64, int64, boolean[:, ::1], int32[:, ::1], int32[::1])")
