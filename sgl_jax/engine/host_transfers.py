@@ -66,8 +66,8 @@ class HostTransfers:
             self._executor.transfer(transfers)
 
     def _report_ended(self) -> dict[tuple[int, int], float]:
-        """Report ended transfers, and answers of the store. Returns the times by which those that
-        were awaited were to end."""
+        """Report ended transfers, and answers of the store. Return the times by which awaited
+        transfers were to end."""
         for answers in self._executor.look_at_store():
             self._scheduler.handle(StoreSuspended(answers))
         ended_due_s = {}

@@ -4,9 +4,9 @@ So neither a step nor a transfer to or from the devices waits for a disk or a ne
 searches, one runs the loads that requests await, and one puts and all else: no request waits for a
 put, nor for others' loads before it is known whether its own would be worth it.
 
-A store that fails, or does not answer a call in time, is suspended: its transfers end as failed, at
-once, until it has answered a probe. A thread that hangs in a call is left behind, and touches no
-block when the call returns.
+If a call fails or takes too long, the store is suspended: its transfers end as failed, at once,
+until a probe succeeds. A thread that hangs in a call is left behind, and touches no block when the
+call returns.
 """
 
 import logging
@@ -61,11 +61,11 @@ class _Lane:
         self._limit_s = limit_s
         self._since_s: float | None = None
 
-    def ask(self, call: Callable[..., Any], *args: Any) -> Any:
+    def call(self, ask: Callable[..., Any], *args: Any) -> Any:
         """Call the store, on this thread."""
         self._since_s = time.monotonic()
         try:
-            return call(*args)
+            return ask(*args)
         finally:
             self._since_s = None
 
@@ -87,7 +87,7 @@ class _Job:
         on_end: Callable[[TransferEnd], object],
     ) -> None:
         self.dp_rank, self.end_s, self.lane = move.dp_rank, move.end_s, lane
-        # Of each pool.
+        # By pool.
         self.keys = [[f"{fingerprint}/{bytes(key).hex()}" for key in own] for own in move.keys]
         self.blocks = [listed.tolist() for listed in move.blocks]
         self._number = move.number
@@ -186,11 +186,11 @@ class StoreTransfers:
     def look(self, now_s: float) -> list[bool]:
         """Suspend the store if a call is overdue, and probe it if that is due: to be called often.
 
-        Returns its answers since the last look: False for each failure and each overdue call, True
-        when it has answered a probe and serves again.
+        Returns, in order since the last look, False for each failed or overdue call, and True if a
+        probe succeeded and the store is in use again.
         """
         if any(lane.is_overdue(now_s) for lane in self._lanes):
-            self._suspend("the store does not answer")
+            self._suspend("a call of the store is overdue")
             self.give_up()
         with self._lock:
             if self._probe is not None and self._probe.is_overdue(now_s):
@@ -243,7 +243,7 @@ class StoreTransfers:
         with self._lock:
             self._answers.append(False)
             if self._probe_at_s is None:
-                logger.error("%s: it is left alone until it has answered a probe", why)
+                logger.error("%s: it is left alone until a probe succeeds", why)
                 self._probe_at_s = time.monotonic() + _REST_S
 
     def _run_probe(self, lane: _Lane) -> None:
@@ -251,18 +251,18 @@ class StoreTransfers:
         key, value = f"{self.fingerprint}/{secrets.token_hex(16)}", secrets.token_bytes(16)
         answers = False
         try:
-            lane.ask(self._store.put, [key], [value])
-            lane.ask(self._store.exists, [key])
-            lane.ask(self._store.get, [key])
+            lane.call(self._store.put, [key], [value])
+            lane.call(self._store.exists, [key])
+            lane.call(self._store.get, [key])
             answers = True
         except Exception:  # of any type, as in a transfer
-            logger.warning("the store fails still", exc_info=True)
+            logger.warning("the store still fails", exc_info=True)
         with self._lock:
             if self._probe is lane:  # else it was overdue
                 self._probe = None
                 self._answers.append(answers)
                 if answers:
-                    logger.info("the store answers again")
+                    logger.info("the store is in use again")
                     self._probe_at_s = None
 
     # -- transfers, on their threads ---------------------------------------------------------
@@ -293,14 +293,14 @@ class StoreTransfers:
         job.end(succeeded=succeeded, seconds=time.monotonic() - begin_s, found=found)
 
     def _search(self, job: _Job) -> list[BoolArray]:
-        return [np.array(job.lane.ask(self._store.exists, keys), np.bool_) for keys in job.keys]
+        return [np.array(job.lane.call(self._store.exists, keys), np.bool_) for keys in job.keys]
 
     def _load(self, job: _Job) -> list[BoolArray]:
         found = [np.zeros(len(blocks), np.bool_) for blocks in job.blocks]
         for pool, keys, blocks, part in job.batches():
             if job.end_s is not None and time.monotonic() > job.end_s:
                 break
-            values = job.lane.ask(self._store.get, keys)
+            values = job.lane.call(self._store.get, keys)
             own = self._pools[pool]
             with job.using_blocks():
                 found[pool][part] = [
@@ -311,9 +311,9 @@ class StoreTransfers:
 
     def _put(self, job: _Job) -> list[BoolArray]:
         for pool, keys, blocks, _ in job.batches():
-            has = job.lane.ask(self._store.exists, keys)
+            has = job.lane.call(self._store.exists, keys)
             new = [i for i, is_there in enumerate(has) if not is_there]
             with job.using_blocks():
                 values = [self._pools[pool].value(job.dp_rank, blocks[i]) for i in new]
-            job.lane.ask(self._store.put, [keys[i] for i in new], values)
+            job.lane.call(self._store.put, [keys[i] for i in new], values)
         return []

@@ -140,8 +140,8 @@ class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreSuspended(msgspec.Struct, frozen=True, tag=True):
-    """The store has failed or not answered in time: until it answers, nothing is searched, loaded
-    or put. Each failed probe repeats the event; `answers` ends it."""
+    """A call of the store failed or took too long: nothing is searched, loaded or put any more.
+    Each failed probe repeats the event. With `answers`, a probe succeeded: the store is in use."""
 
     answers: bool
 
