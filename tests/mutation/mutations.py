@@ -2849,6 +2849,18 @@ MUTATIONS = (
         "        host.take_released()\n",
     ),
     Mutation(
+        "store: move the blocks of a transfer that was given up",
+        "sgl_jax/executor/store_transfers.py",
+        "                raise _GivenUpError\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "store: search while it is suspended",
+        _STORE,
+        "        if first * page_size == len(tokens) or self.is_suspended:\n",
+        "        if first * page_size == len(tokens):\n",
+    ),
+    Mutation(
         "store: put values that no lock covers",
         _BLOCKS,
         "            self.cache.drop_unread(added)\n",
