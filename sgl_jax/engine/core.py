@@ -482,19 +482,21 @@ class EngineCore:
 
     def _answer_flushes(self) -> None:
         """Flush if that is possible now, and reply to the calls that need wait no longer."""
+        # Taken first: a flush that finds a defect of the memory is not tried again.
+        flushes, self._flushes = self._flushes, []
         is_running = self.scheduler.num_running > 0
         if not is_running and not self.scheduler.is_moving_out and self.scheduler.handle(Flush()):
-            replies = [answer(message, Flushed()) for message, _ in self._flushes]
-            self._flushes.clear()
-        else:
-            what = "requests are running" if is_running else "the store still writes prefixes"
-            text = f"{what}; the cache was not flushed"
-            now_s = time.monotonic()
-            late = [each for each in self._flushes if is_running or each[1] < now_s]
-            replies = [refusal(message, text, code="busy") for message, _ in late]
-            self._flushes = [each for each in self._flushes if each not in late]
-        for reply in replies:
-            self._channel.send(reply)
+            for message, _ in flushes:
+                self._channel.send(answer(message, Flushed()))
+            return
+        what = "requests are running" if is_running else "the store still writes prefixes"
+        now_s = time.monotonic()
+        for message, until_s in flushes:
+            if is_running or until_s < now_s:
+                text = f"{what}; the cache was not flushed"
+                self._channel.send(refusal(message, text, code="busy"))
+            else:
+                self._flushes.append((message, until_s))
 
     def save_cache(self, message: SaveCache) -> Reply | None:
         """Save the cache beside the loop, and reply when that has ended."""
