@@ -474,11 +474,12 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self._channel.send(self.scheduler.handle(TakeOutputs()))
 
-    def flush(self, message: FlushCache) -> None:
+    def flush(self, message: FlushCache) -> Reply | None:
         """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
         store. The reply is sent then."""
         self._flushes.append((message, time.monotonic() + _FLUSH_LIMIT_S))
         self._answer_flushes()
+        return None
 
     def _answer_flushes(self) -> None:
         """Flush if that is possible now, and reply to the calls that need wait no longer."""
