@@ -169,7 +169,7 @@ class ServerArgs(SchedulerArgs):
         "default: blocks in --restore-cache",
     )
     hicache_storage_size: float = setting(
-        100.0, "gigabytes in that folder at most", bounds=(0.001, 1e6)
+        100.0, "gigabytes in that folder at most, of all engines that use it", bounds=(0.001, 1e6)
     )
     hicache_storage_prefetch_timeout: float = setting(
         2.0,

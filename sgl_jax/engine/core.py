@@ -75,10 +75,13 @@ from sgl_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
-_MOVING_POLL_S = 0.005  # instead, while saved prefixes are loaded
+_MOVING_POLL_S = 0.005  # instead, while saved prefixes are loaded, or a flush waits for the store
+# A flush is refused if prefixes have not reached the store by then.
+_FLUSH_LIMIT_S = 20.0
 # Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
 # would gain nothing.
 _STARVED_POLL_S = 0.001
+_NOT_AWAITED = "its caller no longer waits"
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
@@ -144,6 +147,7 @@ class EngineCore:
         self._undo = CallUndo()
         self._controls = Controls(self, self._undo)
         self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
+        self._flushes: list[tuple[FlushCache, float]] = []  # that wait, and until when they may
         self._is_shutting_down = False
         self._is_audited = True
         self._is_compiling = self.executor.start_background()
@@ -175,7 +179,7 @@ class EngineCore:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
                 is_restoring = self._saver is not None and self.scheduler.is_restoring
-                poll_s = _MOVING_POLL_S if is_restoring else _IDLE_POLL_S
+                poll_s = _MOVING_POLL_S if is_restoring or self._flushes else _IDLE_POLL_S
                 messages = channel.poll(poll_s if is_resting else 0.0)
                 is_idle = is_resting and not messages
                 now_s = time.monotonic()
@@ -186,7 +190,7 @@ class EngineCore:
                 cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
                 for message in messages:
                     if isinstance(message, WithReply) and message.rid in cancelled:
-                        channel.send(refusal(message, "its caller no longer waits"))
+                        channel.send(refusal(message, _NOT_AWAITED))
                     else:
                         self._handle(message)
                 try:
@@ -198,6 +202,8 @@ class EngineCore:
                         self._look_for_programs()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
+                    if self._flushes:
+                        self._answer_flushes()
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     self._step()
@@ -253,7 +259,7 @@ class EngineCore:
             self._is_audited = False
 
     def _transfer(self, run: Callable[[], None]) -> None:
-        """Run `HostTransfers.move` or `settle`; after an error of the device, start over."""
+        """Run a method of `HostTransfers`; after an error of the device, start over."""
         try:
             run()
         except MemoryDefectError:
@@ -408,6 +414,10 @@ class EngineCore:
 
     def cancel(self, message: CancelCall) -> None:
         """Undo a call whose caller no longer waits; `run` skips one that it has not begun."""
+        for flush, _ in self._flushes:
+            if flush.rid == message.call:
+                self._channel.send(refusal(flush, _NOT_AWAITED))
+        self._flushes = [each for each in self._flushes if each[0].rid != message.call]
         self._undo.undo(message.call)
 
     def _call_sessions(self, message: SessionMessage) -> Reply:
@@ -464,11 +474,30 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self._channel.send(self.scheduler.handle(TakeOutputs()))
 
-    def flush(self, message: FlushCache) -> Reply:
-        """Empty the prefix caches, while nothing runs."""
-        if self.empty_caches():
-            return answer(message, Flushed())
-        return refusal(message, "requests are running; the cache was not flushed", code="busy")
+    def flush(self, message: FlushCache) -> Reply | None:
+        """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
+        store. The reply is sent then."""
+        self._flushes.append((message, time.monotonic() + _FLUSH_LIMIT_S))
+        self._answer_flushes()
+        return None
+
+    def _answer_flushes(self) -> None:
+        """Flush if that is possible now, and reply to the calls that need wait no longer."""
+        # Taken first: a flush that finds a defect of the memory is not tried again.
+        flushes, self._flushes = self._flushes, []
+        is_running = self.scheduler.num_running > 0
+        if not is_running and not self.scheduler.is_moving_out and self.scheduler.handle(Flush()):
+            for message, _ in flushes:
+                self._channel.send(answer(message, Flushed()))
+            return
+        what = "requests are running" if is_running else "the store still writes prefixes"
+        now_s = time.monotonic()
+        for message, until_s in flushes:
+            if is_running or until_s < now_s:
+                text = f"{what}; the cache was not flushed"
+                self._channel.send(refusal(message, text, code="busy"))
+            else:
+                self._flushes.append((message, until_s))
 
     def save_cache(self, message: SaveCache) -> Reply | None:
         """Save the cache beside the loop, and reply when that has ended."""
@@ -487,11 +516,12 @@ class EngineCore:
         self._saver.save().add_done_callback(send_reply)
         return None
 
-    def empty_caches(self) -> bool:
-        """Empty the prefix caches; False, changing nothing, while requests run."""
-        if self._transfers is not None and not self.scheduler.num_running:
-            self._transfer(self._transfers.settle)
-        return bool(self.scheduler.handle(Flush()))
+    def empty_caches(self) -> None:
+        """Empty the prefix caches now. No request may run; prefixes on their way to the store are
+        given up."""
+        if self._transfers is not None:
+            self._transfer(self._transfers.give_up_puts)
+        self.scheduler.handle(Flush())
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
         """Reply with a reading of the memory."""

@@ -13,6 +13,7 @@ from sgl_jax.scheduler.record.events import (
     PrefillRate,
     StoreOverdue,
     StoreRate,
+    StoreSuspended,
     TakeTransfers,
     TransferEnded,
 )
@@ -20,6 +21,7 @@ from sgl_jax.scheduler.scheduler import Scheduler
 
 # A load itself ends at the timeout, with the blocks so far; this is for a store that hangs.
 _GRACE_S = 0.5
+_POLL_S = 0.002
 
 
 class HostTransfers:
@@ -54,12 +56,7 @@ class HostTransfers:
 
         Raises the errors of `ModelExecutor.transfer`.
         """
-        ended_due_s = {}
-        for end in self._executor.ended_transfers():
-            key = end.dp_rank, end.number
-            if key in self._due_s:
-                ended_due_s[key] = self._due_s.pop(key)
-            self._scheduler.handle(TransferEnded(end))
+        ended_due_s = self._report_ended()
         if self._due_s:
             self._give_up_waiting(time.monotonic())
         if self._scheduler.has_transfers:
@@ -67,6 +64,19 @@ class HostTransfers:
             if self._store_timeout_s is not None:
                 transfers = self._limited(transfers, self._store_timeout_s, ended_due_s)
             self._executor.transfer(transfers)
+
+    def _report_ended(self) -> dict[tuple[int, int], float]:
+        """Report ended transfers, and answers of the store. Return the times by which awaited
+        transfers were to end."""
+        for answers in self._executor.look_at_store():
+            self._scheduler.handle(StoreSuspended(answers))
+        ended_due_s = {}
+        for end in self._executor.ended_transfers():
+            key = end.dp_rank, end.number
+            if key in self._due_s:
+                ended_due_s[key] = self._due_s.pop(key)
+            self._scheduler.handle(TransferEnded(end))
+        return ended_due_s
 
     def _limited(
         self, transfers: Transfers, timeout_s: float, ended_due_s: Mapping[tuple[int, int], float]
@@ -90,12 +100,20 @@ class HostTransfers:
             del self._due_s[dp_rank, number]
             self._scheduler.handle(StoreOverdue(dp_rank, number))
 
-    def settle(self) -> None:
-        """Wait for prefixes on their way to the host's memory and the store: the blocks of these
-        cannot be freed meanwhile."""
-        while self._scheduler.is_moving_out:
-            self._executor.wait_for_transfers()
+    def settle(self, limit_s: float) -> None:
+        """Wait for prefixes on their way to the host's memory and the store, `limit_s` at most."""
+        end_s = time.monotonic() + limit_s
+        while self._scheduler.is_moving_out and time.monotonic() < end_s:
             self.move()
+            time.sleep(_POLL_S)
+
+    def give_up_puts(self) -> None:
+        """End all transfers of the store as failed, without a wait: their blocks can be freed
+        then."""
+        while self._scheduler.is_storing:
+            self.move()  # begins the ones that were planned
+            self._executor.give_up_store()
+            self._report_ended()
 
     def launched(self, plan: StepPlan) -> None:
         """A step was launched."""

@@ -9,7 +9,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sgl_jax.core.array_codec import make_decoder, make_encoder
+from sgl_jax.core.daemon_thread import DaemonThread
 from sgl_jax.core.private_files import make_private_folder
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.host_transfers import HostTransfers
@@ -29,6 +31,8 @@ from sgl_jax.sessions.saving import SavedSession
 logger = logging.getLogger(__name__)
 
 _NUM_KEPT = 2
+# The end waits so long for the store, and so long for a save.
+_CLOSE_LIMIT_S = 60.0
 _FOLDER = "saved_cache_1"  # another number for each change of the format
 
 
@@ -132,7 +136,8 @@ class CacheSaver:
         self._transfers = transfers
         self._interval_s = 60.0 * args.save_cache_interval
         self._next_s = time.monotonic() + self._interval_s
-        self._thread = ThreadPoolExecutor(1, "cache saver")
+        self._thread = DaemonThread("cache saver")
+        self._last: Future[int] | None = None
 
     def restore(self) -> None:
         """Give the scheduler the sessions and prefixes that were saved."""
@@ -149,7 +154,8 @@ class CacheSaver:
     def save(self) -> "Future[int]":
         """Save beside the loop; the number of saved tokens."""
         saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.saved_trees())
-        return self._thread.submit(self._write, saved, self._fingerprint())
+        self._last = self._thread.submit(self._write, saved, self._fingerprint())
+        return self._last
 
     def _write(self, saved: SavedCache, fingerprint: str) -> int:
         begin_s = time.monotonic()
@@ -162,21 +168,26 @@ class CacheSaver:
         return num_tokens
 
     def save_if_due(self, now_s: float) -> None:
-        """Save if the interval has passed; a failure is logged."""
+        """Save if the interval has passed, and the last save has ended; a failure is logged."""
         if not self._interval_s or now_s < self._next_s:
+            return
+        if self._last is not None and not self._last.done():
             return
         self._next_s = now_s + self._interval_s
         self.save().add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """The engine ends: save, wait for the transfers to the store, and save once more."""
+        """The engine ends: save, wait for the transfers to the store, and save once more. Each wait
+        has a limit."""
         # The first save is for a store that is so slow that the engine is killed before the second.
         self.save().add_done_callback(_log_failure)
         try:
-            self._transfers.settle()
+            self._transfers.settle(_CLOSE_LIMIT_S)
             self.save().add_done_callback(_log_failure)
         finally:
-            self._thread.shutdown()
+            self._thread.close()
+            if self._last is not None and wait_for([self._last], _CLOSE_LIMIT_S).not_done:
+                logger.error("the cache was not saved within %.0f s", _CLOSE_LIMIT_S)
 
 
 def _log_failure(saved: "Future[int]") -> None:

@@ -14,7 +14,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # One run of a program moves so many bytes of a rank at most, and so many pages.
 _PIECE_BYTES = 64 << 20
 _MAX_PIECE_PAGES = 64
+# Copies that a failed step left must end before its pools are new.
+_DEVICE_LIMIT_S = 60.0
 _NUM_TIMED = 3  # fetches: the first may take longer
 
 # The arrays of a pool: [layers, dp * pages, ...] each.
@@ -74,9 +76,13 @@ class HostStore:
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
         self._behind: StoreTransfers | None = None
 
-    def open_store(self, store: BlockStore, fingerprint: str) -> None:
+    def open_store(
+        self, store: BlockStore, fingerprint: str, awaited_limit_s: float | None
+    ) -> None:
         """Put a store behind the host's memory; arguments as of `StoreTransfers`."""
-        self._behind = StoreTransfers(store, self._pools, fingerprint, self._ended.put)
+        self._behind = StoreTransfers(
+            store, self._pools, fingerprint, self._ended.put, awaited_limit_s
+        )
 
     @property
     def has_store(self) -> bool:
@@ -90,7 +96,7 @@ class HostStore:
         return self._behind.fingerprint
 
     def set_fingerprint(self, fingerprint: str) -> None:
-        """Other weights are served. Nothing may be on its way."""
+        """Other weights are served."""
         assert self._behind is not None
         self._behind.fingerprint = fingerprint
 
@@ -134,7 +140,7 @@ class HostStore:
         move = StoreTransfer(0, 0, tuple(keys), listed)
         self._behind.begin([], [], [move])
         self._behind.begin([], [move], [])
-        self.wait()
+        self._behind.wait()
         _, end = self.ended()
         has_all = end.succeeded and all(found.all() for found in end.found)
         return num_pages * self._sizes.page_size / end.seconds if has_all else 0.0
@@ -187,21 +193,30 @@ class HostStore:
             found.append(self._ended.get())
         return found
 
+    def look_at_store(self) -> list[bool]:
+        """The answers of the store since the last call: `StoreTransfers.look`."""
+        return self._behind.look(time.monotonic()) if self._behind is not None else []
+
+    def give_up_store(self) -> None:
+        """End all transfers of the store now, as failed."""
+        if self._behind is not None:
+            self._behind.give_up()
+
     def reset(self) -> None:
-        """Wait for all transfers, and forget them."""
+        """Wait for the transfers of the devices, give up the store's, and forget all."""
         self.wait()
+        self.give_up_store()
         self._fetches.clear()
         self.ended()
 
     def wait(self) -> None:
-        """Wait for all transfers."""
-        for job in self._jobs:
-            job.exception()
-        if self._behind is not None:
-            self._behind.wait()
+        """Wait for all transfers of the devices. Raises RuntimeError if they do not end."""
+        _, running = wait(self._jobs, _DEVICE_LIMIT_S)
+        if running:
+            raise RuntimeError(f"transfers of a device did not end within {_DEVICE_LIMIT_S:.0f} s")
 
     def close(self) -> None:
-        """Wait for all transfers. Cannot be used again."""
+        """Wait for all transfers, and for the store's for a while. Cannot be used again."""
         self._thread.shutdown()
         if self._behind is not None:
             self._behind.close()

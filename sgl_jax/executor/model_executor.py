@@ -152,7 +152,9 @@ class ModelExecutor(Executor):
             self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
-                self._host_store.open_store(open_block_store(args), self._kv_fingerprint())
+                self._host_store.open_store(
+                    open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
+                )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
         self._warmup = args.warmup
         self._watch = CompileWatch()
@@ -309,10 +311,14 @@ class ModelExecutor(Executor):
         if self._host_store is not None:
             self._state = self._host_store.transfer(self._state, transfers)
 
-    def wait_for_transfers(self) -> None:
-        """Wait until none is under way; their ends can be taken then."""
+    def look_at_store(self) -> list[bool]:
+        """The answers of the store since the last call: `StoreTransfers.look`."""
+        return [] if self._host_store is None else self._host_store.look_at_store()
+
+    def give_up_store(self) -> None:
+        """End all transfers of the store now, as failed; the ends can be taken then."""
         if self._host_store is not None:
-            self._host_store.wait()
+            self._host_store.give_up_store()
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
         """The weights have changed. If KV of the old ones is kept, all that is stored from now on

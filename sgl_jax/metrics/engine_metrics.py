@@ -363,4 +363,9 @@ FIGURES = (
         "nonfinite_rows",
         "requests ended because the model computed NaN or infinity for them",
     ),
+    _of_engine(
+        "store_failures",
+        "store_failures",
+        "calls of that store that failed or were overdue, and failed probes",
+    ),
 )

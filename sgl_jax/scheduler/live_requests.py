@@ -55,6 +55,7 @@ class LiveRequests:
             ranks.tables,
             self._max_requests + 1,  # a probe
             ranks.tenants,
+            lambda request: any(rank.host.awaits_store(request) for rank in ranks.ranks),
             max_passed_over,
         )
         self.gate = ProgramGate()

@@ -4,7 +4,7 @@
 and nothing moves.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
@@ -31,6 +31,7 @@ class RankHost:
 
     def __init__(self, memory: RankMemory, args: SchedulerArgs) -> None:
         self._memory = memory
+        self._waits_for_store = args.hicache_storage_prefetch_policy != "best_effort"
         self.tier: HostTier | None = None
         if memory.sizes.host_blocks:
             self.tier = HostTier(
@@ -107,12 +108,15 @@ class RankHost:
             self.store.search(waiter, tokens, namespace, num_here)
 
     def awaits_store(self, request: Request) -> bool:
-        """Return whether a search or a load for the request is under way on this rank."""
-        return self.store is not None and request.rid in self.store.awaited
+        """Return whether the request waits for a search or a load that is under way on this
+        rank."""
+        if self.store is None or not self._waits_for_store:
+            return False
+        return request.rid in self.store.awaited
 
-    def awaited_rids(self) -> Collection[str]:
-        """The requests for which a search or a load is under way on this rank."""
-        return () if self.store is None else self.store.awaited
+    def take_released(self) -> list[str]:
+        """The ids of requests for which a search or a load was under way, since the last call."""
+        return self.store.take_released() if self.store is not None else []
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
         """`HostTier.withdraw`."""
@@ -159,6 +163,11 @@ class RankHost:
         """A search or load has taken too long: its request waits no more."""
         if self.store is not None:
             self.store.overdue(number)
+
+    def suspend_store(self, *, answers: bool) -> None:
+        """Leave the store alone, until it `answers`."""
+        if self.store is not None:
+            self.store.is_suspended = not answers
 
     # -- resets and views ---------------------------------------------------------------------
 

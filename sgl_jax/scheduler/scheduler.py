@@ -35,6 +35,7 @@ from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.launched_rows import LaunchedRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.non_finite import NonFiniteRows
+from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
@@ -55,6 +56,7 @@ from sgl_jax.scheduler.record.events import (
     RetractAll,
     StoreOverdue,
     StoreRate,
+    StoreSuspended,
     TakeOutputs,
     TakeTransfers,
     Tick,
@@ -110,6 +112,7 @@ class Scheduler:
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
+        self._num_store_failures = 0
         # By step id, until the result is read.
         self._launched: dict[int, tuple[StepPlan, LaunchedRows]] = {}
 
@@ -127,11 +130,19 @@ class Scheduler:
             case TakeTransfers():
                 return self._take_transfers()
             case TransferEnded():
-                self.ranks[event.end.dp_rank].host.ended(event.end)
+                host = self.ranks[event.end.dp_rank].host
+                host.ended(event.end)
+                self._release(host)
             case RestoreCache():
                 return self._restore(event)
             case StoreOverdue():
-                self.ranks[event.dp_rank].host.overdue(event.number)
+                host = self.ranks[event.dp_rank].host
+                host.overdue(event.number)
+                self._release(host)
+            case StoreSuspended():
+                self._num_store_failures += not event.answers
+                for rank in self.ranks:
+                    rank.host.suspend_store(answers=event.answers)
             case PrefillRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.prefill_rate = event.tokens_per_s
@@ -239,6 +250,12 @@ class Scheduler:
         num_waiting = self._waiting.num_uncached_tokens(request, best.dp_rank)
         num_ahead = best.num_prompt_tokens_left + num_waiting // len(self.ranks)
         best.host.search_store(request, num_ahead)
+        self._waiting.note_event(rid)
+
+    def _release(self, host: RankHost) -> None:
+        """Requests may be candidates again whose prefix was awaited from the store."""
+        for rid in host.take_released():
+            self._waiting.note_event(rid)
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True
@@ -485,4 +502,5 @@ class Scheduler:
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
             "nonfinite_rows": self.num_nonfinite_rows,
+            "store_failures": self._num_store_failures,
         }

@@ -1,6 +1,5 @@
 """The host's memory of an executor: its rates are measured, and its blocks have one byte order."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def test_the_rate_of_the_store_is_measured(
     assert executor.ended_transfers() == []
     behind = executor._host_store._behind
     assert behind is not None
-    behind._rests_until_s = math.inf
+    behind._suspend("it hangs")
     assert executor._host_store.measure_store() == 0.0, "it is left alone"
 
 
@@ -55,7 +54,8 @@ def test_the_warm_up_measures_and_leaves_nothing(make_args: Callable[..., Server
     pages = (np.array([1, 2], np.int32),)
     move = PageTransfer(0, 1, pages, pages)
     executor.transfer(Transfers(fetches=(move,)))
-    executor.wait_for_transfers()
+    assert executor._host_store is not None
+    executor._host_store.wait()
     (end,) = executor.ended_transfers()
     assert (end.number, end.succeeded) == (1, True)
     executor.transfer(Transfers(placed=(move,)))

@@ -1,7 +1,11 @@
 """Transfers to and from a store that fails, hangs or loses values."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +67,11 @@ class Rig:
     def wait(self) -> TransferEnd:
         self.transfers.wait()
         return self.ends[-1]
+
+    def probe(self) -> None:
+        """Let the time of the next probe come, and wait for its end."""
+        self.transfers.look(time.monotonic() + 60)
+        until(lambda: self.transfers._probe is None, "the probe ends")
 
 
 def test_values_come_back_and_losses_are_flagged() -> None:
@@ -135,7 +144,120 @@ def test_a_store_that_fails_is_left_alone_for_a_while() -> None:
         rig.transfers.begin([rig.move(number, [1])], [], [])
         assert not rig.wait().succeeded
     assert rig.store.num_calls == 1
+    assert rig.transfers.look(time.monotonic()) == [False]
     rig.store.is_broken = False
-    rig.transfers._rests_until_s = time.monotonic()
+    rig.probe()
+    assert rig.transfers.look(time.monotonic()) == [True]
     rig.transfers.begin([rig.move(9, [1])], [], [])
     assert rig.wait().succeeded
+
+
+CALLS = ("exists", "get", "put")
+
+
+class HangingRig(Rig):
+    """A rig whose store hangs in one of its calls until `may_go_on` is set."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+        self.num_hanging = 0
+        inner = getattr(self.store, call)
+
+        def hang(*args: Any) -> Any:
+            self.num_hanging += 1
+            self.may_go_on.wait(60)
+            return inner(*args)
+
+        setattr(self.store, call, hang)
+        self.store.values |= {f"ab/{'01' * 17}": b"c", f"ab/{'02' * 17}": b"d"}
+
+    def begin(self, number: int, call: str, blocks: list[int]) -> None:
+        move = self.move(number, blocks)._replace(is_awaited=call == "get")
+        lists = {"exists": ([move], [], []), "get": ([], [move], []), "put": ([], [], [move])}
+        self.transfers.begin(*lists[call])
+
+    def until_hanging(self, count: int) -> None:
+        until(lambda: self.num_hanging == count, "the store hangs")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_overdue_call_suspends_the_store_until_it_answers_a_probe(call: str) -> None:
+    rig = HangingRig(call)
+    rig.store.values.pop(f"ab/{'02' * 17}")
+    rig.begin(1, call, [2])
+    rig.begin(2, call, [2])  # waits behind the first
+    rig.until_hanging(1)
+    now_s = time.monotonic()
+    assert rig.transfers.look(now_s) == []
+    assert rig.transfers.look(now_s + 11) == [False]
+    assert [(end.number, end.succeeded) for end in rig.ends] == [(1, False), (2, False)]
+    for number, each in enumerate(CALLS, start=3):  # they end at once
+        rig.begin(number, each, [1])
+        assert (rig.ends[-1].number, rig.ends[-1].succeeded) == (number, False)
+    assert rig.transfers.look(now_s + 12) == []
+    rig.transfers.look(now_s + 60)
+    rig.until_hanging(2)
+    rig.transfers.look(time.monotonic())
+    assert rig.num_hanging == 2, "one probe at a time"
+    rig.may_go_on.set()
+    until(lambda: rig.transfers.look(time.monotonic()) == [True], "the probe ends")
+    rig.begin(9, "exists", [1])
+    assert rig.wait().succeeded
+
+
+def test_a_load_that_was_given_up_writes_no_block() -> None:
+    rig = HangingRig("get")
+    rig.begin(1, "get", [1, 2])
+    rig.until_hanging(1)
+    (thread,) = [lane.thread for lane in rig.transfers._lanes if lane.thread.is_alive]
+    rig.transfers.give_up()
+    assert [end.succeeded for end in rig.ends] == [False]
+    rig.may_go_on.set()
+    until(lambda: not thread.is_alive, "the thread ends")
+    assert rig.contents.blocks == {1: b"a", 2: b"b"}
+    assert len(rig.ends) == 1
+
+
+def test_a_put_that_was_given_up_reads_no_block() -> None:
+    rig = HangingRig("exists")
+    rig.store.values.clear()
+    rig.begin(1, "put", [1, 2])
+    rig.until_hanging(1)
+    (thread,) = [lane.thread for lane in rig.transfers._lanes if lane.thread.is_alive]
+    rig.transfers.give_up()
+    rig.may_go_on.set()
+    until(lambda: not thread.is_alive, "the thread ends")
+    assert rig.store.values == {}
+
+
+def test_threads_that_hang_are_few() -> None:
+    rig = HangingRig("exists")
+    before = threading.active_count()
+    for call in CALLS:
+        rig.begin(1, call, [1])
+    rig.until_hanging(2)
+    now_s = time.monotonic()
+    for minute in range(1, 100):
+        rig.transfers.look(now_s + 60 * minute)
+        rig.transfers.look(now_s + 60 * minute + 20)
+        rig.begin(minute, "exists", [1])
+    assert threading.active_count() - before <= 11
+    rig.may_go_on.set()
+
+
+@pytest.mark.parametrize("call", [*CALLS, "close"])
+def test_a_store_that_hangs_keeps_no_process_from_ending(call: str) -> None:
+    program = textwrap.dedent(
+        f"""
+        from sgl_jax.executor import store_transfers
+        from tests.executor.test_store_transfers import HangingRig
+        store_transfers._CLOSE_LIMIT_S = 0.1
+        rig = HangingRig({call!r})
+        if {call!r} != "close":
+            rig.begin(1, {call!r}, [1])
+            rig.until_hanging(1)
+        rig.transfers.close()
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)

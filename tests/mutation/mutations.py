@@ -2832,9 +2832,33 @@ MUTATIONS = (
     ),
     Mutation(
         "store: start before the prefix has arrived",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        return any(rank.host.awaits_store(request) for rank in ranks)\n",
+        "sgl_jax/scheduler/rank_host.py",
+        "        return request.rid in self.store.awaited\n",
         "        return False\n",
+    ),
+    Mutation(
+        "store: try requests before their prefix has arrived",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "columns.is_waiting[:end] & ~columns.awaits_event[:end]",
+        "columns.is_waiting[:end]",
+    ),
+    Mutation(
+        "store: try requests no more after their prefix has arrived",
+        "sgl_jax/scheduler/scheduler.py",
+        "        for rid in host.take_released():\n            self._waiting.note_event(rid)\n",
+        "        host.take_released()\n",
+    ),
+    Mutation(
+        "store: move the blocks of a transfer that was given up",
+        "sgl_jax/executor/store_transfers.py",
+        "                raise _GivenUpError\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "store: search while it is suspended",
+        _STORE,
+        "        if first * page_size == len(tokens) or self.is_suspended:\n",
+        "        if first * page_size == len(tokens):\n",
     ),
     Mutation(
         "store: put values that no lock covers",

@@ -163,6 +163,9 @@ class Liveness:
         for rid, since in self._due_since.items():
             assert step - since <= MAX_STEPS_DUE, f"{rid} is due for {step - since} steps"
         self._check_shares()
+        for request in scheduler._waiting:
+            awaits_store = any(rank.host.awaits_store(request) for rank in scheduler.ranks)
+            assert scheduler._waiting._columns.awaits_event[request.line] == awaits_store
         counts = scheduler.count_waiting()
         assert sum(counts.values()) == scheduler.num_waiting
         for request in scheduler._waiting:

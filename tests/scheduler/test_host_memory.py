@@ -3,7 +3,13 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import FetchRate, Flush, PrefillRate, StoreRate
+from sgl_jax.scheduler.record.events import (
+    FetchRate,
+    Flush,
+    PrefillRate,
+    StoreRate,
+    StoreSuspended,
+)
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 PROMPT = list(range(40))
@@ -168,3 +174,33 @@ def test_fetches_belong_to_the_rank() -> None:
     driver.run()
     assert driver.dp_rank["second"] == 1, "there it costs least"
     assert driver.cached["second"] == len(PROMPT)
+
+
+def test_nothing_is_asked_of_a_suspended_store() -> None:
+    sizes = make_sizes(num_pages=33, max_chunk_tokens=64, host_ratio=4.0)
+    args = SchedulerArgs(
+        hicache_fetch_policy="always",
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+    )
+    driver = Driver(sizes, args)
+    host, (rank,) = driver.oracle.host, driver.scheduler.ranks
+    host.end_rate = 1.0
+    driver.scheduler.handle(StoreSuspended(answers=False))
+    driver.scheduler.handle(StoreSuspended(answers=False))  # a probe has failed
+    driver.submit(generate("first", PROMPT, 1))
+    driver.step()
+    assert rank.running.active.size == 1, "it waits for nothing"
+    driver.run()
+    assert not host.store
+    assert driver.scheduler.counters()["store_failures"] == 2
+    driver.fail_all("gone")  # the store is as it was
+    driver.submit(generate("second", PROMPT, 1))
+    driver.run()
+    assert not host.store
+    # What was left out is put once it answers, and the prefix is offered again.
+    driver.scheduler.handle(StoreSuspended(answers=True))
+    driver.submit(generate("third", [*PROMPT, 1, 2, 3, 4], 1))
+    driver.run()
+    assert len(host.store) == 11
+    driver.check_replay()

@@ -72,6 +72,7 @@ def in_order(driver: Driver) -> list[Request]:
         is_open=np.ones(dp_size, np.bool_),
         floor=np.full(dp_size, NO_FLOOR),
         may_preempt=np.zeros(dp_size, np.bool_),
+        passed_by=[],
     )
     return list(waiting.candidates(offer, 0, [], 0))
 

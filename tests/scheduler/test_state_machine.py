@@ -25,7 +25,14 @@ from hypothesis.stateful import (
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
-from sgl_jax.scheduler.record.events import Flush, Note, PrefillRate, Resume
+from sgl_jax.scheduler.record.events import (
+    Flush,
+    Note,
+    PrefillRate,
+    Resume,
+    StoreOverdue,
+    StoreSuspended,
+)
 from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
@@ -233,6 +240,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def after_flush(self) -> None:
         """All caches are empty."""
+
+    @rule(answers=st.booleans())
+    def the_store_answers_or_not(self, answers: bool) -> None:
+        self.driver.scheduler.handle(StoreSuspended(answers))
+
+    @rule(data=st.data())
+    def a_transfer_of_the_store_is_overdue(self, data: st.DataObject) -> None:
+        """No request waits for it any more; it ends later."""
+        for rank in self.driver.scheduler.ranks:
+            if rank.host.store is not None:
+                under_way = sorted({**rank.host.store._searches, **rank.host.store._loads})
+                if under_way:
+                    number = data.draw(st.sampled_from(under_way))
+                    self.driver.scheduler.handle(StoreOverdue(rank.dp_rank, number))
 
     @rule(
         mode=st.sampled_from(["abort", "retract", "in_place"]),

@@ -2,61 +2,60 @@
 
 A file is written beside its place and then moved there, so it is whole or absent. A cut, changed or
 foreign file is found by its checksum, which covers the key: it is removed, and the block missing.
+
+Engines that use one folder share its limit. The file `size` has the bytes of all blocks, and a lock
+on it is held while they change. A block is counted before it is written: so after an engine was
+killed, the count may be too high, but never too low. It is measured again at each start, and when
+all files of the last measurement are gone or were used again.
 """
 
 import contextlib
-import hashlib
+import fcntl
 import logging
 import os
 import re
 import secrets
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from sgl_jax.core.private_files import make_private_folder, open_private
+from sgl_jax.executor.block_stores.sealed import HEAD_BYTES, head, unsealed
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"sgl_jax KV 1\n"
-_DIGEST_BYTES = 16
-_HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
-_LONGEST_WRITE_S = 600.0  # of one block: an older unfinished file has no writer
+# An engine that was stopped may hold the lock: blocks are not put then.
+_LOCK_LIMIT_S = 2.0
+_POLL_S = 0.002
 _KEY = re.compile(r"[0-9a-f]+/[0-9a-f]+")
+
+
+class _File(NamedTuple):
+    """A block's file, as of the last measurement."""
+
+    mtime_ns: int
+    path: Path
+    size: int
 
 
 class FolderStore:
     """The blocks in `folder`, of `max_bytes` at most: see `BlockStore`.
 
-    Several engines may use one folder. Each counts the files that it found at its start, and found
-    or wrote since. A file that an engine could not finish is removed by a later start.
+    Several engines may use one folder. If their limits differ, the lowest counts.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Raises OSError if the folder cannot be made, read or written."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by key, least recently used first
-        self._lock = threading.RLock()  # of the sizes
+        self._oldest: deque[_File] = deque()  # least recently used first; read under the lock
         self._unfinished = folder / "unfinished"
         make_private_folder(self._unfinished)
-        for path in self._unfinished.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another engine has moved it
-                if path.stat().st_mtime < time.time() - _LONGEST_WRITE_S:
-                    path.unlink()
-        found = []
-        for path in folder.glob("*/*/*"):
-            key = f"{path.parts[-3]}/{path.name}"
-            if _KEY.fullmatch(key) and path.parts[-2] == path.name[:2] and path.is_file():
-                with contextlib.suppress(FileNotFoundError):  # another engine has removed it
-                    stat = path.stat()
-                    found.append((stat.st_mtime, key, stat.st_size))
-        for _, key, size in sorted(found):
-            self._count(key, size)
-        self._make_room(0)
+        with self._count() as count:
+            if count is not None:
+                count.write(self._make_room(self._measure(), 0))
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key has a file."""
@@ -69,22 +68,31 @@ class FolderStore:
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Write each value that is no larger than the store."""
         for key, value in zip(keys, values, strict=True):
-            path, size = self._path(key), _HEAD_BYTES + len(value)
-            if size > self._max_bytes:
-                continue
-            self._forget(key)
-            self._make_room(size)
-            make_private_folder(path.parent)
-            beside = self._unfinished / secrets.token_hex(8)
-            try:
-                with open(beside, "xb", opener=open_private) as file:
-                    file.write(_MAGIC + _digest(key, value))
-                    file.write(value)
-                beside.replace(path)
-            except OSError:  # such as a full disk
-                beside.unlink(missing_ok=True)
-                raise
-            self._count(key, size)
+            if HEAD_BYTES + len(value) <= self._max_bytes:
+                with self._count() as count:
+                    if count is None:
+                        logger.warning("%s: another engine holds the lock", self._folder)
+                        return
+                    self._put(key, value, count)
+
+    def _put(self, key: str, value: bytes, count: "_Count") -> None:
+        path, size = self._path(key), HEAD_BYTES + len(value)
+        num_bytes = count.read()
+        if num_bytes is None:
+            num_bytes = self._measure()
+        num_bytes = self._make_room(num_bytes - _remove(path), size)
+        count.write(num_bytes + size)
+        make_private_folder(path.parent)
+        beside = self._unfinished / secrets.token_hex(8)
+        try:
+            with open(beside, "xb", opener=open_private) as file:
+                file.write(head(key, value))
+                file.write(value)
+            beside.replace(path)
+        except OSError:  # such as a full disk
+            _remove(beside)
+            count.write(num_bytes)
+            raise
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""
@@ -96,43 +104,102 @@ class FolderStore:
     def _get(self, key: str) -> bytes | None:
         path = self._path(key)
         try:
-            data = path.read_bytes()
-            value = data[_HEAD_BYTES:]
-            if data[:_HEAD_BYTES] != _MAGIC + _digest(key, value):
-                logger.warning("%s is no whole block of KV: removed", path)
-                self._remove(key)
-                return None
-            os.utime(path)
+            value = unsealed(key, path.read_bytes())
+            if value is not None:
+                os.utime(path)
         except FileNotFoundError:
-            self._forget(key)
             return None
-        self._count(key, len(data))
+        if value is None:
+            logger.warning("%s is no whole block of KV: removed", path)
+            with self._count() as count:
+                size = _remove(path)
+                num_bytes = count.read() if count is not None else None
+                if count is not None and num_bytes is not None:
+                    count.write(num_bytes - size)
         return value
 
-    # -- room -------------------------------------------------------------------------------
+    # -- room, under the lock ---------------------------------------------------------------
 
-    def _count(self, key: str, size: int) -> None:
-        """The key's file was used now."""
-        with self._lock:
-            self._forget(key)
-            self._sizes[key] = size
-            self._num_bytes += size
+    @contextlib.contextmanager
+    def _count(self) -> Iterator["_Count | None"]:
+        """Within, no other engine or thread changes the blocks; None if another does for long."""
+        file = open_private(self._folder / "size", os.O_RDWR | os.O_CREAT)
+        try:
+            yield _Count(file) if _lock(file) else None
+        finally:
+            os.close(file)
 
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            self._num_bytes -= self._sizes.pop(key, 0)
+    def _measure(self) -> int:
+        """Find all blocks; return their bytes. Files that were not finished are removed: whoever
+        began one has been killed."""
+        for path in self._unfinished.iterdir():
+            _remove(path)
+        found = []
+        for path in self._folder.glob("*/*/*"):
+            key = f"{path.parts[-3]}/{path.name}"
+            if _KEY.fullmatch(key) and path.parts[-2] == path.name[:2] and path.is_file():
+                with contextlib.suppress(FileNotFoundError):  # a reader found it damaged
+                    stat = path.stat()
+                    found.append(_File(stat.st_mtime_ns, path, stat.st_size))
+        self._oldest = deque(sorted(found))
+        return sum(file.size for file in found)
 
-    def _make_room(self, num_bytes: int) -> None:
-        with self._lock:
-            while self._num_bytes + num_bytes > self._max_bytes and self._sizes:
-                self._remove(next(iter(self._sizes)))
+    def _make_room(self, num_bytes: int, size: int) -> int:
+        """Remove blocks for one of `size` bytes; return the bytes of the others, at first
+        `num_bytes`."""
+        is_measured = False
+        while num_bytes + size > self._max_bytes:
+            if self._oldest:
+                file = self._oldest.popleft()
+                # Another engine may have removed it. If it was used since, it is not the oldest.
+                if is_measured or _mtime_ns(file.path) == file.mtime_ns:
+                    num_bytes -= _remove(file.path)
+            elif is_measured:
+                break
+            else:
+                num_bytes, is_measured = self._measure(), True
+        return num_bytes
 
-    def _remove(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
-        self._forget(key)
+
+class _Count:
+    """The bytes of all blocks of a folder, in a file that is locked."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def read(self) -> int | None:
+        """The count; None if the file is new or was damaged."""
+        data = os.pread(self._file, 32, 0)
+        return int(data) if re.fullmatch(rb"[0-9]{20}", data) else None
+
+    def write(self, num_bytes: int) -> None:
+        os.pwrite(self._file, b"%020d" % max(num_bytes, 0), 0)
 
 
-def _digest(key: str, value: bytes) -> bytes:
-    digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES)
-    digest.update(value)
-    return digest.digest()
+def _lock(file: int) -> bool:
+    """Lock an open file, until it is closed; False if another has locked it for long."""
+    end_s = time.monotonic() + _LOCK_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def _mtime_ns(path: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return None
+
+
+def _remove(path: Path) -> int:
+    """Remove a file; return its bytes, 0 if there was none."""
+    with contextlib.suppress(FileNotFoundError):
+        size = path.stat().st_size
+        path.unlink()
+        return size
+    return 0

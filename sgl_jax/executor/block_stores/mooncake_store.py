@@ -3,8 +3,13 @@
 Needs the package `mooncake-transfer-engine-non-cuda` (the extra `mooncake`) and a running master.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from sgl_jax.executor.block_stores.sealed import head, unsealed
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS: dict[str, str | int] = {
     "local_hostname": "127.0.0.1",
@@ -50,11 +55,21 @@ class MooncakeStore:
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each key, None if the cluster has none."""
-        return [bytes(value) or None for value in self._store.get_batch(list(keys))]
+        found = self._store.get_batch(list(keys))
+        return [self._checked(key, bytes(data)) for key, data in zip(keys, found, strict=True)]
+
+    def _checked(self, key: str, data: bytes) -> bytes | None:
+        value = unsealed(key, data)
+        if data and value is None:
+            # While it is there, no whole block is put in its place.
+            code = self._store.remove(key)
+            logger.warning("%s is no whole block of KV: removed with code %s", key, code)
+        return value
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Put the values. Raises OSError if the cluster takes them not."""
-        code = self._store.put_batch(list(keys), list(values))
+        sealed = [head(key, value) + value for key, value in zip(keys, values, strict=True)]
+        code = self._store.put_batch(list(keys), sealed)
         if code != 0:
             raise OSError(f"Mooncake's store did not take {len(keys)} values: error {code}")
 

@@ -426,8 +426,8 @@ class HostTier:
 
         The leases of fetches must have ended (`drop_fetches`), or been dropped with all memory.
         """
-        counts = self.num_put_blocks, self.num_loaded_tokens
+        before = self.store
         self.fetches.clear()
         self._start()
-        if self.store is not None:
-            self.store.num_put_blocks, self.store.num_loaded_tokens = counts
+        if self.store is not None and before is not None:
+            self.store.take_over(before)

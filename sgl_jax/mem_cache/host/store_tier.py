@@ -76,6 +76,7 @@ class StoreTier:
     Attributes:
         awaited: the ids of requests for which a search or a load is under way.
         num_loaded_tokens, num_put_blocks: since the start.
+        is_suspended: whether the store does not answer: nothing new is searched or put.
     """
 
     def __init__(
@@ -100,10 +101,13 @@ class StoreTier:
         self._keys = ContentKeys(blocks.page_size, len(groups))
         self._next_number = next_number
         self.awaited: set[str] = set()
+        self._released: list[str] = []  # ids that have left `awaited` since the last take
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
+        self.is_suspended = False
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
+        self._under_way: dict[bytes, int] = {}  # searches and loads, by the key of their first page
         self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by number
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
@@ -114,6 +118,12 @@ class StoreTier:
         self._puts_now: list[StoreTransfer] = []
         self._restored: deque[SavedPrefix] = deque()
 
+    def take_over(self, before: "StoreTier") -> None:
+        """Begin with the counts, and the state of the store, that another tier had."""
+        self.num_put_blocks = before.num_put_blocks
+        self.num_loaded_tokens = before.num_loaded_tokens
+        self.is_suspended = before.is_suspended
+
     @property
     def puts(self) -> set[int]:
         """The numbers of prefixes on their way to the store: locked."""
@@ -122,8 +132,12 @@ class StoreTier:
     @property
     def has_work(self) -> bool:
         """True if `take` returns transfers."""
-        is_restoring = self._restored and self._num_moving < _MAX_RESTORED
-        return bool(is_restoring or self._searches_now or self._loads_now or self._puts_now)
+        return bool(self._may_restore or self._searches_now or self._loads_now or self._puts_now)
+
+    @property
+    def _may_restore(self) -> bool:
+        may_search = self._num_moving < _MAX_RESTORED and not self.is_suspended
+        return bool(self._restored) and may_search
 
     @property
     def _num_moving(self) -> int:
@@ -133,7 +147,8 @@ class StoreTier:
     def is_restoring(self) -> bool:
         """True until the saved prefixes are loaded."""
         moving = (*self._searches.values(), *self._loads.values())
-        return bool(self._restored or any(each.waiter is None for each in moving))
+        may_come = self._restored and not self.is_suspended
+        return bool(may_come or any(each.waiter is None for each in moving))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
         """The searches, loads and puts to begin now."""
@@ -148,6 +163,8 @@ class StoreTier:
 
     def can_put(self, num_blocks: int) -> bool:
         """Return whether so many blocks more may be on their way."""
+        if self.is_suspended:
+            return False
         num_moving = sum(put.num_blocks for put in self._puts.values())
         return not num_moving or num_moving + num_blocks <= _MAX_PUT_BLOCKS
 
@@ -170,7 +187,7 @@ class StoreTier:
 
     def put_again(self, tokens: Int32Array, namespace: str) -> None:
         """Put a prefix's pages that were left out, as far as the host has them."""
-        if not self._left_out:
+        if not self._left_out or self.is_suspended:
             return
         tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
         keys = self._keys.of(tokens, namespace)[0]
@@ -215,16 +232,17 @@ class StoreTier:
         """Search the pages of a prefix behind the `num_here` tokens that are here, for a request
         or for none.
 
-        If it `follows`, and a search or a load under way has the first of these pages, it begins
-        after that, so that no page is loaded twice.
+        If it `follows`, and a search or a load under way begins with the first of these pages, it
+        begins after that, so that no page is loaded twice.
         """
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
         first = num_here // page_size
-        if first * page_size == len(tokens):
+        if first * page_size == len(tokens) or self.is_suspended:
             return
         if waiter is not None:
-            leader = self._leader(tokens, namespace, first) if follows else None
+            page = self._keys.of(tokens[: (first + 1) * page_size], namespace)[0, -1]
+            leader = self._under_way.get(page.tobytes()) if follows else None
             if leader is not None:
                 self.awaited.add(waiter.rid)
                 self._followers[leader].append(_Follower(waiter, tokens, namespace))
@@ -240,16 +258,9 @@ class StoreTier:
         number = self._next_number()
         search = _Load(waiter, tokens, namespace, keys, first, is_moved)
         self._searches[number] = search
+        self._under_way.setdefault(_first_page(search), number)
         move = self._transfer(number, keys, is_moved, None)
         self._searches_now.append(move._replace(is_awaited=self._is_awaited(search)))
-
-    def _leader(self, tokens: Int32Array, namespace: str, first: int) -> int | None:
-        """The search or load under way, if any, that has page `first` of the prefix `tokens`."""
-        end = (first + 1) * self._blocks.page_size
-        for number, each in (*self._searches.items(), *self._loads.items()):
-            if each.namespace == namespace and np.array_equal(each.tokens[:end], tokens[:end]):
-                return number
-        return None
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
@@ -283,11 +294,11 @@ class StoreTier:
             return False
         keys = search.keys[:, num_here - search.first : end - search.first]
         is_moved = blocks[:, num_here:] > 0
-        self._loads[number] = search._replace(
-            tokens=tokens, keys=keys, first=num_here, is_moved=is_moved
-        )
-        load = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._loads_now.append(load._replace(is_awaited=self._is_awaited(search)))
+        load = search._replace(tokens=tokens, keys=keys, first=num_here, is_moved=is_moved)
+        self._loads[number] = load
+        self._under_way.setdefault(_first_page(load), number)
+        move = self._transfer(number, keys, is_moved, blocks[:, num_here:])
+        self._loads_now.append(move._replace(is_awaited=self._is_awaited(search)))
         return True
 
     def _measures_anew(self) -> bool:
@@ -336,7 +347,7 @@ class StoreTier:
         self._restored.extend(prefixes)
 
     def _restore_some(self) -> None:
-        while self._restored and self._num_moving < _MAX_RESTORED:
+        while self._may_restore:
             tokens, namespace = self._restored.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
@@ -358,12 +369,14 @@ class StoreTier:
             self._blocks.end_fetch(number)
         elif number in self._searches:
             search = self._searches.pop(number)
+            self._forget_first_page(search, number)
             is_found = self._flags(search, end)
             if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
                 self._search_for_followers(number, follows=False)
         elif number in self._loads:
             load = self._loads.pop(number)
+            self._forget_first_page(load, number)
             self._waits_no_more(load)
             is_found = self._flags(load, end)
             num_pages = self._num_whole(is_found | ~load.is_moved)
@@ -371,6 +384,11 @@ class StoreTier:
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
             self._search_for_followers(number, follows=num_pages > 0)
+
+    def _forget_first_page(self, each: _Load, number: int) -> None:
+        page = _first_page(each)
+        if self._under_way.get(page) == number:
+            del self._under_way[page]
 
     def _measure(self, load: _Load, is_found: BoolArray, seconds: float) -> None:
         """A load has moved the found values, maybe not all for lack of time."""
@@ -389,7 +407,8 @@ class StoreTier:
     def _take_followers(self, number: int) -> list[_Follower]:
         """The requests that wait for this search or load; they wait no more."""
         followers = self._followers.pop(number, [])
-        self.awaited.difference_update(each.waiter.rid for each in followers)
+        for each in followers:
+            self._release(each.waiter)
         return followers
 
     def _search_for_followers(self, number: int, *, follows: bool) -> None:
@@ -401,7 +420,16 @@ class StoreTier:
 
     def _waits_no_more(self, load: _Load) -> None:
         if load.waiter is not None:
-            self.awaited.discard(load.waiter.rid)
+            self._release(load.waiter)
+
+    def _release(self, waiter: Waiter) -> None:
+        self.awaited.discard(waiter.rid)
+        self._released.append(waiter.rid)
+
+    def take_released(self) -> list[str]:
+        """The ids that have left `awaited` since the last call; they may be there again."""
+        released, self._released = self._released, []
+        return released
 
     def _is_awaited(self, load: _Load) -> bool:
         return load.waiter is not None and load.waiter.rid in self.awaited
@@ -428,3 +456,9 @@ class StoreTier:
             if blocks is None
             else tuple(blocks[numbers][is_moved[numbers]] for numbers in groups_of),
         )
+
+
+def _first_page(each: _Load) -> bytes:
+    """The key of the first page that a search or a load is for."""
+    key: bytes = each.keys[0, 0].tobytes()
+    return key

@@ -34,7 +34,8 @@ from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 # further one counts as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
-# Requests that get a reason to wait in one step; the others get it in the next.
+# Requests that begin to wait for a prefix in one step; the others that would wait for the same one
+# are passed by in it. So many may begin to wait for a rank.
 MAX_PUT_OFF = 128
 # Requests tried for preemption in a step until this many fail.
 MAX_FAILED_PREEMPTIONS = 32
@@ -95,6 +96,7 @@ class Admission:
             is_open=np.zeros(len(rooms), np.bool_),
             floor=np.zeros(len(rooms), np.int64),
             may_preempt=np.array(may_preempt),
+            passed_by=[],
         )
         is_changed = True
         while is_changed:
@@ -110,15 +112,9 @@ class Admission:
         anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
-        ranks = [room.rank for room in rooms]
-        num_put_off = num_failed = 0
+        num_following = num_staying = num_failed = 0
         for request in self._waiting.candidates(offer, step, preemptible, threshold):
             if not self._tenants.may_run(request.tenant):
-                continue
-            if self._awaits_store(ranks, request):
-                num_put_off += 1
-                if num_put_off == MAX_PUT_OFF:
-                    break
                 continue
             chosen = self._choose(rooms, request, step)
             room: RankRoom | None = None
@@ -126,24 +122,28 @@ class Admission:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
                     if self._fetches_for(room, request):
-                        num_put_off += 1
+                        pass
                     elif self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
                         return True
                 else:
                     self._put_off(room, request, chosen)
-                    num_put_off += 1
+                    num_staying += chosen.leader is None
             elif preemptible and self._preempt_for(rooms, request, threshold):
                 return True
             elif self._waiting.is_due(request):
                 room = self._hold_for(rooms, request)
-            elif preemptible:
+            elif preemptible and not self._waiting.is_following(request):
                 num_failed += 1
                 if num_failed == MAX_FAILED_PREEMPTIONS:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
                 _renew(offer, room)
-            if num_put_off == MAX_PUT_OFF or not (preemptible or offer.is_open.any()):
+            if self._waiting.is_following(request):
+                num_following += 1
+                if num_following >= MAX_PUT_OFF:
+                    offer.passed_by.append(request.line)
+            if num_staying == MAX_PUT_OFF or not (preemptible or offer.is_open.any()):
                 break
         return False
 
@@ -153,12 +153,6 @@ class Admission:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
         room.num_staying += 1
-
-    def _awaits_store(self, ranks: Sequence[RankScheduler], request: Request) -> bool:
-        """Return whether `request` waits for its prefix from the store."""
-        if self.args.hicache_storage_prefetch_policy == "best_effort":
-            return False
-        return any(rank.host.awaits_store(request) for rank in ranks)
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
@@ -229,9 +223,9 @@ class Admission:
         """
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
-        if self._awaits_store(ranks, request):
-            dp_rank = next(rank.dp_rank for rank in ranks if rank.host.awaits_store(request))
-            return WaitReason("store", dp_rank=dp_rank)
+        for rank in ranks:
+            if rank.host.awaits_store(request):
+                return WaitReason("store", dp_rank=rank.dp_rank)
         leader = self._waiting.leader_of(request)
         if leader is not None:
             dp_rank, row = leader
@@ -270,10 +264,7 @@ class Admission:
         num_pages = np.array(room, np.int32)
         has_row = np.array([rank.has_row for rank in ranks])
         fetching = [row for rank in ranks for row in rank.host.fetching_rows()]
-        in_store: set[str] = set()
-        if self.args.hicache_storage_prefetch_policy != "best_effort":
-            in_store.update(*(rank.host.awaited_rids() for rank in ranks))
-        return self._waiting.count_kinds(num_pages, has_row, step, fetching, in_store)
+        return self._waiting.count_kinds(num_pages, has_row, step, fetching)
 
     # -- choice of a rank ---------------------------------------------------------------------
 

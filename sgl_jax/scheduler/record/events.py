@@ -139,6 +139,13 @@ class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class StoreSuspended(msgspec.Struct, frozen=True, tag=True):
+    """A call of the store failed or took too long: nothing is searched, loaded or put any more.
+    Each failed probe repeats the event. With `answers`, a probe succeeded: the store is in use."""
+
+    answers: bool
+
+
 class PrefillRate(msgspec.Struct, frozen=True, tag=True):
     """The prompt tokens that a rank computes in a second, as measured: the price of not loading a
     prefix from the host or the store."""
@@ -197,6 +204,7 @@ Event: TypeAlias = (
     | TakeTransfers
     | TransferEnded
     | StoreOverdue
+    | StoreSuspended
     | PrefillRate
     | FetchRate
     | StoreRate

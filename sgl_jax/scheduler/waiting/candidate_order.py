@@ -22,6 +22,7 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     NEVER,
     NUM_REUSES,
     Int64Array,
+    alike_lines,
     count_in_use,
     least_pages,
     order_keys,
@@ -39,6 +40,8 @@ class Offer(NamedTuple):
     is_open: BoolArray  # [ranks] whether the step takes another request that fits
     floor: Int64Array  # [ranks] a request starts only if its priority is above this
     may_preempt: BoolArray  # [ranks] whether running requests may give way
+    # Lines that wait for a prefix: others that would wait for the same one are not tried.
+    passed_by: list[int]
 
 
 class Levels(NamedTuple):
@@ -86,6 +89,7 @@ class CandidateOrder:
         ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
         room, floor = np.zeros(len(ranks), np.int32), np.zeros(len(ranks), np.int64)
         take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor)
+        may_start = columns.is_waiting[:end] & ~columns.awaits_event[:end]
         least, doubtful = least_pages(
             end,
             ranks,
@@ -93,7 +97,7 @@ class CandidateOrder:
             offer.is_open,
             floor,
             step,
-            columns.is_waiting,
+            may_start,
             columns.has_leader,
             columns.stay_until,
             columns.stay_rank,
@@ -116,6 +120,8 @@ class CandidateOrder:
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
             yield first
+            while offer.passed_by:
+                keys[self._alike(offer.passed_by.pop())] = LAST
             if take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor):
                 rule_out(
                     keys,
@@ -127,6 +133,15 @@ class CandidateOrder:
                     columns.priority,
                     passed_over,
                 )
+
+    def _alike(self, line: int) -> BoolArray:
+        """Return, by line, whether a request continues with the same page as `line` behind the
+        cached part of its prefix, on the rank that `line` waits for."""
+        columns = self._columns
+        dp_rank = int(columns.stay_rank[line])
+        above = self._memories[dp_rank].cache.cursors.columns.above
+        is_alike: BoolArray = alike_lines(line, columns.cursor[dp_rank, : columns.end], above)
+        return is_alike
 
     def _most_room(
         self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int

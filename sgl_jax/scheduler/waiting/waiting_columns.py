@@ -38,6 +38,8 @@ class WaitingColumns:
         # row's epoch, and the protected length that includes the prefix.
         self.has_leader = np.zeros(capacity, np.bool_)
         self.leader = np.zeros((capacity, 3), np.int32)
+        # No candidate before an event: a search or a load of its prefix in the store ends.
+        self.awaits_event = np.zeros(capacity, np.bool_)
         # The rank that a request waits for though another has room, and the step at which the wait
         # ends.
         self.stay_rank = np.full(capacity, NO_RANK, np.int32)

@@ -63,6 +63,21 @@ def read_cursors(
         line_place[line] = place[number]
 
 
+@compiled("(int64, int32[::1], int32[::1])")
+def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
+    """Return bool[len(cursor)]: whether a line's cursor stands at the place of `line`'s, and
+    continues with the same page. The arguments are as of `read_cursors`."""
+    below = np.empty(len(cursor), np.int32)
+    for each in range(len(cursor)):
+        number = below[each] = cursor[each]
+        assert 0 <= number < len(above)
+        while above[number] >= 0:
+            below[each] = number
+            number = above[number]
+    is_alike: BoolArray = below == below[line]
+    return is_alike
+
+
 @compiled("(int64, int64, boolean[:, ::1], int32[:, ::1], int32[::1])")
 def most_cached(
     start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array

@@ -6,7 +6,7 @@ Cursors on the ranks' trees track the cached length of each prompt, without repe
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class WaitingQueue:
         memories: of all ranks, in order; `tables` are the columns of all their rows.
         capacity: requests at most.
         tenants: the tenants of the requests.
+        awaits_event: whether a request is no candidate before an event, as of its adding.
         max_passed_over: a request passed over by so many later ones is due: it is tried before the
             others of its priority, and a rank is held for it until it fits.
     """
@@ -52,8 +53,10 @@ class WaitingQueue:
         tables: RowTables,
         capacity: int,
         tenants: Tenants,
+        awaits_event: Callable[[Request], bool] = lambda request: False,
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
+        self._awaits_event = awaits_event
         self._max_passed_over = max_passed_over
         self._tenants = tenants
         self._memories = memories
@@ -117,6 +120,13 @@ class WaitingQueue:
         columns.is_retracted[line] = request.num_retractions > 0
         columns.has_leader[line] = False
         columns.stay_rank[line] = NO_RANK
+        columns.awaits_event[line] = self._awaits_event(request)
+
+    def note_event(self, rid: str) -> None:
+        """An event that the request of that id may wait for has begun, or come."""
+        request = self._requests.get(rid)
+        if request is not None:
+            self._columns.awaits_event[request.line] = self._awaits_event(request)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request; the caller decides about it."""
@@ -196,6 +206,10 @@ class WaitingQueue:
         self._columns.has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
+    def is_following(self, request: Request) -> bool:
+        """Return whether `request` waits for a prefix (`follow`), or did before it started."""
+        return bool(self._columns.has_leader[request.line])
+
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Rank and row of the request whose prefix it waits for; None without one."""
         line = request.line
@@ -254,7 +268,8 @@ class WaitingQueue:
         page_size = self._memories[dp_rank].page_size
         num_cached = columns.cached_pages[dp_rank, lines] * page_size
         num_lacking = (columns.num_tokens[lines] - num_cached) * columns.is_waiting[lines]
-        return int(num_lacking.sum() - num_lacking[request.line])
+        own = num_lacking[request.line] if request.rid in self._requests else 0
+        return int(num_lacking.sum() - own)
 
     @property
     def highest_priority(self) -> int | None:
@@ -267,11 +282,9 @@ class WaitingQueue:
         has_row: BoolArray,
         step: int,
         fetching: Sequence[int],
-        in_store: Iterable[str],
     ) -> dict[WaitKind, int]:
         """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
-        request, fetches from the host have the joint rows `fetching`, and prefixes of requests
-        `in_store` come from the store.
+        request, and fetches from the host have the joint rows `fetching`.
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
@@ -280,15 +293,13 @@ class WaitingQueue:
         self._drop_leaders(slice(end))
         is_fetching = np.zeros(len(self._tables.epoch), np.bool_)
         is_fetching[list(fetching)] = True
-        is_loading = np.zeros(end, np.bool_)
-        is_loading[[self._requests[rid].line for rid in in_store if rid in self._requests]] = True
         counts = count_kinds(
             end,
             step,
             columns.is_waiting,
             columns.tenant,
             self._tenants.is_full,
-            is_loading,
+            columns.awaits_event,
             columns.has_leader,
             columns.leader,
             is_fetching,

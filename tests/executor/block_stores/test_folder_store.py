@@ -1,6 +1,6 @@
 """Blocks in files: found again by the next process, bounded, and never wrong."""
 
-import os
+import contextlib
 import random
 import signal
 import subprocess
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_jax.executor.block_stores import folder_store
 from sgl_jax.executor.block_stores.folder_store import FolderStore
 
 GIGABYTE = 10**9
@@ -46,15 +47,123 @@ def test_a_value_that_is_put_twice_counts_once(tmp_path: Path) -> None:
     assert store.get([key(1), key(2)]) == [value(1), value(2)]
 
 
-def test_an_unfinished_file_is_removed_once_its_writer_must_be_gone(tmp_path: Path) -> None:
-    FolderStore(tmp_path, GIGABYTE)
-    old, new = tmp_path / "unfinished" / "old", tmp_path / "unfinished" / "new"
-    for path in (old, new):
-        path.write_bytes(b"half a block")
-    os.utime(old, (time.time() - 3600,) * 2)
-    FolderStore(tmp_path, GIGABYTE)
-    assert not old.exists()
-    assert new.exists(), "an engine may be writing it"
+def size_of(folder: Path) -> int:
+    """The bytes of all blocks in a folder, the unfinished ones included."""
+    files = [*folder.glob("*/*/*"), *folder.glob("unfinished/*")]
+    sizes = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # removed by an engine that runs
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
+def test_two_stores_in_a_folder_share_its_limit(tmp_path: Path) -> None:
+    stores = [FolderStore(tmp_path, 1_000_000) for _ in range(2)]
+    for number in range(60):
+        stores[number % 2].put([key(number)], [value(number, 50_000)])
+        assert size_of(tmp_path) <= 1_000_000
+    # What was used last is there, whoever wrote it.
+    found = [stores[0].exists([key(number)])[0] for number in range(60)]
+    assert found == [False] * 41 + [True] * 19
+
+
+def test_two_processes_in_a_folder_share_its_limit(tmp_path: Path) -> None:
+    writer = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        from sgl_jax.executor.block_stores.folder_store import FolderStore
+        from tests.executor.block_stores.test_folder_store import key, value
+        store = FolderStore(Path({str(tmp_path)!r}), 1_000_000)
+        first = int(sys.argv[1])
+        for number in range(first, first + 300):
+            store.put([key(number)], [value(number, 20_000)])
+            (found,) = store.get([key(number)])
+            assert found in (None, value(number, 20_000))
+        """
+    )
+    command = [sys.executable, "-c", writer]
+    processes = [subprocess.Popen([*command, str(first)]) for first in (0, 200)]
+    while any(process.poll() is None for process in processes):
+        assert size_of(tmp_path) <= 1_000_000
+    assert [process.returncode for process in processes] == [0, 0]
+    assert 900_000 < size_of(tmp_path) <= 1_000_000
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 20, b"0" * 19, b"-" + b"1" * 19])
+def test_a_damaged_count_is_measured_anew(tmp_path: Path, damage: bytes) -> None:
+    store = FolderStore(tmp_path, 4 * 350)
+    for number in range(4):
+        store.put([key(number)], [value(number)])
+    (tmp_path / "size").write_bytes(damage)
+    for number in range(4, 9):
+        store.put([key(number)], [value(number)])
+        assert size_of(tmp_path) <= 4 * 350
+
+
+def test_a_failed_write_leaves_nothing_uncounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, 4 * 350)
+    for number in range(3):
+        store.put([key(number)], [value(number)])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise OSError("no space left")
+
+        patch.setattr(Path, "replace", fail)
+        for number in (1, 5):  # also in place of another
+            with pytest.raises(OSError, match="no space"):
+                store.put([key(number)], [value(number)])
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
+    for number in range(9):
+        store.put([key(number)], [value(number)])
+        assert size_of(tmp_path) <= 4 * 350
+    assert store.get([key(8)]) == [value(8)]
+
+
+def test_an_engine_that_is_killed_in_a_write_leaves_nothing_uncounted(tmp_path: Path) -> None:
+    writer = textwrap.dedent(
+        f"""
+        import os, signal
+        from pathlib import Path
+        from sgl_jax.executor.block_stores.folder_store import FolderStore
+        from tests.executor.block_stores.test_folder_store import key, value
+        store = FolderStore(Path({str(tmp_path)!r}), 1_000_000)
+        for number in range(4):
+            store.put([key(number)], [value(number, 200_000)])
+        Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        store.put([key(9)], [value(9, 150_000)])
+        """
+    )
+    store = FolderStore(tmp_path, 1_000_000)
+    assert subprocess.run([sys.executable, "-c", writer], check=False).returncode == -9
+    assert len(list((tmp_path / "unfinished").iterdir())) == 1
+    for number in range(10, 20):  # by an engine that runs on
+        store.put([key(number)], [value(number, 90_000)])
+        assert size_of(tmp_path) <= 1_000_000
+    FolderStore(tmp_path, 1_000_000)
+    assert not list((tmp_path / "unfinished").iterdir())
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
+
+
+def test_an_engine_that_holds_the_lock_for_ever_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, GIGABYTE)
+    store.put([key(1)], [value(1)])
+    monkeypatch.setattr(folder_store, "_LOCK_LIMIT_S", 0.01)
+    with store._count():
+        store.put([key(2)], [value(2)])
+        path = path_of(tmp_path, key(1))
+        other = FolderStore(tmp_path, GIGABYTE)
+        assert other.get([key(1), key(2)]) == [value(1), None]
+        path.write_bytes(b"no block")
+        assert other.get([key(1)]) == [None]
+    other.put([key(2)], [value(2)])
+    assert other.get([key(1), key(2)]) == [None, value(2)]
 
 
 def test_one_thread_puts_while_another_one_reads(tmp_path: Path) -> None:
@@ -64,7 +173,7 @@ def test_one_thread_puts_while_another_one_reads(tmp_path: Path) -> None:
         jobs = [threads.submit(store.put, [key(n)], [value(n)]) for n in numbers]
         jobs += [threads.submit(store.get, [key(n)]) for n in numbers]
         assert all(job.result() is None or len(job.result()) == 1 for job in jobs)
-    assert store._num_bytes == sum(path.stat().st_size for path in tmp_path.glob("ab/*/*"))
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path) <= 20 * 350
 
 
 def test_the_least_recently_used_give_way(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Queue:
             is_open=np.isin(np.arange(count), range(count) if open_ranks is None else open_ranks),
             floor=np.full(count, NO_FLOOR),
             may_preempt=np.zeros(count, np.bool_),
+            passed_by=[],
         )
 
     def tried(self, offer: Offer) -> Iterator[Request]:
