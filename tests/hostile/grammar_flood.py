@@ -1,0 +1,164 @@
+"""A flood of structured-output requests, each with a large schema of its own, and what others see.
+
+Run `python -m tests.hostile.grammar_flood --port P` against a real server. The figures are the
+longest gap between two tokens of an unrelated stream, before and during the flood, and the times of
+a plain request and of one with a tiny schema that was compiled before.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Headers = Mapping[str, str]
+TINY = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+_ANSWER_S = 600.0
+_PLAIN = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+class Figures(NamedTuple):
+    """What one run has shown, in seconds."""
+
+    quiet_gap_s: float
+    attack_gap_s: float
+    plain_s: float  # the slowest plain request during the flood
+    tiny_s: float  # the slowest request with the tiny schema during the flood
+    flood_s: float
+    statuses: dict[int, int]  # of the flood
+
+
+def large_schema(num_bytes: int, seed: int) -> str:
+    """A schema of about `num_bytes` whose many optional properties are costly to compile."""
+    rng = random.Random(seed)
+    names = {"".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(num_bytes // 12)}
+    return json.dumps({"type": "object", "properties": {name: {} for name in sorted(names)}})
+
+
+async def post(port: int, body: Any, headers: Headers = {}) -> tuple[int, bytes]:
+    """The status and the body of `/generate`; (0, b"") if the server closed the connection."""
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        async with _opened(port, body, headers) as (status, reader):
+            return status, await asyncio.wait_for(reader.read(), _ANSWER_S)
+    return 0, b""
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    port: int, body: Any, headers: Headers
+) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+    """The status of the answer to `body`, and a reader of the rest."""
+    data = json.dumps(body).encode()
+    head = {"host": "127.0.0.1", "content-type": "application/json", **headers}
+    head |= {"content-length": str(len(data)), "connection": "close"}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"POST /generate HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        await writer.drain()
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _ANSWER_S)
+        yield int(answer.split(b" ", 2)[1]), reader
+    finally:
+        writer.close()
+
+
+async def token_gaps(
+    port: int, gaps: list[float], num_tokens: int = 1500, headers: Headers = {}
+) -> None:
+    """Stream a plain output; append the seconds between two events to `gaps` as they come."""
+    sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = {"text": "Tell me", "stream": True, "sampling_params": sampling}
+    async with _opened(port, body, headers) as (status, reader):
+        assert status == 200, status
+        last = None
+        while line := await asyncio.wait_for(reader.readline(), _ANSWER_S):
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
+
+
+async def grammar_flood(port: int, schemas: Sequence[str], headers: Headers = {}) -> list[int]:
+    """Send a request with each schema, all at once; returns the statuses."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 4}
+    answers = await asyncio.gather(
+        *(
+            post(port, {"text": "x", "sampling_params": {**sampling, "json_schema": schema}}, headers)
+            for schema in schemas
+        )
+    )
+    return [status for status, _ in answers]
+
+
+async def measure(
+    port: int,
+    schemas: Sequence[str],
+    *,
+    attacker: Headers = {},
+    victim: Headers = {},
+    quiet_s: float = 5.0,
+) -> Figures:
+    """Flood the server while a victim streams; its streams are renewed until the flood has ended.
+
+    The headers carry the keys of both.
+    """
+    quiet: list[float] = []
+    attacked: list[float] = []
+    tiny = {"text": "x", "sampling_params": {"max_new_tokens": 8, "json_schema": TINY}}
+    plain = {"text": "x", "sampling_params": _PLAIN}
+    for body in (tiny, plain):
+        status, text = await post(port, body, victim)
+        assert status == 200, text
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < quiet_s:
+        await token_gaps(port, quiet, headers=victim)
+
+    streaming = asyncio.create_task(_streams(port, attacked, victim))
+    while not attacked:
+        await asyncio.sleep(0.01)
+    begin = time.perf_counter()
+    flood = asyncio.create_task(grammar_flood(port, schemas, attacker))
+    times: dict[str, list[float]] = {"tiny": [], "plain": []}
+    while not flood.done():
+        await asyncio.sleep(0.2)
+        for name, body in (("tiny", tiny), ("plain", plain)):
+            start = time.perf_counter()
+            status, text = await post(port, body, victim)
+            assert status == 200, text
+            times[name].append(time.perf_counter() - start)
+    flood_s = time.perf_counter() - begin
+    streaming.cancel()
+    await asyncio.wait([streaming])
+    counts = [flood.result().count(status) for status in sorted(set(flood.result()))]
+    return Figures(
+        max(quiet),
+        max(attacked),
+        max(times["plain"]),
+        max(times["tiny"]),
+        flood_s,
+        dict(zip(sorted(set(flood.result())), counts, strict=True)),
+    )
+
+
+async def _streams(port: int, gaps: list[float], headers: Headers) -> None:
+    while True:
+        await token_gaps(port, gaps, headers=headers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--num", type=int, default=320)
+    parser.add_argument("--bytes", type=int, default=23_000)
+    options = parser.parse_args()
+    schemas = [large_schema(options.bytes, seed) for seed in range(options.num)]
+    figures = asyncio.run(measure(options.port, schemas))
+    print(json.dumps(figures._asdict() | {"schema_bytes": len(schemas[0])}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
