@@ -502,6 +502,7 @@ class EngineCore:
             **self._log.counters(),
             "memory_errors": self._defects.num_defects,
             "step_failures": self._failures.num_failed,
+            "grammars_compiled": self._grammars.queue.num_compiled,
             **self.executor.compile_counts(),
         }
         hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []

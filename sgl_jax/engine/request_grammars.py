@@ -1,7 +1,7 @@
 """Compiles the grammar of each request beside the engine loop, while the request waits at the gate.
 
-The loop learns of a finished compilation between two steps, and tells the scheduler by an event
-(`GrammarReady`). From then on the request itself holds its matcher, so a step never waits for one.
+Between two steps the loop sends the scheduler an event (`GrammarReady`) for each finished
+compilation. From then on the request holds its own matcher, so a step never waits for one.
 """
 
 from llguidance import LLMatcher
@@ -42,7 +42,7 @@ class RequestGrammars:
             self._scheduler.handle(GrammarReady(message.rid, _queue_full(tenant)))
 
     def hand_out(self) -> None:
-        """Let the requests pass whose grammars were compiled, and end those that are refused."""
+        """Pass on the compiled grammars, and end the requests whose grammar is refused."""
         for job in self.queue.take():
             for rid, _ in job.requests:
                 if job.matcher is not None:

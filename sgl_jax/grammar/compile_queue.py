@@ -26,8 +26,8 @@ _MAIN_THREAD_POLL_S = 0.5  # an idle thread must not keep the process alive
 
 @dataclass(eq=False)
 class Job:
-    """The compilation of one grammar. If there is neither a `matcher` nor an `error` at its end,
-    it was dropped, because no request wanted it any longer."""
+    """The compilation of one grammar. It ends with a `matcher`, with an `error`, or with neither:
+    then it was dropped, because all of its requests had ended."""
 
     grammar: Grammar
     requests: list[tuple[str, str]] = field(default_factory=list)  # rid and tenant of each
@@ -95,7 +95,7 @@ class CompileQueue:
         return True
 
     def take(self) -> list[Job]:
-        """Return the jobs that have ended; one that was dropped and is wanted again goes on."""
+        """Return the jobs that have ended; a dropped one with new requests is queued again."""
         taken = []
         while self.ended:
             job = self.ended.popleft()

@@ -83,7 +83,7 @@ class GrammarCompiler:
         if grammar.reasoning is not None:
             text = _after_reasoning(text, *map(self._literal, grammar.reasoning))
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
-        if not matcher.is_error():  # each copy has what this computes
+        if not matcher.is_error():  # copies of the matcher contain this mask
             mask = np.empty((1, mask_words(self._vocab_size)), np.int32)
             fill_next_token_bitmask(matcher, mask, 0)
         if matcher.is_error():

@@ -147,8 +147,8 @@ class LiveRequests:
             request.expected = (event.first, event.tokens)
 
     def open_gate(self, error: str) -> None:
-        """Programs are there: let requests whose grammar is compiled wait in the queue. With an
-        `error`, all that have a grammar end with it."""
+        """Queue the requests whose grammar is compiled, now that their programs are. With an
+        `error`, all requests with a grammar end with it."""
         for request in self.gate.open(error):
             if error:
                 self.end(request, FinishReason("abort", message=error, status_code=500))

@@ -389,7 +389,7 @@ class Scheduler:
         return plan
 
     def awaits_grammar(self, rid: str) -> Request | None:
-        """Return the request `rid` if it waits for a `GrammarReady`. Any thread may ask."""
+        """Return the request `rid` if it waits for a `GrammarReady`. Thread-safe."""
         return self._gate.awaits_grammar(rid)
 
     def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:

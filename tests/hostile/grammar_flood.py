@@ -12,9 +12,11 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Headers = Mapping[str, str]
+NONE: Headers = MappingProxyType({})
 TINY = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 _ANSWER_S = 600.0
 _PLAIN = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -27,18 +29,19 @@ class Figures(NamedTuple):
     attack_gap_s: float
     plain_s: float  # the slowest plain request during the flood
     tiny_s: float  # the slowest request with the tiny schema during the flood
-    flood_s: float
-    statuses: dict[int, int]  # of the flood
+    statuses: dict[int, int]  # of the flood, as far as it was answered
 
 
 def large_schema(num_bytes: int, seed: int) -> str:
     """A schema of about `num_bytes` whose many optional properties are costly to compile."""
     rng = random.Random(seed)
-    names = {"".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(num_bytes // 12)}
+    names = {
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(num_bytes // 12)
+    }
     return json.dumps({"type": "object", "properties": {name: {} for name in sorted(names)}})
 
 
-async def post(port: int, body: Any, headers: Headers = {}) -> tuple[int, bytes]:
+async def post(port: int, body: Any, headers: Headers = NONE) -> tuple[int, bytes]:
     """The status and the body of `/generate`; (0, b"") if the server closed the connection."""
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
         async with _opened(port, body, headers) as (status, reader):
@@ -66,7 +69,7 @@ async def _opened(
 
 
 async def token_gaps(
-    port: int, gaps: list[float], num_tokens: int = 1500, headers: Headers = {}
+    port: int, gaps: list[float], num_tokens: int = 1500, headers: Headers = NONE
 ) -> None:
     """Stream a plain output; append the seconds between two events to `gaps` as they come."""
     sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -74,7 +77,7 @@ async def token_gaps(
     async with _opened(port, body, headers) as (status, reader):
         assert status == 200, status
         last = None
-        while line := await asyncio.wait_for(reader.readline(), _ANSWER_S):
+        while line := await reader.readline():
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
                 if last is not None:
@@ -82,65 +85,68 @@ async def token_gaps(
                 last = now
 
 
-async def grammar_flood(port: int, schemas: Sequence[str], headers: Headers = {}) -> list[int]:
-    """Send a request with each schema, all at once; returns the statuses."""
-    sampling = {"temperature": 0.0, "max_new_tokens": 4}
-    answers = await asyncio.gather(
-        *(
-            post(port, {"text": "x", "sampling_params": {**sampling, "json_schema": schema}}, headers)
-            for schema in schemas
-        )
-    )
-    return [status for status, _ in answers]
+async def grammar_flood(
+    port: int, schemas: Sequence[str], statuses: list[int], headers: Headers = NONE
+) -> None:
+    """Send a request with each schema, all at once; append the statuses as they come."""
+
+    async def ask(schema: str) -> None:
+        sampling = {"temperature": 0.0, "max_new_tokens": 4, "json_schema": schema}
+        status, _ = await post(port, {"text": "x", "sampling_params": sampling}, headers)
+        statuses.append(status)
+
+    await asyncio.gather(*map(ask, schemas))
 
 
 async def measure(
     port: int,
     schemas: Sequence[str],
     *,
-    attacker: Headers = {},
-    victim: Headers = {},
-    quiet_s: float = 5.0,
+    attacker: Headers = NONE,
+    victim: Headers = NONE,
+    quiet_s: float = 10.0,
+    attack_s: float = 30.0,
 ) -> Figures:
-    """Flood the server while a victim streams; its streams are renewed until the flood has ended.
+    """Flood the server while a victim streams, until the flood has ended or `attack_s` are over.
 
     The headers carry the keys of both.
     """
     quiet: list[float] = []
     attacked: list[float] = []
+    statuses: list[int] = []
+    times: dict[str, list[float]] = {"tiny": [], "plain": []}
     tiny = {"text": "x", "sampling_params": {"max_new_tokens": 8, "json_schema": TINY}}
     plain = {"text": "x", "sampling_params": _PLAIN}
-    for body in (tiny, plain):
-        status, text = await post(port, body, victim)
-        assert status == 200, text
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < quiet_s:
-        await token_gaps(port, quiet, headers=victim)
 
-    streaming = asyncio.create_task(_streams(port, attacked, victim))
-    while not attacked:
-        await asyncio.sleep(0.01)
-    begin = time.perf_counter()
-    flood = asyncio.create_task(grammar_flood(port, schemas, attacker))
-    times: dict[str, list[float]] = {"tiny": [], "plain": []}
-    while not flood.done():
-        await asyncio.sleep(0.2)
+    async def ask_others() -> None:
         for name, body in (("tiny", tiny), ("plain", plain)):
             start = time.perf_counter()
             status, text = await post(port, body, victim)
             assert status == 200, text
             times[name].append(time.perf_counter() - start)
-    flood_s = time.perf_counter() - begin
-    streaming.cancel()
-    await asyncio.wait([streaming])
-    counts = [flood.result().count(status) for status in sorted(set(flood.result()))]
+
+    await ask_others()
+    for gaps, seconds in ((quiet, quiet_s), (attacked, attack_s)):
+        streaming = asyncio.create_task(_streams(port, gaps, victim))
+        while not gaps:
+            await asyncio.sleep(0.01)
+        for each in times.values():
+            each.clear()
+        begin, jobs = time.perf_counter(), [streaming]
+        if gaps is attacked:
+            jobs.append(asyncio.create_task(grammar_flood(port, schemas, statuses, attacker)))
+        while time.perf_counter() - begin < seconds and not jobs[-1].done():
+            await asyncio.sleep(0.2)
+            await ask_others()
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
     return Figures(
         max(quiet),
         max(attacked),
         max(times["plain"]),
         max(times["tiny"]),
-        flood_s,
-        dict(zip(sorted(set(flood.result())), counts, strict=True)),
+        {status: statuses.count(status) for status in sorted(set(statuses))},
     )
 
 
@@ -154,9 +160,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--num", type=int, default=320)
     parser.add_argument("--bytes", type=int, default=23_000)
+    parser.add_argument("--attack-s", type=float, default=30.0)
     options = parser.parse_args()
     schemas = [large_schema(options.bytes, seed) for seed in range(options.num)]
-    figures = asyncio.run(measure(options.port, schemas))
+    figures = asyncio.run(measure(options.port, schemas, attack_s=options.attack_s))
     print(json.dumps(figures._asdict() | {"schema_bytes": len(schemas[0])}, indent=1))
 
 
