@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256  # compiled grammars
 _FAILED = "the engine failed on this grammar; see its log"
+# llguidance recurses from rule to rule, and a stack that overflows ends the process. A chain of as
+# many rules as a grammar may have takes less than 32 MiB. Only what is used takes memory.
+_STACK_BYTES = 256 << 20
 _MAIN_THREAD_POLL_S = 0.5  # an idle thread must not keep the process alive
 
 
@@ -71,7 +74,11 @@ class CompileQueue:
         self._is_closed = False
         self.ended: deque[Job] = deque()
         self.num_compiled = 0
-        threading.Thread(target=self._work, name="grammars").start()
+        usual_bytes = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=self._work, name="grammars").start()
+        finally:
+            threading.stack_size(usual_bytes)
 
     def __len__(self) -> int:
         """Jobs that were not taken yet."""

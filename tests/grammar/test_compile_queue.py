@@ -1,15 +1,21 @@
 """Turns, shares and ends of the grammars that wait to be compiled; the compiler is a script."""
 
+import json
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from sgl_jax.grammar import compile_queue
 from sgl_jax.grammar.compile_queue import CompileQueue, Job
+from tests.tokenizers import byte_level, save
 from tests.waiting import until
 
 
@@ -164,3 +170,52 @@ def test_the_grammars_used_last_are_kept(
     kept = [text for text in "abc" if compiler.queue.find(Grammar("regex", text))]
     assert kept == ["a", "c"]
     assert compiler.queue.num_compiled == 3
+
+
+def _chain(names: list[str]) -> Grammar:
+    """A grammar of as many rules as fit, each of which is the next."""
+    rules = [f"{name}:{after}" for name, after in pairwise(names)]
+    return Grammar("ebnf", "\n".join([f"start: {names[0]}", *rules, f'{names[-1]}: "x"']))
+
+
+def _chain_of_schemas(names: list[str]) -> Grammar:
+    parts = {name: {"items": {"$ref": f"#/$defs/{after}"}} for name, after in pairwise(names)}
+    schema = {"$defs": {**parts, names[-1]: {}}, "$ref": f"#/$defs/{names[0]}"}
+    return Grammar("json_schema", json.dumps(schema, separators=(",", ":")))
+
+
+@pytest.mark.parametrize("make", [_chain, _chain_of_schemas])
+@pytest.mark.parametrize("convert", [str.lower, str.upper])
+def test_a_long_chain_of_rules_does_not_end_the_process(
+    tmp_path: Path, make: Callable[[list[str]], Grammar], convert: Callable[[str], str]
+) -> None:
+    """In a process of its own, which a stack that overflows ends."""
+    names = [convert("".join(each)) for each in product("abcdefghijklmnopqrstuvwxyz", repeat=3)]
+    names.remove(convert("end"))
+    most = 1 << 12
+    while len(make(names[:most]).text) > MAX_GRAMMAR_CHARS:
+        most -= 100
+    grammar = make(names[:most])
+    assert len(grammar.text) > MAX_GRAMMAR_CHARS // 2
+    folder = save(byte_level(), tmp_path / "tokenizer")
+    (tmp_path / "grammar").write_text(grammar.text)
+    command = [sys.executable, "-c", _COMPILE, str(folder), grammar.kind, str(tmp_path / "grammar")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+_COMPILE = """
+import sys, time
+from pathlib import Path
+from sgl_jax.core.grammar import Grammar
+from sgl_jax.grammar.compile_queue import CompileQueue
+from sgl_jax.grammar.compiler import GrammarCompiler
+
+compiler = GrammarCompiler(sys.argv[1], 512, (0,))
+queue = CompileQueue(compiler.compile, lambda rid: True, 1)
+assert queue.add(Grammar(sys.argv[2], Path(sys.argv[3]).read_text()), "x", "")
+while not (jobs := queue.take()):
+    time.sleep(0.01)
+queue.close()
+compiler.follow(jobs[0].matcher).expected()
+"""
