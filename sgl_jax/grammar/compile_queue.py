@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MAX_KEPT = 256  # compiled grammars
 _FAILED = "the engine failed on this grammar; see its log"
 # llguidance recurses from rule to rule, and a stack that overflows ends the process. A chain of as
-# many rules as a grammar may have takes less than 32 MiB. Only what is used takes memory.
+# many rules as a grammar may have takes less than 32 MiB. Unused pages take no memory.
 _STACK_BYTES = 256 << 20
 _MAIN_THREAD_POLL_S = 0.5  # an idle thread must not keep the process alive
 
