@@ -17,7 +17,6 @@ from sgl_jax.core.messages import (
     AbortRequest,
     CancelCall,
     CloseSession,
-    CompileGrammar,
     ContinueGeneration,
     DescribePage,
     DumpExpertRecord,
@@ -197,7 +196,6 @@ CALLS = (
     Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
     Call(CancelCall, "cancel"),
-    Call(CompileGrammar, "compile_grammar", Done),
     # Older clients of SGLang send a GET; from a browser it is refused (`guards/origins.py`).
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),

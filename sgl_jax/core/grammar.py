@@ -1,11 +1,12 @@
 """Grammars that constrain an output, in the forms that clients send."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from sgl_jax.core.closed_schema import closed
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_CHARS = 1 << 16
 # With free spaces, a model that is not sure writes nothing else: by default there are none but
 # Python's, and at most one where the schema's own options allow any number.
@@ -63,8 +64,12 @@ class Grammar(NamedTuple):
     `reasoning` is a start mark and an end mark. The output may then begin with reasoning: the start
     mark, free text, the end mark, whitespace. If the start mark is "", the output must begin with
     free text up to the end mark.
+
+    `json_part` is a JSON schema that an `ebnf` contains, from a field of its own: if the grammar
+    cannot be compiled, and neither can the schema, then that field is at fault.
     """
 
     kind: GrammarKind
     text: str
     reasoning: tuple[str, str] | None = None
+    json_part: str | None = None

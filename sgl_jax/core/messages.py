@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import msgspec
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
-from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
@@ -160,12 +159,6 @@ class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     call: str
-
-
-class CompileGrammar(WithReply, frozen=True, kw_only=True, tag=True):
-    """Compile a grammar before requests with it are sent; refused if it cannot be served."""
-
-    grammar: Grammar
 
 
 class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
@@ -347,7 +340,6 @@ ControlMessage = (
     | DumpExpertRecord
 )
 CacheMessage = FlushCache | SaveCache
-CallMessage = (
-    CompileGrammar | CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
-)  # each gets a `Reply`
+# Each gets a `Reply`.
+CallMessage = CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

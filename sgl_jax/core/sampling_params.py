@@ -8,12 +8,12 @@ by that limit.
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from sgl_jax.core.grammar import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, Grammar
 from sgl_jax.core.request_limits import INT32
 
 # These limits are shapes of the compiled step: the device keeps this many entries per request.
@@ -29,8 +29,6 @@ MIN_TEMPERATURE = 1e-6
 # The likeliest of n tokens has a probability of at least 1 / n, so with a vocabulary of up to ten
 # million, every smaller top_p keeps the same set of tokens. In float32, 1e-46 would be 0.
 MIN_TOP_P = 1e-7
-
-_GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 
 
 class Range(NamedTuple):
@@ -97,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             end-of-sequence token, also with `ignore_eos`.
         reasoning: marks of the reasoning that may precede the constrained text
             (`Grammar.reasoning`).
+        json_part: a schema that the grammar contains (`Grammar.json_part`).
     """
 
     max_new_tokens: int | None = None
@@ -120,14 +119,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ebnf: str | None = None
     structural_tag: str | None = None
     reasoning: tuple[str, str] | None = None
+    json_part: str | None = None
 
     @property
     def grammar(self) -> Grammar | None:
         """The constraint of the output."""
-        for kind in _GRAMMAR_KINDS:
+        for kind in GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:
-                return Grammar(kind, text, self.reasoning)
+                return Grammar(kind, text, self.reasoning, self.json_part)
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":
@@ -174,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return ids
 
     def _check_grammar(self) -> None:
-        given = [kind for kind in _GRAMMAR_KINDS if getattr(self, kind) is not None]
+        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
         if not given:
             return
         if len(given) > 1:

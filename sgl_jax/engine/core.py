@@ -14,14 +14,13 @@ from typing import Any
 
 import msgspec
 
-from sgl_jax.core.calls import CALL_OF, CacheSaved, Done, Flushed
+from sgl_jax.core.calls import CALL_OF, CacheSaved, Flushed
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
     AbortRequest,
     CancelCall,
     CloseSession,
-    CompileGrammar,
     ControlMessage,
     FlushCache,
     ForkSession,
@@ -46,6 +45,7 @@ from sgl_jax.engine.grammar_masks import step_masks
 from sgl_jax.engine.host_transfers import HostTransfers
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
+from sgl_jax.engine.request_grammars import RequestGrammars
 from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.saved_cache import CacheSaver
 from sgl_jax.engine.step_failures import StepFailures
@@ -75,7 +75,7 @@ from sgl_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
-_MOVING_POLL_S = 0.005  # instead, while saved prefixes are loaded, or a flush waits for the store
+_MOVING_POLL_S = 0.005  # instead, while prefixes are loaded or put, or grammars are compiled
 # A flush is refused if prefixes have not reached the store by then.
 _FLUSH_LIMIT_S = 20.0
 # Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
@@ -115,7 +115,7 @@ class EngineCore:
             "is_paused": False,
             "failed_steps": 0,  # in a row
         }
-        self._grammars = GrammarCompiler(
+        compiler = GrammarCompiler(
             args.tokenizer_folder,
             sizes.vocab_size,
             sizes.eos_token_ids,
@@ -125,6 +125,7 @@ class EngineCore:
             self.scheduler = Scheduler(sizes, args)
         else:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
+        self._grammars = RequestGrammars(self.scheduler, compiler, args.max_queued_requests)
         memories = [rank.memory for rank in self.scheduler.ranks]
         self._kv_events = open_kv_events(kv_events, memories)
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
@@ -178,9 +179,10 @@ class EngineCore:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
-                is_restoring = self._saver is not None and self.scheduler.is_restoring
-                poll_s = _MOVING_POLL_S if is_restoring or self._flushes else _IDLE_POLL_S
-                messages = channel.poll(poll_s if is_resting else 0.0)
+                poll_s = 0.0
+                if is_resting:
+                    poll_s = _MOVING_POLL_S if self._is_moving() else _IDLE_POLL_S
+                messages = channel.poll(poll_s)
                 is_idle = is_resting and not messages
                 now_s = time.monotonic()
                 # A message must see the current time. Without one, a tick is made only if due,
@@ -200,6 +202,8 @@ class EngineCore:
                             self._probe()
                     if self._is_compiling:
                         self._look_for_programs()
+                    if self._grammars.queue.ended:
+                        self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
                     if self._flushes:
@@ -228,13 +232,18 @@ class EngineCore:
 
     def _close(self) -> None:
         try:
-            self._grammars.close()
+            self._grammars.queue.close()
             if self._kv_events is not None:
                 self._kv_events.close()
             if self._recording is not None:
                 self._recording.close()
         finally:
             self.executor.close()
+
+    def _is_moving(self) -> bool:
+        """Return whether work beside the loop may end soon, while no step can be planned."""
+        is_restoring = self._saver is not None and self.scheduler.is_restoring
+        return is_restoring or bool(self._flushes) or bool(self._grammars.queue)
 
     def _look_for_programs(self) -> None:
         """When the background compilation has ended, start the requests that waited for it."""
@@ -295,7 +304,7 @@ class EngineCore:
         while len(self._in_flight) > 1:
             if not self._read_oldest():
                 return False
-        masks = step_masks(plan, self.scheduler, self._grammars)
+        masks = step_masks(plan, self.scheduler)
         try:
             self.executor.draw(handle, masks)
         except Exception as error:
@@ -431,31 +440,10 @@ class EngineCore:
             self._undo.note(message.rid, f"session {opened}", undo)
         return reply
 
-    def compile_grammar(self, message: CompileGrammar) -> None:
-        """Compile a grammar beside the loop, and reply when that has ended."""
-
-        def send_reply(compiled: Future[Any]) -> None:
-            if compiled.cancelled():  # the engine ends
-                return
-            error = compiled.exception()
-            if error is None:
-                reply = answer(message, Done())
-            elif isinstance(error, InvalidRequestError):
-                reply = refusal(message, str(error), param=error.param)
-            else:
-                logger.error("a grammar could not be compiled", exc_info=error)
-                text = "the engine failed on this grammar; see its log"
-                reply = refusal(message, text, status_code=500)
-            self._channel.send(reply)
-
-        self._grammars.start(message.grammar).add_done_callback(send_reply)
-
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request. Its grammar, compiled before, is compiled again if it was evicted."""
-        grammar = message.sampling.grammar
-        if grammar is not None:
-            self._grammars.start(grammar)
+        """Queue a request, and compile its grammar if it has one."""
         self.scheduler.handle(message)
+        self._grammars.begin(message)
 
     def shut_down(self, message: Shutdown) -> None:
         """This turn of the loop is the last."""
@@ -544,6 +532,7 @@ class EngineCore:
             **self._log.counters(),
             "memory_errors": self._defects.num_defects,
             "step_failures": self._failures.num_failed,
+            "grammars_compiled": self._grammars.queue.num_compiled,
             **self.executor.compile_counts(),
         }
         hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []

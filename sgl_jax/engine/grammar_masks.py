@@ -4,14 +4,13 @@ import numpy as np
 
 from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.step_plan import Int32Array, StepPlan, mask_words
-from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.scheduler.record.events import Expect
 from sgl_jax.scheduler.scheduler import Scheduler
 
 _GIVEN_UP = "the output could not be held to its grammar any longer: "
 
 
-def step_masks(plan: StepPlan, scheduler: Scheduler, grammars: GrammarCompiler) -> list[Int32Array]:
+def step_masks(plan: StepPlan, scheduler: Scheduler) -> list[Int32Array]:
     """The masks of a masked step in flight, after all earlier results were read.
 
     For each rank int32[rows, 1 + max_draft_tokens, words], a bit for each token of the vocabulary;
@@ -23,9 +22,6 @@ def step_masks(plan: StepPlan, scheduler: Scheduler, grammars: GrammarCompiler) 
     given_up: list[AbortRequest] = []
     masks = [np.full((len(rank.rows), *shape), -1, np.int32) for rank in plan.ranks]
     for dp_rank, index, request, output in scheduler.rows_with_grammar(plan):
-        grammar = request.message.sampling.grammar
-        if request.matcher is None and grammar is not None:
-            request.matcher = grammars.follow(grammar)
         matcher, drafts = request.matcher, plan.ranks[dp_rank].known_drafts(index)
         matcher.read(output)
         expected = matcher.expected() if sizes.max_draft_tokens else ()

@@ -20,7 +20,6 @@ from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CallMessage,
     CloseSession,
-    CompileGrammar,
     FlushCache,
     ForkSession,
     GenerateRequest,
@@ -126,7 +125,8 @@ class Engine:
                 `SessionTurn` or a mapping of its fields (`{"id": ...}`).
 
         Raises:
-            InvalidRequestError: a prompt or parameter cannot be served; nothing was started.
+            InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, unless
+                it is a grammar that cannot be compiled: then all other prompts are aborted.
             GenerationError: the engine could not finish a request, though it goes on.
             EngineDeadError: the engine ended.
         """
@@ -336,12 +336,7 @@ class Engine:
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             one = as_struct(sampling or {}, SamplingParams, "sampling_params")
-            request = checks.prepare(ids, one, default_max_new_tokens=128, **own)
-            grammar = checks.new_grammar(request)
-            if grammar is not None:
-                self._checked_call(CompileGrammar(grammar=grammar))
-                checks.note_compiled(grammar)
-            requests.append(request)
+            requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:
             self._frontend.check_room(len(requests))

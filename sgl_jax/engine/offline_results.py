@@ -3,6 +3,8 @@
 import dataclasses
 
 from sgl_jax.core.engine_messages import FinishReason, TokenLogprobs
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.grammar import GRAMMAR_KINDS
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 
 
@@ -31,9 +33,18 @@ class GenerationError(RuntimeError):
 
 
 def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
-    """`so_far` with `chunk` added. Raises `GenerationError` if the engine gave up on it."""
-    if chunk.finish is not None and chunk.finish.status_code is not None:
-        raise GenerationError(chunk.finish.message or "the engine gave up on the request")
+    """Return `so_far` with `chunk` added.
+
+    Raises:
+        InvalidRequestError: a parameter, such as a grammar, cannot be served.
+        GenerationError: the engine gave up on the request.
+    """
+    finish = chunk.finish
+    if finish is not None and finish.status_code is not None:
+        reason = finish.message or "the engine gave up on the request"
+        if finish.status_code == 400 and finish.param in GRAMMAR_KINDS:
+            raise InvalidRequestError(reason, finish.param)
+        raise GenerationError(reason)
     before = so_far or Generation(
         "", [], None, stream.num_prompt_tokens, 0, 0, [], [], stream.client_rid
     )

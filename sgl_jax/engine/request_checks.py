@@ -5,15 +5,12 @@ limits of names and numbers.
 """
 
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -31,8 +28,6 @@ from sgl_jax.text.tokenizer import Tokenizer
 _MAX_NORMALIZER_SHRINK = 4
 # English has 4 to 5 characters a token on average, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
-# No more than the engine keeps compiled.
-_MAX_KNOWN_GRAMMARS = 128
 _SHORT_PROMPT_CHARS = 65_536  # a prompt of so many characters may exceed that average
 
 
@@ -56,9 +51,6 @@ class RequestChecks:
     def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        # That the engine has compiled, the latest used last.
-        self._grammars: OrderedDict[Grammar, None] = OrderedDict()
-        self._lock = Lock()
 
     @property
     def max_prompt_chars(self) -> int:
@@ -191,23 +183,6 @@ class RequestChecks:
                 "max_new_tokens",
             )
         return sampling
-
-    def new_grammar(self, request: GenerateRequest) -> Grammar | None:
-        """The grammar of a prepared request, if the engine has yet to compile or refuse it, by a
-        `CompileGrammar`."""
-        grammar = request.sampling.grammar
-        with self._lock:
-            if grammar is None or grammar not in self._grammars:
-                return grammar
-            self._grammars.move_to_end(grammar)
-            return None
-
-    def note_compiled(self, grammar: Grammar) -> None:
-        """The engine has compiled it, and keeps it while others are used less."""
-        with self._lock:
-            self._grammars[grammar] = None
-            if len(self._grammars) > _MAX_KNOWN_GRAMMARS:
-                self._grammars.popitem(last=False)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """`turn` after its checks, with its name and the BOS token to drop."""

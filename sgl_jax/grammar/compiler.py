@@ -1,41 +1,44 @@
-"""Compiles grammars for a model's vocabulary, each once, in a thread of their own.
+"""Compiles grammars for a model's vocabulary.
 
 The limits of a grammar count llguidance's work, not seconds: so a grammar is accepted on a machine
 of any speed or on none.
 """
 
 import json
+import logging
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.numpy import fill_next_token_bitmask
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, GrammarKind, opened, styled
+from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.row_grammar import RowGrammar
+
+logger = logging.getLogger(__name__)
 
 # Makes llguidance's form of a schema.
 Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
 # Only a grammar in Lark's form has it; its rules may begin with ? or !.
 _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
-_MAX_KEPT = 256  # compiled grammars
 # Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
 # more than some 0.05 s is given up, and the request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
 
 
 class GrammarCompiler:
-    """Compiles and keeps the grammars of one model. Thread-safe.
+    """Compiles the grammars of one model.
 
     Args:
-        tokenizer_path: folder with a `tokenizer.json`, read when the first grammar comes.
+        tokenizer_path: folder with a `tokenizer.json`. It is read at once, since llguidance keeps
+            the interpreter lock while it reads it: a second or more for a large vocabulary.
         vocab_size: of the model, no less than the tokenizer's.
         eos_token_ids: which end an output.
         opens_objects: an object of a schema may have properties that it does not name.
@@ -53,42 +56,26 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._opens_objects = opens_objects
-        self._lock = Lock()
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._tokenizer: LLTokenizer | None = None
+        self._problem = ""  # why there is no tokenizer
+        self._read_tokenizer()
 
-    def start(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begin to compile a grammar.
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar, and compute its first mask, which may take longer than all others.
 
-        The future raises `InvalidRequestError` if it is malformed or would cost too much.
+        Most of it runs without the interpreter lock. Raises `InvalidRequestError` if the grammar is
+        malformed or would cost too much.
         """
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-                if len(self._compiled) > _MAX_KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-
-    def follow(self, grammar: Grammar) -> RowGrammar:
-        """A follower of one output. Waits until the grammar is compiled."""
-        matcher: LLMatcher = self.start(grammar).result().deep_copy()
-        return RowGrammar(matcher, self._vocab_size, self._eos_token_ids)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        eos = list(self._eos_token_ids)
-        return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=eos)
+        try:
+            return self._compile(grammar)
+        except InvalidRequestError:
+            if grammar.json_part is not None:
+                self._compile(Grammar("json_schema", grammar.json_part))
+            raise
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        if not self._file.is_file() or not self._eos_token_ids:
-            lacking = "end-of-sequence token" if self._file.is_file() else "tokenizer.json"
-            raise InvalidRequestError(
-                f"{grammar.kind}: this model has no {lacking}, which grammars need", grammar.kind
-            )
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{grammar.kind}: {self._problem}", grammar.kind)
         try:
             text = _READERS[grammar.kind](grammar.text, self._prepared)
         except Exception as error:  # the type depends on the reader
@@ -96,9 +83,28 @@ class GrammarCompiler:
         if grammar.reasoning is not None:
             text = _after_reasoning(text, *map(self._literal, grammar.reasoning))
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():  # copies of the matcher contain this mask
+            mask = np.empty((1, mask_words(self._vocab_size)), np.int32)
+            fill_next_token_bitmask(matcher, mask, 0)
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())
         return matcher
+
+    def follow(self, matcher: LLMatcher) -> RowGrammar:
+        """Return a follower of one output, at its beginning."""
+        return RowGrammar(matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+    def _read_tokenizer(self) -> None:
+        if not self._file.is_file() or not self._eos_token_ids:
+            lacking = "end-of-sequence token" if self._file.is_file() else "tokenizer.json"
+            self._problem = f"this model has no {lacking}, which grammars need"
+            return
+        eos = list(self._eos_token_ids)
+        try:
+            self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=eos)
+        except Exception as error:  # of any type; all other requests can be served
+            logger.warning("grammars cannot be served: %s", error)
+            self._problem = f"this model's tokenizer cannot be used for grammars: {error}"
 
     def _prepared(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return styled(opened(schema) if self._opens_objects else schema)

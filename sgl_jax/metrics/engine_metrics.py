@@ -230,6 +230,12 @@ FIGURES = (
         lambda state: state["waiting_for"].items(),
         ("reason",),
     ),
+    # The name is SGLang's.
+    Figure(
+        "num_grammar_queue_reqs",
+        "requests waiting until their grammar is compiled",
+        lambda state: [(state["waiting_for"].get("grammar", 0),)],
+    ),
     _of_ranks("max_total_num_tokens", "tokens that the KV pages hold", max_tokens),
     _of_ranks("page_size", "tokens of a page", _key("page_size")),
     _of_ranks("num_pages", "KV pages", _key("total_pages")),
@@ -344,6 +350,7 @@ FIGURES = (
         ("mode",),
         is_counter=True,
     ),
+    _of_engine("grammars_compiled", "grammars_compiled", "grammars compiled"),
     Figure(
         "compilations",
         "programs compiled, by the time: at start, in the background, or in the loop when ready",

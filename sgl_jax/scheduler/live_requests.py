@@ -1,7 +1,7 @@
 """The requests that wait or run: how they enter, and how they end.
 
 A request that cannot be served gets its last output at once and never enters. One that enters waits
-in the queue, or behind the gate for programs, and every end removes it by `forget`.
+in the queue, or at the gate for grammars and programs, and every end removes it by `forget`.
 """
 
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
@@ -15,7 +15,7 @@ from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.record.events import Expect
+from sgl_jax.scheduler.record.events import Expect, GrammarReady
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -29,7 +29,7 @@ class LiveRequests:
     Attributes:
         by_rid: the requests, by the engine's id.
         waiting: the requests without memory, except those at the gate.
-        gate: the requests that wait for programs.
+        gate: the requests that wait for their grammar or for programs.
         sessions: the open sessions; a request may be a turn of one.
     """
 
@@ -148,13 +148,23 @@ class LiveRequests:
             request.expected = (event.first, event.tokens)
 
     def open_gate(self, error: str) -> None:
-        """Let requests with a grammar wait in the queue; with an `error`, they end with it."""
+        """Queue the requests whose grammar is compiled, now that their programs are. With an
+        `error`, all requests with a grammar end with it."""
         for request in self.gate.open(error):
             if error:
                 self.end(request, FinishReason("abort", message=error, status_code=500))
             else:
-                self._leave_gate(request)
-                self.waiting.add(request)
+                self._pass_gate(request)
+
+    def note_grammar(self, event: GrammarReady) -> None:
+        """Let the request wait in the queue once its programs are there, or refuse it."""
+        request = self.gate.awaits_grammar(event.rid)
+        if request is None:
+            return
+        if event.refusal is not None:
+            self.end(request, event.refusal)
+        elif self.gate.note_compiled(request):
+            self._pass_gate(request)
 
     def stop(self, message: StopRequest) -> None:
         """The front found a stop string: keep that many output tokens, forget the rest."""
@@ -250,6 +260,10 @@ class LiveRequests:
             self._replace(request)
         self.sessions.begin_turn(session, message, prompt)
         return Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
+
+    def _pass_gate(self, request: Request) -> None:
+        self._leave_gate(request)
+        self.waiting.add(request)
 
     def _leave_gate(self, request: Request) -> None:
         self.gate.remove(request)

@@ -1,4 +1,4 @@
-"""Holds requests back until the programs of their steps are compiled.
+"""Requests with a grammar wait until it is compiled, and until the programs of their steps are.
 
 Only steps with a grammar need programs of their own. Held requests stay out of the waiting queue,
 so they block nothing, preempt nothing and are not passed over.
@@ -10,7 +10,7 @@ from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """Open at first.
+    """Open at first: then a request passes as soon as its own grammar is compiled.
 
     Attributes:
         error: why requests with a grammar cannot be served, "" if they can.
@@ -19,6 +19,7 @@ class ProgramGate:
     def __init__(self) -> None:
         self._is_open = True
         self._held: dict[str, Request] = {}  # by rid, in the order of arrival
+        self._compiled: set[str] = set()  # the held requests whose grammar is compiled
         self.error = ""
 
     def __len__(self) -> int:
@@ -30,20 +31,37 @@ class ProgramGate:
     def __contains__(self, request: Request) -> bool:
         return request.rid in self._held
 
+    @property
+    def num_without_grammar(self) -> int:
+        """Number of held requests whose grammar is not compiled yet."""
+        return len(self._held) - len(self._compiled)
+
+    def awaits_grammar(self, rid: str) -> Request | None:
+        """Return the held request `rid` if its grammar is not compiled yet."""
+        return None if rid in self._compiled else self._held.get(rid)
+
     def close(self) -> None:
         self._is_open = False
 
     def open(self, error: str) -> list[Request]:
-        """Stop holding requests; return the held ones in the order of arrival."""
+        """Stop waiting for programs; return the requests that may pass, or with an `error` all
+        held ones, in the order of arrival."""
         self._is_open, self.error = True, error
-        return list(self._held.values())
+        held = self._held.values()
+        return [request for request in held if error or request.rid in self._compiled]
+
+    def note_compiled(self, request: Request) -> bool:
+        """Note that the grammar of a held request is compiled; return whether it may pass."""
+        self._compiled.add(request.rid)
+        return self._is_open
 
     def holds(self, request: Request) -> bool:
-        """Hold `request` if it must wait; return whether it must."""
-        if self._is_open or request.message.sampling.grammar is None:
+        """Hold `request` if it has a grammar; return whether it has."""
+        if request.message.sampling.grammar is None:
             return False
         self._held[request.rid] = request
         return True
 
     def remove(self, request: Request) -> None:
         del self._held[request.rid]
+        self._compiled.discard(request.rid)

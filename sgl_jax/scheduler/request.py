@@ -93,7 +93,8 @@ class Request:
             self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
         self.is_prompt_told = session is None  # then the client sent all of it
-        # Follows the output in its grammar; made and read by the engine, which has grammars.
+        # Follows the output in its grammar, from before the request passes the gate to its end; set
+        # and read by the engine, which has grammars.
         self.matcher: Any = None
         # Tokens that the grammar forces, and the position of the first.
         self.expected: tuple[int, Int32Array] = (0, np.zeros(0, np.int32))

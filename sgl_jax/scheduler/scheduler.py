@@ -45,6 +45,7 @@ from sgl_jax.scheduler.record.events import (
     FailAll,
     FetchRate,
     Flush,
+    GrammarReady,
     Pause,
     PlanStep,
     PrefillRate,
@@ -171,6 +172,8 @@ class Scheduler:
                 self._gate.close()
             case ProgramsReady():
                 self._live.open_gate(event.error)
+            case GrammarReady():
+                self._live.note_grammar(event)
             case Configure():
                 self._configure(event)
             case Flush():
@@ -299,7 +302,7 @@ class Scheduler:
         return len(self._waiting) + len(self._gate)
 
     def waiting(self) -> Iterator[Request]:
-        """The requests without memory, oldest first; requests that need a program come last."""
+        """The requests without memory, oldest first; requests at the gate come last."""
         return chain(self._waiting, self._gate)
 
     @property
@@ -320,7 +323,9 @@ class Scheduler:
         if self.is_paused:
             return {"paused": self.num_waiting}
         counts = self._admission.count_waiting(self.ranks, self._room(), self._steps)
-        return counts | {"program": len(self._gate)}
+        num_without_grammar = self._gate.num_without_grammar
+        num_without_program = len(self._gate) - num_without_grammar
+        return counts | {"grammar": num_without_grammar, "program": num_without_program}
 
     def why_waiting(self, rid: str) -> WaitReason:
         """The reason why a request waits. Raises KeyError if it does not wait."""
@@ -342,7 +347,8 @@ class Scheduler:
         if self.is_paused:
             return WaitReason("paused")
         if request in self._gate:
-            return WaitReason("program")
+            is_compiled = self._gate.awaits_grammar(request.rid) is None
+            return WaitReason("program" if is_compiled else "grammar")
         reason = self._admission.why_waiting(request, self.ranks, room, self._steps)
         forced = self._forced_retract
         if reason.kind == "step" and forced is not None and not forced.may_start(self.ranks):
@@ -398,6 +404,10 @@ class Scheduler:
         self._launched[plan.step_id] = plan, launched
         self._steps += 1
         return plan
+
+    def awaits_grammar(self, rid: str) -> Request | None:
+        """Return the request `rid` if it waits for a `GrammarReady`. Thread-safe."""
+        return self._gate.awaits_grammar(rid)
 
     def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:
         """The rows of a step in flight that draw a token by a grammar.

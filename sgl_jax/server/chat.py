@@ -24,14 +24,14 @@ from fastapi import Request, Response
 
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, opened
+from sgl_jax.core.grammar import opened
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import compile_grammar, encode_chat, prompt_requests
+from sgl_jax.server.requests import encode_chat, prompt_requests
 from sgl_jax.text.output_events import (
     Arguments,
     CallBegun,
@@ -66,23 +66,16 @@ async def answer_chat(
         reasoning = parser.reasoning_after(_prompt_tail(refs, ids))
         samplings = [msgspec.structs.replace(each, reasoning=reasoning) for each in samplings]
     turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
-    try:
-        requests = await prompt_requests(
-            request,
-            chat,
-            [ids],
-            [samplings],
-            names,
-            turn=turn,
-            return_logprob=bool(chat.logprobs),
-            top_logprobs_num=chat.top_logprobs or 0,
-        )
-    except InvalidRequestError as error:
-        text_schema = chat.to_sampling(0).json_schema
-        if error.param == "tools" and text_schema is not None:  # which may be at fault
-            with client_names(names):
-                await compile_grammar(request, Grammar("json_schema", text_schema))
-        raise
+    requests = await prompt_requests(
+        request,
+        chat,
+        [ids],
+        [samplings],
+        names,
+        turn=turn,
+        return_logprob=bool(chat.logprobs),
+        top_logprobs_num=chat.top_logprobs or 0,
+    )
     marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
     group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
@@ -131,7 +124,10 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
         is_single = not chat.parallel_tool_calls or isinstance(chat.tool_choice, NamedTool)
         or_json = None if chat.must_call else text_schema
         calls = grammar.calls(schemas, special, is_single=is_single, or_json=or_json)
-        return {"ebnf": calls} if text_schema is None else {"ebnf": calls, "json_schema": None}
+        if text_schema is None:
+            return {"ebnf": calls}
+        json_part = msgspec.json.encode(chat.json_format).decode()
+        return {"ebnf": calls, "json_schema": None, "json_part": json_part}
     except ValueError as error:
         if not chat.holds_calls:
             return {}

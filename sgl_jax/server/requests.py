@@ -7,13 +7,10 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar
-from sgl_jax.core.messages import CompileGrammar, GenerateRequest, SessionTurn
+from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.chat_request import ChatRequest
-from sgl_jax.server.engine_calls import call_engine
-from sgl_jax.server.errors import ApiError, client_names
+from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
@@ -64,27 +61,9 @@ async def prompt_requests(
         for prompt, choices, own in zip(prompts, samplings, options, strict=True):
             ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
             for sampling in choices:
-                prepared = checks.prepare(ids, sampling, **own, **shared)
-                grammar = checks.new_grammar(prepared)
-                if grammar is not None:
-                    await compile_grammar(request, grammar)
-                    checks.note_compiled(grammar)
-                requests.append(prepared)
+                requests.append(checks.prepare(ids, sampling, **own, **shared))
                 await share.pause()
     return requests
-
-
-async def compile_grammar(request: Request, grammar: Grammar) -> None:
-    """Have the engine compile a grammar. Raises `InvalidRequestError` if it refuses, and otherwise
-    as `call_engine`."""
-    refs = references_of(request)
-    reply = await unless_gone(request.receive, call_engine(refs, CompileGrammar(grammar=grammar)))
-    if reply.ok:
-        return
-    refs.frontend.check_alive()
-    if "status_code" in reply.data:
-        raise ApiError(reply.data["status_code"], reply.message)
-    raise InvalidRequestError(reply.message, reply.data["param"])
 
 
 async def encode_texts(

@@ -30,7 +30,6 @@ from sgl_jax.core.messages import (
     AbortRequest,
     CancelCall,
     CloseSession,
-    CompileGrammar,
     ContinueGeneration,
     DescribePage,
     DumpExpertRecord,
@@ -182,8 +181,6 @@ class ScriptedEngine:
                 return OutputBatch(
                     outputs=[RequestOutput(r.request.rid, [], 0, 0, finish) for r in ended]
                 )
-            case CompileGrammar():
-                return self.compile_grammar(message)
             case StopRequest():
                 self.running.pop(message.rid, None)
                 return None
@@ -234,16 +231,15 @@ class ScriptedEngine:
         except InvalidRequestError as error:
             return refusal(message, str(error), param=error.param)
 
-    def compile_grammar(self, message: CompileGrammar) -> Reply:
-        grammars = GrammarCompiler(self.tokenizer_folder, self.vocab_size, (EOS,))
+    def check_grammar(self, request: GenerateRequest) -> FinishReason | None:
+        """The end of a request whose grammar cannot be compiled."""
+        grammar = request.sampling.grammar
         try:
-            grammars.start(message.grammar).result()
+            if grammar is not None:
+                GrammarCompiler(self.tokenizer_folder, self.vocab_size, (EOS,)).compile(grammar)
         except InvalidRequestError as error:
-            data = {"param": error.param}
-            return Reply(rid=message.rid, ok=False, message=str(error), data=data)
-        finally:
-            grammars.close()
-        return Reply(rid=message.rid, ok=True)
+            return FinishReason("abort", message=str(error), status_code=400, param=error.param)
+        return None
 
     def ask_session(self, message: SessionMessage) -> Reply:
         """Ids are known or not; every session has a turn and `HISTORY` tokens."""
@@ -294,6 +290,9 @@ class ScriptedEngine:
             text = f"there is no such session: {request.session.id!r}"
             finish = FinishReason(type="abort", message=text, status_code=400)
             return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+        refusal = self.check_grammar(request)
+        if refusal is not None:
+            return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, refusal)])
         self.running[request.rid] = Running(request)
         return None
 

@@ -13,7 +13,6 @@ import pytest
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar
 from sgl_jax.engine.offline import Engine
-from sgl_jax.grammar.compiler import GrammarCompiler
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 SCHEMA = json.dumps(
@@ -115,15 +114,16 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
 def test_a_grammar_is_compiled_once_and_nothing_waits_for_it_but_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_now, may_compile = GrammarCompiler._compile, threading.Event()
+    grammars = engine._core._grammars.queue
+    compile_now, may_compile = grammars._compile, threading.Event()
     compiled: list[Grammar] = []
 
-    def compile_later(compiler: GrammarCompiler, grammar: Grammar) -> Any:
+    def compile_later(grammar: Grammar) -> Any:
         assert may_compile.wait(60)
         compiled.append(grammar)
-        return compile_now(compiler, grammar)
+        return compile_now(grammar)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", compile_later)
+    monkeypatch.setattr(grammars, "_compile", compile_later)
     sampling = {"regex": "(one|two)!", "max_new_tokens": 9}
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(engine.generate, PROMPTS[1], sampling)
@@ -134,6 +134,16 @@ def test_a_grammar_is_compiled_once_and_nothing_waits_for_it_but_its_request(
         assert held.result(60).text in ("one!", "two!")
     assert engine.generate(PROMPTS[0], sampling).text in ("one!", "two!")
     assert compiled == [Grammar("regex", "(one|two)!")]
+
+
+def test_a_refused_grammar_ends_the_whole_call(engine: Engine) -> None:
+    sampling = [{"max_new_tokens": 4}, {"max_new_tokens": 4, "regex": "(a"}]
+    with pytest.raises(InvalidRequestError, match="unclosed group") as refusal:
+        engine.generate(PROMPTS[:2], sampling)
+    assert refusal.value.param == "regex"
+    assert (
+        len(engine.generate(PROMPTS[0], {"max_new_tokens": 4, "ignore_eos": True}).output_ids) == 4
+    )
 
 
 def test_what_contradicts_a_grammar_is_refused(engine: Engine) -> None:

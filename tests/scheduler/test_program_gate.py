@@ -1,16 +1,25 @@
-"""Requests with a grammar wait for the programs of their steps; all others run on."""
+"""Requests with a grammar wait for it and for the programs of their steps; all others run on."""
 
 import pytest
 
+from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import AwaitPrograms, Configure, ProgramsReady, Rebuild, Resume
+from sgl_jax.scheduler.record.events import (
+    AwaitPrograms,
+    Configure,
+    GrammarReady,
+    ProgramsReady,
+    Rebuild,
+    Resume,
+)
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
 def submit(driver: Driver, rid: str, **kwargs: object) -> None:
-    """A request with a grammar."""
+    """A request with a grammar, which is compiled."""
     driver.submit(generate(rid, [3, 4, 5], 4, regex="a+", **kwargs))
+    driver.scheduler.handle(GrammarReady(rid))
 
 
 @pytest.fixture
@@ -143,6 +152,7 @@ def test_a_turn_of_a_session_waits_with_its_history(driver: Driver) -> None:
     history = driver.prompts["first"] + driver.tokens["first"]
     turn = generate("second", [6], 3, regex="a+", session=SessionTurn(id="s"))
     driver.submit(turn, history)
+    driver.scheduler.handle(GrammarReady("second"))
     while driver.step():
         pass
     assert "second" not in driver.finish
@@ -150,3 +160,78 @@ def test_a_turn_of_a_session_waits_with_its_history(driver: Driver) -> None:
     driver.run()
     driver.check_tokens("second")
     assert driver.cached["second"] > 0
+
+
+@pytest.fixture
+def open_driver() -> Driver:
+    """All programs are there; one request runs, two wait for their grammars."""
+    driver = Driver(make_sizes(dp_size=2, num_rows=3, num_pages=40), SchedulerArgs())
+    driver.submit(generate("plain", [1, 2, 3], 12))
+    for rid in ("x", "y"):
+        driver.submit(generate(rid, [3, 4, 5], 4, regex="a+"))
+    for _ in range(5):
+        driver.step()
+    return driver
+
+
+def grammar_ready(driver: Driver, rid: str, refusal: FinishReason | None = None) -> None:
+    driver.scheduler.handle(GrammarReady(rid, refusal))
+    driver.collect()
+
+
+def test_each_waits_for_its_own_grammar(open_driver: Driver) -> None:
+    driver, scheduler = open_driver, open_driver.scheduler
+    assert len(driver.tokens["plain"]) > 2
+    assert scheduler.why_waiting("x").kind == "grammar"
+    assert scheduler.count_waiting()["grammar"] == scheduler.num_waiting == 2
+    assert scheduler.awaits_grammar("x") is not None
+    grammar_ready(driver, "y")
+    assert scheduler.awaits_grammar("y") is None
+    assert scheduler.count_waiting()["grammar"] == 1
+    while not scheduler.is_resting or driver.in_flight:
+        driver.step()
+    assert set(driver.finish) == {"plain", "y"}
+    grammar_ready(driver, "x")
+    driver.run()
+    driver.check_tokens("x")
+    driver.check_replay()
+
+
+def test_a_refused_grammar_ends_its_request_alone(open_driver: Driver) -> None:
+    driver = open_driver
+    refusal = FinishReason("abort", message="regex: no", status_code=400, param="regex")
+    grammar_ready(driver, "x", refusal)
+    assert driver.finish["x"] == refusal
+    grammar_ready(driver, "y")
+    driver.run()
+    for rid in ("plain", "y"):
+        driver.check_tokens(rid)
+    driver.check_replay()
+
+
+def test_a_grammar_that_is_late_changes_nothing(open_driver: Driver) -> None:
+    driver = open_driver
+    driver.abort("x")
+    grammar_ready(driver, "x")
+    grammar_ready(driver, "x", FinishReason("abort", message="late", status_code=400))
+    grammar_ready(driver, "y")
+    grammar_ready(driver, "y", FinishReason("abort", message="late", status_code=400))
+    grammar_ready(driver, "plain")
+    driver.run()
+    assert driver.finish["y"].type == "length"
+    driver.check_replay()
+
+
+def test_programs_and_grammars_may_come_in_any_order(driver: Driver) -> None:
+    driver.submit(generate("z", [3, 4, 5], 4, regex="b+"))
+    assert driver.scheduler.why_waiting("x").kind == "program"
+    assert driver.scheduler.why_waiting("z").kind == "grammar"
+    counts = driver.scheduler.count_waiting()
+    assert (counts["grammar"], counts["program"]) == (1, 2)
+    open_gate(driver)
+    assert driver.scheduler.why_waiting("z").kind == "grammar"
+    grammar_ready(driver, "z")
+    driver.run()
+    for rid in ("x", "y", "z"):
+        driver.check_tokens(rid)
+    driver.check_replay()

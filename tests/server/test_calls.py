@@ -10,7 +10,6 @@ import pytest
 from sgl_jax.core.calls import CALLS, Call
 from sgl_jax.core.messages import (
     AbortRequest,
-    CompileGrammar,
     ControlMessage,
     FrontMessage,
     MemoryMessage,
@@ -56,8 +55,7 @@ def test_its_handler_takes_that_message(call: Call) -> None:
         owner = MemoryReader
     hints = typing.get_type_hints(getattr(owner, call.handler))
     assert hints["message"] is call.message
-    replies_later = call.message is CompileGrammar
-    assert (hints["return"] is type(None)) == (call.answer is None or replies_later)
+    assert (hints["return"] is type(None)) == (call.answer is None)
 
 
 @pytest.mark.parametrize("call", SESSION_CALLS, ids=lambda call: call.message.__name__)

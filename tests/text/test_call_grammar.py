@@ -58,7 +58,8 @@ def follow(folder: Path, grammar: Grammar) -> tuple[Tokenizer, RowGrammar]:
     tokenizer = Tokenizer.load(str(folder))
     assert tokenizer.eos_token_id is not None
     ends = (tokenizer.eos_token_id,)
-    return tokenizer, GrammarCompiler(str(folder), tokenizer.vocab_size, ends).follow(grammar)
+    compiler = GrammarCompiler(str(folder), tokenizer.vocab_size, ends)
+    return tokenizer, compiler.follow(compiler.compile(grammar))
 
 
 def allowed(tokenizer: Tokenizer, row: RowGrammar) -> list[int]:
@@ -406,7 +407,7 @@ def test_what_cannot_be_held_counts_for_nothing_where_that_is_allowed(
 
     def compiled(text: str) -> object:
         ends = (Tokenizer.load(str(folder)).eos_token_id or 0,)
-        return GrammarCompiler(str(folder), 600, ends).start(Grammar("ebnf", text)).result()
+        return GrammarCompiler(str(folder), 600, ends).compile(Grammar("ebnf", text))
 
     with pytest.raises((ValueError, InvalidRequestError)):
         compiled(call())

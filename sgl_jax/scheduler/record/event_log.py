@@ -18,7 +18,7 @@ from sgl_jax.scheduler.record.events import LAYOUT, Record, Started
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"sgl-jax events 4\n"
+MAGIC = b"sgl-jax events 5\n"
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 30  # far more than any event; a larger length is an error
 

@@ -10,7 +10,13 @@ from typing import TypeAlias
 import msgspec
 
 from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.core.engine_messages import OutputBatch, Reply, RequestOutput, TokenLogprobs
+from sgl_jax.core.engine_messages import (
+    FinishReason,
+    OutputBatch,
+    Reply,
+    RequestOutput,
+    TokenLogprobs,
+)
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -54,6 +60,16 @@ class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
     """These programs are compiled; with an `error`, requests that need them end with it."""
 
     error: str
+
+
+class GrammarReady(msgspec.Struct, frozen=True, tag=True):
+    """The grammar of a request is compiled; if there is a `refusal`, the request ends with it.
+
+    Every request with a grammar waits for this. It has no effect on a request that has ended.
+    """
+
+    rid: str
+    refusal: FinishReason | None = None
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +208,7 @@ Event: TypeAlias = (
     | Expect
     | AwaitPrograms
     | ProgramsReady
+    | GrammarReady
     | Flush
     | Pause
     | Resume

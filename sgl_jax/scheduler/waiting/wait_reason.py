@@ -12,6 +12,7 @@ WaitKind = Literal[
     "rank",
     "order",
     "tenant",
+    "grammar",
     "program",
     "paused",
 ]
@@ -34,6 +35,7 @@ class WaitReason(NamedTuple):
       room;
     - "order": the rank is held for request `behind`, which was passed over too often;
     - "tenant": its tenant runs as many requests as allowed;
+    - "grammar": its grammar is being compiled, or waits for that;
     - "program": programs of steps with a grammar are being compiled;
     - "paused": it waits for the end of a pause, or for fewer running requests under forced retracts
       (a test's setting).
@@ -64,6 +66,7 @@ _WORDS = {
     "rank": "rank {dp_rank} has more of its prefix than the ranks with room",
     "order": "the rank is held for request {behind}",
     "tenant": "its tenant runs as many requests as allowed",
+    "grammar": "its grammar is being compiled",
     "program": "programs of steps with a grammar are being compiled",
     "paused": "generation is paused",
 }
