@@ -16,7 +16,13 @@ from sgl_jax.server.engine_calls import call_engine
 from sgl_jax.server.errors import ApiError, client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
+from sgl_jax.server.guards.keys import (
+    ANONYMOUS,
+    SessionOwner,
+    caller_of,
+    owner_of,
+    tenant_of,
+)
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
@@ -53,7 +59,8 @@ async def prompt_requests(
     refs.check_open()
     refs.check_model(body.model)
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
-    shared |= {"session": owner_of(request, tenant).own(turn), "tenant": tenant}
+    owner = owner_of(request, tenant)
+    shared |= {"session": owner.own(turn), "tenant": tenant}
     options = body.options_of(len(prompts))
     with client_names(names):
         refs.frontend.check_room(len(prompts), tenant)
@@ -69,9 +76,16 @@ async def prompt_requests(
                 if grammar is not None:
                     await compile_grammar(request, grammar)
                     checks.note_compiled(grammar)
-                requests.append(prepared)
+                requests.append(_in_namespace(prepared, owner))
                 await share.pause()
     return requests
+
+
+def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequest:
+    """The request in the tenant's namespace; a turn that names none is in its session's."""
+    if request.session is not None and not request.namespace:
+        return request
+    return msgspec.structs.replace(request, namespace=owner.namespace(request.namespace))
 
 
 async def compile_grammar(request: Request, grammar: Grammar) -> None:

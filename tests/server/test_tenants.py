@@ -160,7 +160,14 @@ async def test_the_tenant_is_the_key_of_a_file_else_the_user(keyed: Rig, path: s
         ("shared", {}),
     ):
         assert (await post_with(keyed, key, path, **fields)).status_code == 200
-    assert tenants(keyed) == [ANN, ANN, Tenant(name="user ann"), None, None, None]
+    assert tenants(keyed) == [
+        ANN,
+        ANN,
+        Tenant(name="user ann", is_pooled=True),
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("path", list(TENANT_BODIES))

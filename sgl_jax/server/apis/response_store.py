@@ -26,37 +26,63 @@ class StoredResponse(NamedTuple):
         return {item["id"]: item for item in (*msgspec.json.decode(self.input_items), *output)}
 
 
+class _Held:
+    """The responses of one owner, the oldest first."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+
 class ResponseStore:
-    """The latest responses: the oldest go when there are too many, or they take too much."""
+    """The latest responses. When there are too many, or they take too much, the oldest one goes of
+    the owner that has most of them, or whose take most. So no owner displaces another's response
+    while it has more."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._held: dict[str, _Held] = {}  # by owner, none without a response
+        self._owners: dict[str, str] = {}  # of each response
         self._num_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response; one that is larger than the store is not kept."""
-        self._stored[response_id] = stored
+        """Keep a response; one that is larger than the store is not kept, and displaces none."""
+        if stored.num_bytes > self._max_bytes:
+            return
+        self._owners[response_id] = stored.owner
+        held = self._held.setdefault(stored.owner, _Held())
+        held.responses[response_id] = stored
+        held.num_bytes += stored.num_bytes
         self._num_bytes += stored.num_bytes
-        while len(self._stored) > self._max_count or self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._stored)))
+        while len(self._owners) > self._max_count:
+            self._drop_oldest_of(max(self._held.values(), key=lambda each: len(each.responses)))
+        while self._num_bytes > self._max_bytes:
+            self._drop_oldest_of(max(self._held.values(), key=lambda each: each.num_bytes))
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
         """The caller's response of this id. Raises `ApiError` 404, which names `param`."""
-        stored = self._stored.get(response_id)
-        if stored is None or stored.owner != owner:
+        if self._owners.get(response_id) != owner:
             raise ApiError(
                 404,
                 "there is no such response: it was not stored, was deleted, or is too old",
                 param=param,
                 code="response_not_found",
             )
-        return stored
+        return self._held[owner].responses[response_id]
 
     def delete(self, response_id: str, owner: str) -> None:
         self.get(response_id, owner)
         self._drop(response_id)
 
+    def _drop_oldest_of(self, held: _Held) -> None:
+        self._drop(next(iter(held.responses)))
+
     def _drop(self, response_id: str) -> None:
-        self._num_bytes -= self._stored.pop(response_id).num_bytes
+        owner = self._owners.pop(response_id)
+        held = self._held[owner]
+        num_bytes = held.responses.pop(response_id).num_bytes
+        held.num_bytes -= num_bytes
+        self._num_bytes -= num_bytes
+        if not held.responses:
+            del self._held[owner]

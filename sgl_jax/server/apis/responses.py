@@ -28,13 +28,12 @@ from sgl_jax.server.chat_request import (
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import Items, Part, RequestFields, StrictModel, in_range
+from sgl_jax.server.fields import Items, Metadata, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
-_MAX_METADATA = 16
 _Id = Annotated[str, Field(max_length=256)]
 # A message of a chat, as `ChatMessage` takes it.
 Message = dict[str, Any]
@@ -165,7 +164,7 @@ class ResponsesBody(RequestFields):
         default=None, description="its conversation, without its instructions, comes before"
     )
     store: bool | None = Field(default=None, description="false: it is not kept")
-    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
