@@ -71,8 +71,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         weight: share of the engine under contention, relative to other tenants; above 0.
         max_queued: waiting requests at most; further ones are refused. 0: no limit.
         max_running: running requests at most; further ones wait. 0: no limit.
-        is_pooled: its share of what the engine holds is that of all requests without a tenant,
-            because clients can make up any number of such names.
+        is_pooled: it has no share of its own (`core.shares`), but one together with all requests
+            without a tenant, because clients can make up any number of such names.
     """
 
     name: str

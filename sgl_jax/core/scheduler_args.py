@@ -90,9 +90,9 @@ class SchedulerArgs:
     )
     tenant_share: float | None = setting(
         None,
-        "part of what other tenants leave that a tenant may hold of the queue, the open sessions "
-        f"and their tokens; 1: all. Default: {DEFAULT_PART} with --fair-share tokens or a file of "
-        "keys, else 1",
+        "part of the queue, the open sessions and their tokens that a tenant may hold, after other "
+        f"tenants have theirs; 1: all. Default: {DEFAULT_PART} with --fair-share tokens or a file "
+        "of keys, else 1",
         bounds=(0.01, 1.0),
     )
     load_balance_method: str = setting(
@@ -177,7 +177,7 @@ class SchedulerArgs:
 
     @property
     def has_tenants(self) -> bool:
-        """True if the settings tell tenants apart."""
+        """True if tenants have shares by default."""
         return self.fair_share == "tokens"
 
     @property

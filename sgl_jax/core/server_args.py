@@ -279,7 +279,7 @@ class ServerArgs(SchedulerArgs):
     open_metrics: bool = setting(False, "/metrics needs no key: for scrapers that cannot send one")
     isolate_tenants: bool = setting(
         False,
-        "tenants share no cached prefixes: each has namespaces of its own, in all caches and stores",
+        "tenants share no cached prefixes: each has its own namespaces, in all caches and stores",
     )
     cors_allow_origins: str | None = setting(
         None, "web origins whose pages may call this server, separated by commas, or *"

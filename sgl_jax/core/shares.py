@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-# The part of what others leave that a tenant may hold, where tenants have shares.
+# The default part of the rest, after all others have theirs, that a tenant may hold.
 DEFAULT_PART = 0.75
 
 
@@ -14,7 +14,7 @@ def tenant_text(tenant: str) -> str:
 class Shares:
     """Counts the units of a total that each tenant holds, and limits how many more it may take.
 
-    A tenant may hold `part` of what the others leave, and at least one unit of it. So a tenant that
+    A tenant may hold `part` of the units that others do not hold, and at least one. So a tenant that
     is alone leaves some units to the next one, and tenants that take all they can get end with
     equal shares. With a part of 1 only the total is a limit.
     """
@@ -38,7 +38,7 @@ class Shares:
             del self._held[tenant]
 
     def most(self, tenant: str) -> int:
-        """Units that the tenant may hold while others hold what they do."""
+        """Units that the tenant may hold beside the present ones of others."""
         return self._most_of(self.total - (self.num_held - self._held[tenant]))
 
     @property

@@ -126,7 +126,7 @@ class Frontend:
             most, alone = self._shares.most(holder), self._shares.most_alone
             if alone < self._shares.total:
                 _check_fits(num_requests, alone, f"{tenant_text(holder)} may have in the queue")
-            limits = f"{most} that it may have beside those of others (--tenant-share)"
+            limits = f"{most} that it may have now (--tenant-share)"
         most_of_all = self._shares.total
         _check_fits(
             num_requests, most_of_all, "the engine holds (--max-queued-requests and those it runs)"

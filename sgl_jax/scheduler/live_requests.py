@@ -133,9 +133,10 @@ class LiveRequests:
         if tenant is not None and tenant.max_queued:
             text = f"{tenant.max_queued} requests of {tenant_text(holder)} wait already"
             return f"{text}, as many as may"
+        num_held = self._shares.held_by(holder)
         return (
-            f"{self._shares.held_by(holder)} requests of {tenant_text(holder)} wait or run already, "
-            "as many as may beside those of others (--tenant-share)"
+            f"{num_held} requests of {tenant_text(holder)} wait or run already, as many as may now "
+            "(--tenant-share)"
         )
 
     def _refuse(

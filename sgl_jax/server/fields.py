@@ -43,7 +43,7 @@ TokenIds = Items[Annotated[int, Field(ge=0)]]
 
 
 def _check_metadata(given: Any) -> Any:
-    """Refuse what exceeds OpenAI's limits, without the client's own keys in the message."""
+    """Refuse metadata beyond OpenAI's limits, without the client's own keys in the message."""
     is_within = not isinstance(given, dict) or (
         len(given) <= _MAX_METADATA
         and all(len(key) <= _MAX_METADATA_KEY_CHARS for key in given)

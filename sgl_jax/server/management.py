@@ -142,7 +142,7 @@ async def get_server_info(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Requests and latencies; memory and load of every rank, as the engine last reported.
 
-    Figures of other tenants need the admin key, if keys tell tenants apart.
+    Figures of other tenants need the admin key, if keys come from a file.
     """
     refs, own = references_of(request), visible_tenant(request)
     snapshot: Snapshot | None = None

@@ -92,7 +92,7 @@ class SessionStore:
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> list[str]:
-        """Open a session; returns the ids of those that the caller must close in its place.
+        """Open a session; returns the ids of the sessions to close in its place.
 
         Raises `InvalidRequestError` if its id is in use, `SessionsFullError`.
         """
@@ -281,7 +281,7 @@ class SessionStore:
             )
         raise SessionsFullError(
             f"{self._opened.held_by(holder)} sessions of {tenant_text(holder)} are open, as many "
-            "as may be beside those of others (--max-sessions, --tenant-share)",
+            "as the tenant may have now (--max-sessions, --tenant-share)",
             is_of_tenant=True,
         )
 
@@ -314,16 +314,16 @@ class SessionStore:
             )
         raise SessionsFullError(
             f"the sessions of {tenant_text(holder)} hold {kept.held_by(holder)} tokens of history, "
-            f"and {num_added} more would exceed the {kept.most(holder)} that they may hold beside "
-            "those of others (--max-session-tokens, --tenant-share); close some",
+            f"and {num_added} more would exceed the {kept.most(holder)} that they may hold now "
+            "(--max-session-tokens, --tenant-share); close some",
             is_of_tenant=True,
         )
 
     def _replaced_for(
         self, shares: Shares, holder: str, num_added: int, size_of: Callable[[str], int]
     ) -> list[str] | None:
-        """Idle sessions to close so that a tenant may add so many units to what it has of `shares`;
-        None if no closing makes room for them.
+        """Idle sessions to close so that a tenant may hold so many more units of `shares`; None if
+        no closing makes room for them.
 
         Args:
             size_of: a session's units by its id.

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sgl_jax.core.messages import Tenant
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server.guards.keys import ApiKeys
+from sgl_jax.server.guards.keys import ApiKeys, Caller, SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.server.oracle_engine import SIZES, OracleEngine
@@ -211,8 +212,7 @@ async def test_a_key_cannot_fill_the_queue(
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (429, "tenant_queue_full")
         others = [
-            asyncio.create_task(send(rig, key, "/generate", **SHORT))
-            for key in (BOB, ROOT, SHARED)
+            asyncio.create_task(send(rig, key, "/generate", **SHORT)) for key in (BOB, ROOT, SHARED)
         ]
         await meanwhile_until(lambda: rig.front.num_open == most + 3, "all others are taken")
         if isinstance(rig.engine, OracleEngine):
@@ -222,6 +222,23 @@ async def test_a_key_cannot_fill_the_queue(
         assert {(await each).status_code for each in others} == {200}
         statuses = [(await each).status_code for each in asked]
         assert (statuses.count(200), statuses.count(429)) == (most, 150 - most)
+
+
+async def test_a_limit_on_the_line_of_a_key_takes_the_place_of_its_share(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("annika a1 max_queued=95\nbertram b2 max_queued=2\n")
+    async with serving(model_folder, tokenizer, api_key_file=str(tmp_path / "keys")) as rig:
+        rig.engine.stand_still()
+        num_rows = rig.front.facts.max_running_requests
+        asked = [asyncio.create_task(send(rig, ANN, "/generate", **SHORT)) for _ in range(102)]
+        asked += [asyncio.create_task(send(rig, BOB, "/generate", **SHORT)) for _ in range(9)]
+        await meanwhile_until(lambda: sum(each.done() for each in asked) > 0, "some are refused")
+        await meanwhile_until(lambda: rig.front.num_open == MAX_QUEUED + num_rows, "it is full")
+        rig.engine.go_on()
+        statuses = [(await each).status_code for each in asked]
+        assert statuses[:102].count(200) == 95 + num_rows
+        assert statuses[102:].count(200) == 5
 
 
 async def test_users_of_a_shared_key_cannot_together_fill_the_queue(serve: Serve) -> None:
@@ -404,9 +421,7 @@ async def test_sessions_are_in_their_tenants_namespace(serve: Serve, salt: str |
     async with serve(isolate_tenants=True) as rig:
         fields = {} if salt is None else {"cache_salt": salt}
         for key in (ANN, BOB):
-            opened = await send(
-                rig, key, "/open_session", session_id="s", streaming=True, **fields
-            )
+            opened = await send(rig, key, "/open_session", session_id="s", streaming=True, **fields)
             assert opened.status_code == 200
             assert await cached(rig, key, session_params={"id": "s"}) == 0
             assert await cached(rig, key, input_ids=[7], session_params={"id": "s"}, **fields) > 36
@@ -431,10 +446,24 @@ async def test_a_key_is_known_by_its_name_when_it_changes(
             assert (ann, bob) == ((0, 0) if file == "old" else (36, 36))
 
 
+def test_no_two_pairs_of_tenant_and_salt_have_one_namespace() -> None:
+    """A client chooses its salt, and with a shared key its name."""
+    names = ["a", "b", "a:b", "a%3Ab", "user a", "user a:b", "user%20a", ""]
+    salts = ["", ":", "b", "b:", ":b", "a:b", "%3Ab", "a", "user a", "user%20a:"]
+    found = set()
+    for name in names:
+        tenant = Tenant(name=name) if name else None
+        owner = SessionOwner(Caller(name, is_admin=False), tenant, isolates=True)
+        found |= {owner.namespace(salt) for salt in salts}
+    assert len(found) == len(names) * len(salts)
+
+
 def test_isolation_needs_names_that_no_edit_of_the_file_moves(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "keys").write_text("annika a1\n# others\nb2\n")
     args = ServerArgs(api_key_file=str(tmp_path / "keys"), isolate_tenants=True)
-    with pytest.raises(ValueError, match="--isolate-tenants needs a name for each key .*: key-3 has none"):
+    with pytest.raises(
+        ValueError, match=r"--isolate-tenants needs a name for each key .*: key-3 has none"
+    ):
         ApiKeys.from_args(args)
