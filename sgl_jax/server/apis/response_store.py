@@ -47,9 +47,7 @@ class ResponseStore:
         self._num_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response; one that is larger than the store is not kept, and displaces none."""
-        if stored.num_bytes > self._max_bytes:
-            return
+        """Keep a response; one that is larger than the store is not kept."""
         self._owners[response_id] = stored.owner
         held = self._held.setdefault(stored.owner, _Held())
         held.responses[response_id] = stored
