@@ -14,8 +14,8 @@ def tenant_text(tenant: str) -> str:
 class Shares:
     """Counts the units of a total that each tenant holds, and limits how many more it may take.
 
-    A tenant may hold `part` of the units that others do not hold, and at least one. So a tenant that
-    is alone leaves some units to the next one, and tenants that take all they can get end with
+    A tenant may hold `part` of the units that others do not hold, and at least one. So a tenant
+    that is alone leaves some units to the next one, and tenants that take all they can get end with
     equal shares. With a part of 1 only the total is a limit.
     """
 

@@ -307,6 +307,17 @@ async def test_responses_of_one_key_displace_none_of_another(
         assert (await send(rig, ANN, f"/v1/responses/{first}", "GET")).status_code == 404
 
 
+async def test_responses_of_one_user_displace_none_of_another(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    limits = {"max_stored_responses": 8}
+    async with serving(model_folder, tokenizer, limits=limits, fair_share="tokens") as rig:
+        first = await stored(rig, "", user="u")
+        for _ in range(20):
+            await stored(rig, "", user="v")
+        assert (await send(rig, "", f"/v1/responses/{first}", "GET")).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     "metadata",

@@ -14,6 +14,7 @@ from msgspec import Struct
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import holder_of
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.chat import AssistantMessage
 from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
@@ -30,7 +31,7 @@ from sgl_jax.server.chat_request import (
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Items, Metadata, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.guards.keys import caller_of
+from sgl_jax.server.guards.keys import caller_of, tenant_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
@@ -256,7 +257,8 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
             for number, item in enumerate(given)
         ]
         written = map(msgspec.json.encode, (response, items, [*conversation, message]))
-        stored = StoredResponse(caller_of(request).name, *written)
+        tenant = holder_of(tenant_of(request, body.user))
+        stored = StoredResponse(caller_of(request).name, *written, tenant)
         request.app.state.responses.put(response.id, stored)
 
     chat = body.chat(conversation)
