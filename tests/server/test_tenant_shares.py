@@ -398,6 +398,15 @@ async def test_the_admins_key_reads_all_names(rig: Rig) -> None:
     assert {"annika", "bertram"} <= set(tenants)
 
 
+async def test_keys_that_read_at_the_same_time_each_read_their_own(rig: Rig) -> None:
+    keys = {ANN: {"annika"}, ROOT: {"annika", "bertram"}, BOB: {"bertram"}}
+    for key in (ANN, BOB):
+        await send(rig, key, "/generate", **SHORT)
+    answers = await asyncio.gather(*(send(rig, key, "/metrics", "GET") for key in keys))
+    for own, answer in zip(keys.values(), answers, strict=True):
+        assert tenants_in(answer.text) & {"annika", "bertram"} == own
+
+
 # -- prefixes ----------------------------------------------------------------------------------
 
 
