@@ -127,7 +127,7 @@ class Frontend:
             if alone < self._shares.total:
                 _check_fits(num_requests, alone, f"{tenant_text(holder)} may have in the queue")
             limits = f"{most} that it may have now (--tenant-share)"
-        most_of_all = self._shares.total
+        most_of_all = self._max_queued + num_rows
         _check_fits(
             num_requests, most_of_all, "the engine holds (--max-queued-requests and those it runs)"
         )

@@ -61,6 +61,19 @@ def test_the_session_used_longest_ago_goes_first_and_one_in_use_never() -> None:
     s.driver.run()
 
 
+def test_a_session_with_a_turn_in_flight_is_not_displaced() -> None:
+    s = talk()
+    for number in range(6):
+        assert opened(s, f"a{number}", ANN) == 0
+        s.driver.submit(generate(f"{number}", [1], 2, session=SessionTurn(id=f"a{number}")))
+    assert opened(s, "b0", BOB) == 0
+    assert opened(s, "b1", BOB) == 429
+    assert len(s.listed()) == 7
+    s.driver.run()
+    assert opened(s, "b1", BOB) == 0
+    assert "a0" not in s.listed()
+
+
 def test_a_turn_displaces_only_once_it_is_accepted() -> None:
     s = talk()
     for number in range(3):

@@ -256,9 +256,10 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
             {"id": f"{response.id}_{number}", **item.model_dump(exclude_none=True)}
             for number, item in enumerate(given)
         ]
-        written = map(msgspec.json.encode, (response, items, [*conversation, message]))
-        tenant = holder_of(tenant_of(request, body.user))
-        stored = StoredResponse(caller_of(request).name, *written, tenant)
+        parts = (response, items, [*conversation, message])
+        written, input_items, messages = map(msgspec.json.encode, parts)
+        owner, tenant = caller_of(request).name, holder_of(tenant_of(request, body.user))
+        stored = StoredResponse(owner, written, input_items, messages, tenant)
         request.app.state.responses.put(response.id, stored)
 
     chat = body.chat(conversation)
