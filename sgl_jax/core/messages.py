@@ -70,12 +70,20 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         weight: share of the engine under contention, relative to other tenants; above 0.
         max_queued: waiting requests at most; further ones are refused. 0: no limit.
         max_running: running requests at most; further ones wait. 0: no limit.
+        is_pooled: it has no share of its own (`core.shares`), but one together with all requests
+            without a tenant, because clients can make up any number of such names.
     """
 
     name: str
     weight: float = 1.0
     max_queued: int = 0
     max_running: int = 0
+    is_pooled: bool = False
+
+
+def holder_of(tenant: Tenant | None) -> str:
+    """The name under which a tenant's share is counted (`core.shares`)."""
+    return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -220,6 +228,7 @@ class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
         doc("idle seconds until the session is closed"),
     ] = None
     namespace: Namespace = ""
+    tenant: Tenant | None = None
 
 
 class CloseSession(WithReply, frozen=True, kw_only=True, tag=True):
@@ -242,6 +251,7 @@ class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
 
     session_id: SessionId
     new_session_id: NewSessionId
+    tenant: Tenant | None = None
 
 
 class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from sgl_jax.core.settings import check_settings, setting
+from sgl_jax.core.shares import DEFAULT_PART
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,13 @@ class SchedulerArgs:
         "served, in proportion to their weights (tokens)",
         ("off", "tokens"),
     )
+    tenant_share: float | None = setting(
+        None,
+        "part of the queue, the open sessions and their tokens that a tenant may hold, after other "
+        f"tenants have theirs; 1: all. Default: {DEFAULT_PART} with --fair-share tokens or a file "
+        "of keys, else 1",
+        bounds=(0.01, 1.0),
+    )
     load_balance_method: str = setting(
         "prefix_aware",
         "which rank gets a request: the one where it costs least (prefix_aware), or each in turn "
@@ -157,7 +165,20 @@ class SchedulerArgs:
     def for_scheduler(self) -> "SchedulerArgs":
         """A copy with the scheduler's settings only, and so without secrets."""
         names = [field.name for field in dataclasses.fields(SchedulerArgs)]
-        return SchedulerArgs(**{name: getattr(self, name) for name in names})
+        settings = {name: getattr(self, name) for name in names}
+        return SchedulerArgs(**settings | {"tenant_share": self.share_part})
+
+    @property
+    def share_part(self) -> float:
+        """`tenant_share`, or its default."""
+        if self.tenant_share is not None:
+            return self.tenant_share
+        return DEFAULT_PART if self.has_tenants else 1.0
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if tenants have shares by default."""
+        return self.fair_share == "tokens"
 
     @property
     def retract_interval(self) -> int:

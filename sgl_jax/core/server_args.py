@@ -277,6 +277,10 @@ class ServerArgs(SchedulerArgs):
     )
     admin_api_key_file: str | None = setting(None, "file of such keys, as --api-key-file")
     open_metrics: bool = setting(False, "/metrics needs no key: for scrapers that cannot send one")
+    isolate_tenants: bool = setting(
+        False,
+        "tenants share no cached prefixes: each has its own namespaces, in all caches and stores",
+    )
     cors_allow_origins: str | None = setting(
         None, "web origins whose pages may call this server, separated by commas, or *"
     )
@@ -462,6 +466,15 @@ class ServerArgs(SchedulerArgs):
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
         }
+
+    @property
+    def has_key_file(self) -> bool:
+        """True if each key of a file is a tenant."""
+        return self.api_key_file is not None or self.admin_api_key_file is not None
+
+    @property
+    def has_tenants(self) -> bool:
+        return super().has_tenants or self.has_key_file
 
     @property
     def model_name(self) -> str:

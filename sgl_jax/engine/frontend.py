@@ -31,8 +31,10 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     StopRequest,
     Tenant,
+    holder_of,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.engine.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.request_stream import RequestStream, Tracer
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -82,10 +84,11 @@ class Frontend:
         # Requests without any output so far: sent, waiting, or computing their first token. They
         # are limited here, since the channel to the engine has no limit while the engine does not
         # read it. A request whose client went away still counts, as its message is still there.
-        self._pending: dict[str, Tenant | None] = {}
-        self._num_pending_of: Counter[str] = Counter()  # by the tenant's name
+        self._pending: dict[str, str] = {}  # and the tenant in whose share each counts
         self.num_tokens = 0  # of all outputs so far, also of requests whose clients have gone
         self._max_queued = args.max_queued_requests
+        most = self._max_queued + self.facts.max_running_requests
+        self._shares = Shares(most, args.share_part, self._max_queued)
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
@@ -113,26 +116,31 @@ class Frontend:
             QueueFullError: the engine has too much before it.
             TenantQueueFullError: it has too much of the tenant's.
         """
-        num_rows = self.facts.max_running_requests
+        holder, num_rows = holder_of(tenant), self.facts.max_running_requests
+        num_held = self._shares.held_by(holder)
         if tenant is not None and tenant.max_queued:
             _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
             most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
-            if self._num_pending_of[tenant.name] + num_requests > most:
-                raise TenantQueueFullError(
-                    f"{self._num_pending_of[tenant.name]} requests of tenant {tenant.name!r} wait "
-                    f"for the engine, and {num_requests} more would exceed its limits of "
-                    f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
-                )
-        most = self._max_queued + num_rows
+            limits = f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
+        else:
+            most, alone = self._shares.most(holder), self._shares.most_alone
+            if alone < self._shares.total:
+                _check_fits(num_requests, alone, f"{tenant_text(holder)} may have in the queue")
+            limits = f"{most} that it may have now (--tenant-share)"
+        most_of_all = self._max_queued + num_rows
         _check_fits(
-            num_requests, most, "the engine holds (--max-queued-requests and those it runs)"
+            num_requests, most_of_all, "the engine holds (--max-queued-requests and those it runs)"
         )
-        num_pending = len(self._pending)
-        if num_pending + num_requests > most:
+        if len(self._pending) + num_requests > most_of_all:
             raise QueueFullError(
-                f"the queue is full: {num_pending} requests wait for the engine, and "
+                f"the queue is full: {len(self._pending)} requests wait for the engine, and "
                 f"{num_requests} more would exceed the limit of --max-queued-requests "
                 f"({self._max_queued})"
+            )
+        if num_held + num_requests > most:
+            raise TenantQueueFullError(
+                f"{num_held} requests of {tenant_text(holder)} wait for the engine, and "
+                f"{num_requests} more would exceed its limits of {limits}"
             )
 
     # Requests
@@ -180,10 +188,9 @@ class Frontend:
             self.check_alive()
             if not unique.is_probe:
                 self.check_room(1, unique.tenant)
-                self._pending[unique.rid] = unique.tenant
+                self._pending[unique.rid] = holder_of(unique.tenant)
+                self._shares.add(self._pending[unique.rid], 1)
             self._streams[unique.rid] = stream
-            if unique.tenant is not None:
-                self._num_pending_of[unique.tenant.name] += 1
         try:
             self._send(unique)
         except BaseException:
@@ -372,12 +379,9 @@ class Frontend:
             self._send(AbortRequest(rid=request.rid, message=text, session=request.session))
 
     def _note_first_output(self, rid: str) -> None:
-        tenant = self._pending.pop(rid, None)
-        if tenant is None:
-            return
-        self._num_pending_of[tenant.name] -= 1
-        if not self._num_pending_of[tenant.name]:
-            del self._num_pending_of[tenant.name]
+        holder = self._pending.pop(rid, None)
+        if holder is not None:
+            self._shares.add(holder, -1)
 
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:

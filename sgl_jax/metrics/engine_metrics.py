@@ -363,6 +363,11 @@ FIGURES = (
     ),
     _of_engine("steps", "steps", "steps whose results were applied"),
     _of_engine("num_timed_out_requests", "requests_timed_out", "requests ended by a time limit"),
+    _of_engine(
+        "num_displaced_sessions",
+        "sessions_displaced",
+        "idle sessions closed because another tenant took their place",
+    ),
     _of_engine("memory_errors", "memory_errors", "defects found in the records of memory"),
     _of_engine("step_failures", "step_failures", "steps that failed on the device"),
     _of_engine(

@@ -8,9 +8,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120)
@@ -100,9 +101,15 @@ class RequestMetrics:
             self._rate_from = (now, self._num_generated)
         return self._rate
 
-    def exposition(self) -> bytes:
-        """All metrics of the registry, in Prometheus' text format."""
-        text: bytes = generate_latest(self.registry)
+    def exposition(self, only_tenant: str | None = None) -> bytes:
+        """All metrics of the registry, in Prometheus' text format.
+
+        With `only_tenant`, figures by tenant are only that tenant's.
+        """
+        registry: Any = self.registry
+        if only_tenant is not None:
+            registry = _OneTenant(registry, only_tenant)
+        text: bytes = generate_latest(registry)
         return text
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -112,3 +119,21 @@ class RequestMetrics:
     def _histogram(self, name: str, help_text: str, bounds_s: tuple[float, ...]) -> TimeHistogram:
         labels = {"model_name": self.model_name}
         return TimeHistogram(f"sglang:{name}", help_text, bounds_s, labels, self.registry)
+
+
+class _OneTenant:
+    """The metrics of `registry` without the samples of other tenants."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        self._registry = registry
+        self._tenant = tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            own = Metric(family.name, family.documentation, family.type)
+            own.samples = [
+                each
+                for each in family.samples
+                if each.labels.get("tenant", self._tenant) == self._tenant
+            ]
+            yield own

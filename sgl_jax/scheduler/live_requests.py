@@ -7,8 +7,9 @@ in the queue, or at the gate for grammars and programs, and every end removes it
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest, holder_of
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
@@ -49,6 +50,7 @@ class LiveRequests:
         self._tenants = ranks.tenants
         # Running requests wait, too: before their first step, and after a retract.
         self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
+        self._shares = Shares(self._max_requests, args.share_part, args.max_queued_requests)
         self.waiting = WaitingQueue(
             args.schedule_policy,
             ranks.memories,
@@ -64,8 +66,7 @@ class LiveRequests:
             ranks.memories,
             self.by_rid,
             self._known_tokens,
-            args.max_sessions,
-            args.max_session_tokens,
+            args,
         )
         self._outputs = outputs
         self._probe: str | None = None  # its rid
@@ -88,8 +89,8 @@ class LiveRequests:
             )
             self._refuse(message, text, 503)
             return
-        if not message.is_probe and not self._tenants.may_queue(message.tenant):
-            self._refuse(message, _too_many_queued(message), 429, "tenant_queue_full")
+        if not message.is_probe and not self._may_queue(message):
+            self._refuse(message, self._too_many_queued(message), 429, "tenant_queue_full")
             return
         if self.gate.error and message.sampling.grammar is not None:
             self._refuse(message, self.gate.error, 500)
@@ -100,7 +101,7 @@ class LiveRequests:
             self._refuse(message, str(error), 400, error.code, error.param)
             return
         except SessionsFullError as error:
-            self._refuse(message, str(error), 503, code="too_many_sessions")
+            self._refuse(message, str(error), error.status_code, error.code)
             return
         self.num_arrived += 1
         request.priority = self.args.importance(message.priority) - self._age()
@@ -108,6 +109,8 @@ class LiveRequests:
         self.by_rid[request.rid] = request
         if message.is_probe:
             self._probe = request.rid
+        else:
+            self._shares.add(holder_of(message.tenant), 1)
         self.deadlines.add(request.rid)
         if self.gate.holds(request):
             self._tenants.queue(request.tenant, 1)
@@ -118,6 +121,24 @@ class LiveRequests:
     def _num_counted(self) -> int:
         """Requests that count towards the limit: all but a probe."""
         return len(self.by_rid) - (self._probe is not None)
+
+    def _may_queue(self, message: GenerateRequest) -> bool:
+        """Return whether the tenant's own limit, or else its share, has room for a request."""
+        tenant = message.tenant
+        if tenant is not None and tenant.max_queued:
+            return self._tenants.may_queue(tenant)
+        return self._shares.may_add(holder_of(tenant), 1)
+
+    def _too_many_queued(self, message: GenerateRequest) -> str:
+        tenant, holder = message.tenant, holder_of(message.tenant)
+        if tenant is not None and tenant.max_queued:
+            text = f"{tenant.max_queued} requests of {tenant_text(holder)} wait already"
+            return f"{text}, as many as may"
+        num_held = self._shares.held_by(holder)
+        return (
+            f"{num_held} requests of {tenant_text(holder)} wait or run already, as many as may now "
+            "(--tenant-share)"
+        )
 
     def _refuse(
         self,
@@ -234,6 +255,8 @@ class LiveRequests:
         del self.by_rid[request.rid]
         if request.rid == self._probe:
             self._probe = None
+        else:
+            self._shares.add(holder_of(request.message.tenant), -1)
         self.num_finished += 1
         self._tenants.leave(request.tenant)
         self.deadlines.forget(request.rid)
@@ -254,11 +277,12 @@ class LiveRequests:
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self.num_arrived, max_len)
-        session, prompt, replaced = self.sessions.compose_turn(message)
+        turn = self.sessions.compose_turn(message)
+        session, prompt = turn.session, turn.prompt
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
-        for request in replaced:
+        for request in turn.replaced:
             self._replace(request)
-        self.sessions.begin_turn(session, message, prompt)
+        self.sessions.begin_turn(turn, message)
         return Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
 
     def _pass_gate(self, request: Request) -> None:
@@ -313,12 +337,6 @@ def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
         finish=finish,
         prompt_tokens=request.tell_prompt_len(),
     )
-
-
-def _too_many_queued(message: GenerateRequest) -> str:
-    tenant = message.tenant
-    assert tenant is not None, "requests of no tenant have no limit"
-    return f"{tenant.max_queued} requests of tenant {tenant.name!r} wait already, as many as may"
 
 
 def _row(request: Request) -> int:

@@ -506,6 +506,7 @@ class Scheduler:
             "requests_received": self._live.num_arrived,
             "requests_finished": self._live.num_finished,
             "requests_timed_out": self._live.num_timed_out,
+            "sessions_displaced": self._sessions.num_displaced,
             "generated_tokens": self._all_ranks.num_generated_tokens,
             "drafted_tokens": self._all_ranks.num_drafted,
             "accepted_draft_tokens": self._all_ranks.num_accepted,

@@ -63,12 +63,15 @@ def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any,
     for name, hint, _ in _fields(call):
         given: Any = getattr(body, name, None)
         if hint == Namespace:
-            given = one_namespace(*(getattr(body, own) for own in ("extra_key", "cache_salt")))
+            salt = one_namespace(*(getattr(body, own) for own in ("extra_key", "cache_salt")))
+            given = owner.namespace(salt)
         elif hint == NewSessionId and given is None:
             given = new_id = owner.engine_id(uuid.uuid4().hex)
         elif hint in (SessionId, NewSessionId):
             given = owner.engine_id(given)
         fields[name] = given
+    if "tenant" in call.message.__struct_fields__:
+        fields["tenant"] = owner.tenant
     return call.message(**fields), new_id
 
 
@@ -76,7 +79,8 @@ def _fields(call: Call) -> list[tuple[str, Any, Any]]:
     """Name, annotation and default of each field that a client may send."""
     hints = typing.get_type_hints(call.message, include_extras=True)
     fields = msgspec.structs.fields(call.message)
-    return [(f.name, hints[f.name], f.default) for f in fields if f.name != "rid"]
+    set_here = ("rid", "tenant")
+    return [(f.name, hints[f.name], f.default) for f in fields if f.name not in set_here]
 
 
 def _add_routes(call: Call, route: str) -> None:

@@ -14,6 +14,7 @@ from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.server.fields import (
     GenerationFields,
     Items,
+    Metadata,
     Part,
     RequestFields,
     StrictModel,
@@ -165,6 +166,7 @@ class ChatRequest(GenerationFields):
     separate_reasoning: bool = Field(default=True, description="false: reasoning stays in content")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Metadata | None = Field(default=None, description="without effect")
     reasoning_effort: str | None = None
     return_prompt_token_ids: bool | None = Field(default=None, description="not in a stream")
     return_meta_info: bool | None = Field(

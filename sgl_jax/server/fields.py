@@ -42,6 +42,27 @@ ForEach = Annotated[Items[T], Field(max_length=MAX_REQUESTS_PER_CALL)]
 TokenIds = Items[Annotated[int, Field(ge=0)]]
 
 
+def _check_metadata(given: Any) -> Any:
+    """Refuse metadata beyond OpenAI's limits, without the client's own keys in the message."""
+    is_within = not isinstance(given, dict) or (
+        len(given) <= _MAX_METADATA
+        and all(len(key) <= _MAX_METADATA_KEY_CHARS for key in given)
+        and all(isinstance(v, str) and len(v) <= _MAX_METADATA_CHARS for v in given.values())
+    )
+    if not is_within:
+        raise ValueError(
+            f"at most {_MAX_METADATA} pairs, each of a key of at most {_MAX_METADATA_KEY_CHARS} "
+            f"characters and a text of at most {_MAX_METADATA_CHARS}"
+        )
+    return given
+
+
+_MAX_METADATA, _MAX_METADATA_KEY_CHARS, _MAX_METADATA_CHARS = 16, 64, 512  # OpenAI's
+Metadata = Annotated[
+    dict[str, str], Field(max_length=_MAX_METADATA), BeforeValidator(_check_metadata)
+]
+
+
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
     for name, reason in model.unserved.items():
         effect = "without effect" if reason is None else f"not served: {reason}; {advice(name)}"

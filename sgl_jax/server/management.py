@@ -40,6 +40,7 @@ from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import unless_gone
+from sgl_jax.server.guards.keys import visible_tenant
 from sgl_jax.server.health_probe import HealthProbe
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
@@ -112,10 +113,10 @@ async def get_model_info(request: Request) -> Response:
 @router.get("/get_server_info", responses=answers())
 async def get_server_info(request: Request) -> Response:
     """Settings, the engine's facts, and the memory and load of every rank."""
-    refs = references_of(request)
+    refs, own = references_of(request), visible_tenant(request)
     snapshot = await reads_of(request).read(GetState())
     return snapshot.json(
-        "server_info",
+        ("server_info", own),
         lambda state: {
             # Settings that were left open have the values chosen since.
             **refs.args.public(),
@@ -127,6 +128,11 @@ async def get_server_info(request: Request) -> Response:
             "engine": refs.engine_info,
             "internal_states": [_state_of(rank, state["counters"]) for rank in state["ranks"]],
             **state,
+            "tenants": {
+                name: figures
+                for name, figures in state.get("tenants", {}).items()
+                if own in (None, name)
+            },
         },
     )
 
@@ -134,8 +140,11 @@ async def get_server_info(request: Request) -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", responses=answers() | {200: _PROMETHEUS})
 async def metrics(request: Request) -> Response:
-    """Requests and latencies; memory and load of every rank, as the engine last reported."""
-    refs = references_of(request)
+    """Requests and latencies; memory and load of every rank, as the engine last reported.
+
+    Figures of other tenants need the admin key, if keys come from a file.
+    """
+    refs, own = references_of(request), visible_tenant(request)
     snapshot: Snapshot | None = None
     # A busy or dead engine is no reason to hide the other figures.
     with contextlib.suppress(
@@ -143,15 +152,15 @@ async def metrics(request: Request) -> Response:
     ):
         snapshot = await reads_of(request).read(GetState(), _SCRAPE_TIMEOUT_S)
     if snapshot is None:
-        text = refs.frontend.metrics.exposition()
+        text = refs.frontend.metrics.exposition(own)
     else:
-        text = snapshot.write("metrics", partial(_exposition, refs, snapshot.data))
+        text = snapshot.write(("metrics", own), partial(_exposition, refs, snapshot.data, own))
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _exposition(refs: References, state: Mapping[str, Any]) -> bytes:
+def _exposition(refs: References, state: Mapping[str, Any], own: str | None) -> bytes:
     refs.engine_metrics.update(state)
-    return refs.frontend.metrics.exposition()
+    return refs.frontend.metrics.exposition(own)
 
 
 # Values of `/v1/loads?include=`; "core" is always there, "all" is every one.

@@ -13,7 +13,13 @@ from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.keys import ANONYMOUS, caller_of, owner_of, tenant_of
+from sgl_jax.server.guards.keys import (
+    ANONYMOUS,
+    SessionOwner,
+    caller_of,
+    owner_of,
+    tenant_of,
+)
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
@@ -50,7 +56,8 @@ async def prompt_requests(
     refs.check_open()
     refs.check_model(body.model)
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
-    shared |= {"session": owner_of(request, tenant).own(turn), "tenant": tenant}
+    owner = owner_of(request, tenant)
+    shared |= {"session": owner.own(turn), "tenant": tenant}
     options = body.options_of(len(prompts))
     with client_names(names):
         refs.frontend.check_room(len(prompts), tenant)
@@ -61,9 +68,17 @@ async def prompt_requests(
         for prompt, choices, own in zip(prompts, samplings, options, strict=True):
             ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
             for sampling in choices:
-                requests.append(checks.prepare(ids, sampling, **own, **shared))
+                prepared = checks.prepare(ids, sampling, **own, **shared)
+                requests.append(_in_namespace(prepared, owner))
                 await share.pause()
     return requests
+
+
+def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequest:
+    """The request in the tenant's namespace; a turn that names none is in its session's."""
+    if request.session is not None and not request.namespace:
+        return request
+    return msgspec.structs.replace(request, namespace=owner.namespace(request.namespace))
 
 
 async def encode_texts(

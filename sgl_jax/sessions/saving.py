@@ -2,7 +2,7 @@
 
 import msgspec
 
-from sgl_jax.core.messages import OpenSession
+from sgl_jax.core.messages import OpenSession, Tenant
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import EndedTurn, StreamingSession
@@ -22,6 +22,7 @@ class SavedSession(msgspec.Struct, frozen=True):
     tokens: Int32Array
     turns: list[EndedTurn]
     nodes: list[SavedNode]
+    holder: str = ""
 
 
 def save_session(session: Session) -> SavedSession:
@@ -36,6 +37,7 @@ def save_session(session: Session) -> SavedSession:
         tokens=session.tokens if isinstance(session, StreamingSession) else NO_TOKENS,
         turns=list(session.turns) if isinstance(session, StreamingSession) else [],
         nodes=session.save() if isinstance(session, RegularSession) else [],
+        holder=session.holder,
     )
 
 
@@ -48,6 +50,7 @@ def restore_session(saved: SavedSession) -> Session:
         capacity_of_str_len=saved.capacity,
         timeout_s=saved.timeout_s,
         namespace=saved.namespace,
+        tenant=Tenant(name=saved.holder) if saved.holder else None,
     )
     if saved.streaming:
         session = StreamingSession(opened)

@@ -5,7 +5,7 @@ is a request like any other; the service uses only the fields in `TurnRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
+from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -49,6 +50,15 @@ class TurnRequest(Protocol):
 T = TypeVar("T", bound=TurnRequest)
 
 
+class ComposedTurn(NamedTuple, Generic[T]):
+    """A turn before it begins: its caller first ends the turns in flight that it replaces."""
+
+    session: Session
+    prompt: Int32Array  # with the history
+    displaced: list[str]  # idle sessions that close when it begins
+    replaced: list[T]
+
+
 class SessionService(Generic[T]):
     """The sessions of a scheduler.
 
@@ -56,8 +66,7 @@ class SessionService(Generic[T]):
         memories: the memory of each rank.
         requests: all requests in flight by id, also without a session.
         known_tokens: returns the prompt and the output so far of a request in flight.
-        max_sessions: open sessions at most.
-        max_session_tokens: tokens of history at most, over all sessions.
+        args: its settings, with the limits of sessions.
     """
 
     def __init__(
@@ -65,10 +74,10 @@ class SessionService(Generic[T]):
         memories: Sequence[RankMemory],
         requests: Mapping[str, T],
         known_tokens: Callable[[T], Int32Array],
-        max_sessions: int,
-        max_session_tokens: int,
+        args: SchedulerArgs,
     ) -> None:
-        self.store = SessionStore(max_sessions, max_session_tokens)
+        self.store = SessionStore(args.max_sessions, args.max_session_tokens, args.share_part)
+        self.num_displaced = 0
         self._memories = memories
         self._requests = requests
         self._known_tokens = known_tokens
@@ -81,7 +90,7 @@ class SessionService(Generic[T]):
             reason: dict[str, Any] = {"param": error.param, "code": error.code}
             return Reply(rid=message.rid, ok=False, message=str(error), data=reason)
         except SessionsFullError as error:
-            reason = {"status_code": 503, "code": "too_many_sessions"}
+            reason = {"status_code": error.status_code, "code": error.code}
             return Reply(rid=message.rid, ok=False, message=str(error), data=reason)
         # Within one process, an id may be of a subclass of str, such as numpy's.
         return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data, enc_hook=str))
@@ -122,10 +131,8 @@ class SessionService(Generic[T]):
         if home is not None:
             roll_back_lease(home, session.session_id, fitting)
 
-    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[T]]:
-        """The session of a turn, the turn's whole prompt, and the turns in flight that it replaces.
-
-        The caller must end the replaced turns before it begins this one. Changes no session.
+    def compose_turn(self, message: GenerateRequest) -> ComposedTurn[T]:
+        """A turn that its session can take. Changes no session.
 
         Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
@@ -135,12 +142,13 @@ class SessionService(Generic[T]):
         for request in replaced:
             assert isinstance(found, RegularSession)
             found.note_so_far(request.rid, self._known_tokens(request))
-        session, prompt = self.store.compose_turn(message)
-        return session, prompt, replaced
+        return ComposedTurn(*self.store.compose_turn(message), replaced)
 
-    def begin_turn(self, session: Session, message: GenerateRequest, prompt: Int32Array) -> None:
+    def begin_turn(self, turn: ComposedTurn[T], message: GenerateRequest) -> None:
         """Record that a turn, as composed, is accepted."""
-        session.begin(message, prompt)
+        session = turn.session
+        self._displace(turn.displaced)
+        session.begin(message, turn.prompt)
         self.store.note_use(session)
         home = self._home(session.session_id)
         if home is not None:
@@ -163,6 +171,12 @@ class SessionService(Generic[T]):
         if home is not None:
             release_idle_lease(home, session_id)
 
+    def _displace(self, session_ids: Sequence[str]) -> None:
+        """Close idle sessions whose room another tenant takes."""
+        for session_id in session_ids:
+            self._close(session_id)
+        self.num_displaced += len(session_ids)
+
     def save(self) -> list[SavedSession]:
         """All sessions but the ones about to close, opened first first."""
         return [save_session(each) for each, _, is_closing in self.store.all() if not is_closing]
@@ -179,7 +193,7 @@ class SessionService(Generic[T]):
 
     def open(self, message: OpenSession) -> dict[str, str]:
         """Open a session, and return its id."""
-        self.store.open(message)
+        self._displace(self.store.open(message))
         return {"session_id": message.session_id}
 
     def close(self, message: CloseSession) -> Done:
@@ -188,7 +202,7 @@ class SessionService(Generic[T]):
 
     def fork(self, message: ForkSession) -> Forked:
         session = self.store.idle_streaming(message.session_id)
-        self.store.fork(session, message.new_session_id)
+        self._displace(self.store.fork(session, message))
         return Forked(message.new_session_id, session.num_tokens)
 
     def list_all(self, message: ListSessions) -> SessionList:

@@ -7,11 +7,13 @@ The store records when each session was last used, and which of them close as so
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, OpenSession
+from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession, holder_of
+from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.streaming import StreamingSession
 from sgl_jax.sessions.tree import RegularSession
@@ -37,8 +39,14 @@ class _Check(NamedTuple):
 class SessionsFullError(RuntimeError):
     """Too many sessions are open, or they hold too many tokens together.
 
-    The request is valid and may succeed when sessions are closed. The HTTP layer sends a 503.
+    The request is valid and may succeed when sessions are closed. The HTTP layer sends a 503, or a
+    429 if only the tenant has too many.
     """
+
+    def __init__(self, message: str, *, is_of_tenant: bool) -> None:
+        super().__init__(message)
+        self.status_code = 429 if is_of_tenant else 503
+        self.code = "tenant_sessions_full" if is_of_tenant else "too_many_sessions"
 
 
 class SessionStore:
@@ -47,16 +55,22 @@ class SessionStore:
     Time comes only from ticks. They may be far apart while no session needs one, so the time of a
     use is the first tick after it.
 
-    `num_kept` counts the tokens that all sessions keep on the host. To keep it right, every change
-    of a session is followed by `note_use` or `recount`.
+    `num_kept` counts the tokens that all sessions keep on the host. To keep it right,
+    every change of a session is followed by `note_use` or `recount`.
+
+    A tenant that has used up its share may take room from one that holds more: from the idle
+    sessions without a time-out, used longest ago first, of the tenant with most that has enough of
+    them. The store chooses them, and the caller closes them.
     """
 
-    def __init__(self, max_sessions: int, max_tokens: int) -> None:
-        self._max_sessions = max_sessions
-        self._max_tokens = max_tokens
+    def __init__(self, max_sessions: int, max_tokens: int, share_part: float = 1.0) -> None:
+        """`share_part`: as in `Shares`, of sessions and of tokens."""
+        self._opened = Shares(max_sessions, share_part)
+        self._kept = Shares(max_tokens, share_part)
         self._sessions: dict[str, Session] = {}
-        self.num_kept = 0
-        self._num_kept_of: dict[str, int] = {}  # of these, each session's
+        self._num_kept_of: dict[str, int] = {}  # tokens of each session
+        # Idle sessions without a time-out, by tenant, used longest ago first.
+        self._idle: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
         self._timed: dict[str, int] = {}  # serials of sessions with a time-out
@@ -69,22 +83,31 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def num_kept(self) -> int:
+        return self._kept.num_held
+
     def needs_tick(self, now_s: float) -> bool:
         """True if a tick is due: a session was used since the last one, or may have timed out."""
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
-    def open(self, opened: OpenSession) -> None:
-        """Open a session. Raises `InvalidRequestError` if its id is in use, `SessionsFullError`."""
+    def open(self, opened: OpenSession) -> list[str]:
+        """Open a session; returns the ids of the sessions to close in its place.
+
+        Raises `InvalidRequestError` if its id is in use, `SessionsFullError`.
+        """
         self._require_free(opened.session_id)
+        replaced = self._place_for(holder_of(opened.tenant))
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
         self._add(session)
+        return replaced
 
     def restore(self, session: Session) -> bool:
         """Open a session that was saved; False, changing nothing, if it finds no room here, or its
         id is in use."""
         is_known = session.session_id in self._sessions
-        has_room = len(self._sessions) < self._max_sessions
-        if is_known or not has_room or self.num_kept + session.num_kept > self._max_tokens:
+        has_room = len(self._sessions) < self._opened.total
+        if is_known or not has_room or self._kept.num_held + session.num_kept > self._kept.total:
             return False
         self._add(session)
         return True
@@ -117,14 +140,18 @@ class SessionStore:
             )
         return session
 
-    def fork(self, session: StreamingSession, new_session_id: str) -> None:
-        """Open a session with the history of `session`. Raises as `open`."""
-        self._require_free(new_session_id)
-        self._require_room(session, session.num_tokens)
-        self._add(session.fork(new_session_id))
+    def fork(self, session: StreamingSession, message: ForkSession) -> list[str]:
+        """Open a session with the history of `session`. Returns and raises as `open`."""
+        self._require_free(message.new_session_id)
+        holder = holder_of(message.tenant)
+        replaced = self._place_for(holder)
+        replaced += self._room_for(holder, session.num_tokens, session.num_tokens)
+        self._add(session.fork(message.new_session_id, holder))
+        return list(dict.fromkeys(replaced))
 
-    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array]:
-        """The session of a turn, and the turn's whole prompt. Changes nothing.
+    def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[str]]:
+        """The session of a turn, the turn's whole prompt, and the ids of sessions that the caller
+        must close for it. Changes nothing.
 
         Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
@@ -137,20 +164,24 @@ class SessionStore:
                 "namespace",
             )
         whole = session.compose(message)
-        num_known = session.num_tokens if turn.is_whole else 0
-        self._require_room(session, len(message.input_ids) - num_known)
-        return session, whole
+        num_added = len(message.input_ids) - (session.num_tokens if turn.is_whole else 0)
+        num_needed = session.num_tokens + num_added
+        return session, whole, self._room_for(session.holder, num_added, num_needed)
 
     def note_use(self, session: Session) -> None:
         """A turn of `session` began or ended. Closes the session if it was to close after it."""
         self.recount(session)
         self._used_since_tick.add(session.session_id)
+        self._idle[session.holder].pop(session.session_id, None)
+        if session.timeout_s is None and not session.num_running:
+            self._idle[session.holder][session.session_id] = None
         if session.session_id in self._closing and not session.num_running:
             self._forget(session.session_id)
 
     def recount(self, session: Session) -> None:
         """Update the count of kept tokens, after a change of a session's history."""
-        self.num_kept += session.num_kept - self._num_kept_of.get(session.session_id, 0)
+        change = session.num_kept - self._num_kept_of.get(session.session_id, 0)
+        self._kept.add(session.holder, change)
         self._num_kept_of[session.session_id] = session.num_kept
 
     def close(self, session_id: str) -> Session:
@@ -204,6 +235,7 @@ class SessionStore:
 
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
+        self._opened.add(session.holder, 1)
         self.note_use(session)
         if session.timeout_s is not None:
             serial = self._timed[session.session_id] = next(self._serials)
@@ -212,7 +244,11 @@ class SessionStore:
 
     def _forget(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
-        self.num_kept -= self._num_kept_of.pop(session_id)
+        self._opened.add(session.holder, -1)
+        self._kept.add(session.holder, -self._num_kept_of.pop(session_id))
+        self._idle[session.holder].pop(session_id, None)
+        if not self._opened.held_by(session.holder):
+            del self._idle[session.holder]
         self._used_at.pop(session_id, None)
         self._used_since_tick.discard(session_id)
         self._closing.discard(session_id)
@@ -232,27 +268,75 @@ class SessionStore:
             raise InvalidRequestError("a session needs an id that is not empty", "session_id")
         if session_id in self._sessions:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
-        if len(self._sessions) >= self._max_sessions:
+
+    def _place_for(self, holder: str) -> list[str]:
+        """The sessions to close so that the tenant may open one. Raises `SessionsFullError`."""
+        replaced = self._replaced_for(self._opened, holder, 1, lambda session_id: 1)
+        if replaced is not None:
+            return replaced
+        if len(self._sessions) >= self._opened.total:
             raise SessionsFullError(
-                f"{self._max_sessions} sessions are open, which is the limit (--max-sessions)"
+                f"{self._opened.total} sessions are open, which is the limit (--max-sessions)",
+                is_of_tenant=False,
             )
+        raise SessionsFullError(
+            f"{self._opened.held_by(holder)} sessions of {tenant_text(holder)} are open, as many "
+            "as the tenant may have now (--max-sessions, --tenant-share)",
+            is_of_tenant=True,
+        )
 
-    def _require_room(self, session: Session, num_added: int) -> None:
-        """Check that `session` may grow by `num_added` tokens.
+    def _room_for(self, holder: str, num_added: int, num_needed: int) -> list[str]:
+        """The sessions to close so that one of the tenant may grow by `num_added` tokens to
+        `num_needed`.
 
-        Raises `SessionsFullError` if all sessions together would hold too many, and
-        `InvalidRequestError` if this one alone would.
+        Raises `SessionsFullError` if all sessions together, or the tenant's, would hold too many,
+        and `InvalidRequestError` if this one alone would.
         """
-        num_needed = session.num_tokens + num_added
-        if num_added > 0 and num_needed > self._max_tokens:
+        kept = self._kept
+        if num_added <= 0:
+            return []
+        if num_needed > kept.most_alone:
+            whose = "all sessions" if kept.most_alone == kept.total else "a tenant's sessions"
             raise InvalidRequestError(
-                f"{num_needed} tokens of history exceed the {self._max_tokens} tokens that all "
-                "sessions may hold together (--max-session-tokens)",
+                f"{num_needed} tokens of history exceed the {kept.most_alone} tokens that {whose} "
+                "may hold together (--max-session-tokens)",
                 "input_ids",
             )
-        if num_added > 0 and self.num_kept + num_added > self._max_tokens:
+        replaced = self._replaced_for(kept, holder, num_added, self._num_kept_of.__getitem__)
+        if replaced is not None:
+            return replaced
+        if kept.num_held + num_added > kept.total:
             raise SessionsFullError(
-                f"the sessions hold {self.num_kept} tokens of history, and {num_added} more would "
-                f"exceed the {self._max_tokens} that they may hold together "
-                "(--max-session-tokens); close some"
+                f"the sessions hold {kept.num_held} tokens of history, and {num_added} more would "
+                f"exceed the {kept.total} that they may hold together "
+                "(--max-session-tokens); close some",
+                is_of_tenant=False,
             )
+        raise SessionsFullError(
+            f"the sessions of {tenant_text(holder)} hold {kept.held_by(holder)} tokens of history, "
+            f"and {num_added} more would exceed the {kept.most(holder)} that they may hold now "
+            "(--max-session-tokens, --tenant-share); close some",
+            is_of_tenant=True,
+        )
+
+    def _replaced_for(
+        self, shares: Shares, holder: str, num_added: int, size_of: Callable[[str], int]
+    ) -> list[str] | None:
+        """Idle sessions to close so that a tenant may hold so many more units of `shares`; None if
+        no closing makes room for them.
+
+        Args:
+            size_of: a session's units by its id.
+        """
+        if shares.may_add(holder, num_added):
+            return []
+        for other in shares.larger_than(shares.held_by(holder) + num_added):
+            replaced, num_freed = [], 0
+            for session_id in self._idle.get(other, ()):
+                size = size_of(session_id)
+                if size:
+                    replaced.append(session_id)
+                    num_freed += size
+                if num_freed >= num_added:
+                    return replaced
+        return None

@@ -13,6 +13,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
     StopRequest,
+    holder_of,
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
@@ -49,6 +50,7 @@ class StreamingSession:
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
+        self.holder = holder_of(opened.tenant)  # the tenant in whose share it counts
         self.tokens = NO_TOKENS
         self.turns: list[EndedTurn] = []
         self._replaced: _Replaced | None = None
@@ -171,9 +173,11 @@ class StreamingSession:
         # A copy, since a view would keep the whole array in memory.
         self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
 
-    def fork(self, new_session_id: str) -> "StreamingSession":
-        """A new session with the same history. This one must have no turn in flight."""
+    def fork(self, new_session_id: str, holder: str) -> "StreamingSession":
+        """A new session of tenant `holder` with the same history. This one must have no turn in
+        flight."""
         other = copy(self)
+        other.holder = holder
         other.session_id, other.turns, other._replaced = new_session_id, list(self.turns), None
         other.forked_from = self.session_id, len(self.turns)
         other.rollbacks = deque(maxlen=_ROLLBACKS_KEPT)

@@ -17,6 +17,7 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
     StopRequest,
+    holder_of,
 )
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
@@ -97,6 +98,7 @@ class RegularSession:
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
+        self.holder = holder_of(opened.tenant)  # the tenant in whose share it counts
         self.num_running = 0  # turns of the tree in flight
         self._nodes: dict[str, _Node] = {}
         self._in_flight: dict[str, _Node] = {}  # by request id

@@ -951,8 +951,38 @@ MUTATIONS = (
     Mutation(
         "let sessions keep as many tokens as they like",
         _BOOK,
-        "        self._require_room(session, len(message.input_ids) - num_known)\n",
+        "return session, whole, self._room_for(session.holder, num_added, num_needed)",
+        "return session, whole, []",
+    ),
+    Mutation(
+        "keep the memory of a session that another tenant's displaces",
+        _DESK,
+        "            self._close(session_id)\n        self.num_displaced",
+        "            self.store.close(session_id)\n        self.num_displaced",
+    ),
+    Mutation(
+        "count a closed session in its tenant's share",
+        _BOOK,
+        "        self._opened.add(session.holder, -1)\n",
         "",
+    ),
+    Mutation(
+        "displace the session used last",
+        _BOOK,
+        "for session_id in self._idle.get(other, ()):",
+        "for session_id in reversed(self._idle.get(other, {})):",
+    ),
+    Mutation(
+        "displace a session with a time-out",
+        _BOOK,
+        "        if session.timeout_s is None and not session.num_running:\n",
+        "        if not session.num_running:\n",
+    ),
+    Mutation(
+        "displace a session with a turn in flight",
+        _BOOK,
+        "        if session.timeout_s is None and not session.num_running:\n",
+        "        if session.timeout_s is None:\n",
     ),
     Mutation(
         "let a turn run on what a late stop cuts",
@@ -1017,7 +1047,7 @@ MUTATIONS = (
     Mutation(
         "a turn that is replaced runs on",
         _LIVE_REQUESTS,
-        "        for request in replaced:\n            self._replace(request)\n",
+        "        for request in turn.replaced:\n            self._replace(request)\n",
         "",
     ),
     Mutation(

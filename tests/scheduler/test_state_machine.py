@@ -124,7 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_stop_ids = rng.choice([0, 0, 1, 3])
         num_top = rng.choice([-1, -1, -1, 0, 2])
         min_new_tokens = min(rng.choice([0, 0, 3]), max_new_tokens)
-        is_full = self.has_no_place()
+        tenant = self.draw_tenant(rng)
+        is_full = self.has_no_place(tenant)
         driver.submit(
             generate(
                 rid,
@@ -139,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 min_new_tokens=min_new_tokens,
                 namespace=rng.choice(["", *NAMESPACES]),
                 priority=rng.choice(VALUES),
-                tenant=self.draw_tenant(rng),
+                tenant=tenant,
             )
         )
         fits = len(prompt) + max_new_tokens <= sizes.max_request_tokens
@@ -149,11 +150,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt, max_new_tokens, num_stop_ids, min_new_tokens
         )
 
-    def has_no_place(self) -> bool:
-        """Whether any further request is refused: rows that are free make the queue longer."""
+    def has_no_place(self, tenant: Tenant | None = None) -> bool:
+        """Whether a further request of the tenant is refused: rows that are free make the queue
+        longer. With shares a tenant has three quarters of what the others leave, or all of it but
+        the queue."""
         scheduler = self.driver.scheduler
         num_rows = scheduler.sizes.dp_size * (scheduler.sizes.num_rows - 1)
-        return scheduler.num_waiting + scheduler.num_running >= MAX_QUEUED + num_rows
+        most, requests = MAX_QUEUED + num_rows, list(scheduler._requests.values())
+        own = sum(request.message.tenant == tenant for request in requests)
+        left = most - (len(requests) - own)
+        if scheduler.args.fair_share == "tokens" and (tenant is None or not tenant.max_queued):
+            left = max(3 * left // 4, left - MAX_QUEUED, min(left, 1))
+        return len(requests) >= most or own >= left
 
     def draw_tenant(self, rng: random.Random) -> Tenant | None:
         """None, or one of the tenants: some have limits, and weights differ."""

@@ -101,7 +101,7 @@ async def test_content_may_come_in_parts_and_from_developers(rig: Rig) -> None:
 async def test_answers_can_be_sent_back_as_they_came(rig: Rig) -> None:
     own = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     history = [*HI, {"role": "assistant", "content": "well", **own}, *HI]
-    await chat(rig, messages=history, max_tokens=1, user="me", metadata={"a": 1}, store=False)
+    await chat(rig, messages=history, max_tokens=1, user="me", metadata={"a": "1"}, store=False)
 
 
 async def test_chat_may_use_all_that_the_context_leaves(rig: Rig) -> None:

@@ -133,10 +133,10 @@ async def test_openais_own_client_sends_both(rig: Rig) -> None:
 
 @pytest.fixture
 async def keyed(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Rig]:
-    """A server for the keys of ann and bob, and one that all others have."""
+    """A server for the keys of ann and bob, one that all others have, and an admin's."""
     (tmp_path / "keys").write_text(KEYS)
-    path = str(tmp_path / "keys")
-    async with serving(model_folder, tokenizer, api_key_file=path, api_key="shared") as rig:
+    keys = {"api_key_file": str(tmp_path / "keys"), "api_key": "shared", "admin_api_key": "r0"}
+    async with serving(model_folder, tokenizer, **keys) as rig:
         yield rig
 
 
@@ -160,7 +160,14 @@ async def test_the_tenant_is_the_key_of_a_file_else_the_user(keyed: Rig, path: s
         ("shared", {}),
     ):
         assert (await post_with(keyed, key, path, **fields)).status_code == 200
-    assert tenants(keyed) == [ANN, ANN, Tenant(name="user ann"), None, None, None]
+    assert tenants(keyed) == [
+        ANN,
+        ANN,
+        Tenant(name="user ann", is_pooled=True),
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("path", list(TENANT_BODIES))
@@ -262,7 +269,7 @@ async def test_metrics_have_a_label_for_each_key_and_a_hundred_users(keyed: Rig)
         await post_with(keyed, "shared", COMPLETIONS, prompt="abc", user=f'{i}"\n')
     await post_with(keyed, "a1", COMPLETIONS, prompt="abc")
     for _ in range(2):
-        exposed = (await keyed.http.get("/metrics", headers={"authorization": "Bearer b2"})).text
+        exposed = (await keyed.http.get("/metrics", headers={"authorization": "Bearer r0"})).text
         samples = {
             (sample.name, sample.labels["tenant"]): sample.value
             for family in text_string_to_metric_families(exposed)

@@ -16,6 +16,7 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionTurn,
     StopRequest,
+    Tenant,
 )
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.scheduler.record.events import Flush
@@ -180,8 +181,10 @@ class Conversations:
         conversation.tokens = conversation.tokens[: [0, *conversation.turn_ends][-1]]
         assert reply.data == {"num_turns": num_turns, "num_tokens": len(conversation.tokens)}
 
-    def fork(self, session_id: str, new_session_id: str) -> None:
-        message = ForkSession(rid="", session_id=session_id, new_session_id=new_session_id)
+    def fork(self, session_id: str, new_session_id: str, tenant: Tenant | None = None) -> None:
+        message = ForkSession(
+            rid="", session_id=session_id, new_session_id=new_session_id, tenant=tenant
+        )
         reply = self.driver.session(message)
         assert reply.ok, reply.message
         origin = self.of[session_id]

@@ -7,6 +7,9 @@ which tree of turns each regular one must be (`turn_trees.py`).
 
 import os
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,13 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from sgl_jax.core.messages import CloseSession, RollbackSession, SessionTurn
+from sgl_jax.core.messages import (
+    CloseSession,
+    OpenSession,
+    RollbackSession,
+    SessionTurn,
+    Tenant,
+)
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -39,6 +48,7 @@ from tests.sessions.turn_trees import TurnTrees
 
 MAX_SESSIONS = 6
 TIMEOUT_S = 8.0
+SESSION_TENANTS = [None, Tenant(name="ann"), Tenant(name="bob")]
 # The default run's share of examples.
 OPTIONS: dict[str, Any] = {
     "max_examples": 20,
@@ -70,6 +80,7 @@ class SessionMachine(SchedulerMachine):
         self.talk = Conversations(self.driver)
         self.trees = TurnTrees(self.driver)
         self.num_opened = 0
+        self.tenants: dict[str, Tenant | None] = {}  # of all sessions ever opened
         self.timed: dict[str, float | None] = {}  # session -> used at; None: since the last tick
         # Of turns in flight: sessions evicted before them, tokens their lease held, on what rank.
         self.lease_at_begin: dict[str, tuple[int, int, int]] = {}
@@ -137,31 +148,64 @@ class SessionMachine(SchedulerMachine):
 
     # -- what clients do --------------------------------------------------------------------
 
-    @rule(is_timed=st.booleans(), namespace=st.sampled_from(NAMESPACES))
-    def open(self, is_timed: bool, namespace: str) -> None:
-        if self.is_full():
-            return
+    @rule(
+        is_timed=st.booleans(),
+        namespace=st.sampled_from(NAMESPACES),
+        tenant=st.sampled_from(SESSION_TENANTS),
+    )
+    def open(self, is_timed: bool, namespace: str, tenant: Tenant | None = None) -> None:
         session_id = f"s{self.num_opened}"
-        self.num_opened += 1
         timeout_s = TIMEOUT_S if is_timed else None
-        self.talk.open(session_id, timeout_s=timeout_s, namespace=namespace)
-        if is_timed:
+        with self.one_more(session_id, tenant) as has_place:
+            if has_place:
+                self.talk.open(session_id, timeout_s=timeout_s, namespace=namespace, tenant=tenant)
+        if is_timed and has_place:
             self.timed[session_id] = None
 
-    def open_tree(self) -> None:
+    def open_tree(self, tenant: Tenant | None = None) -> None:
         session_id = f"t{self.num_opened}"
+        namespace = NAMESPACES[(self.num_opened + 1) % len(NAMESPACES)]
+        with self.one_more(session_id, tenant) as has_place:
+            if has_place:
+                self.trees.open(session_id, namespace=namespace, tenant=tenant)
+
+    @contextmanager
+    def one_more(self, session_id: str, tenant: Tenant | None) -> Iterator[bool]:
+        """Whether there is room for one more session of the tenant, which is opened within: in its
+        share, or in place of an idle session without a time-out of the tenant with most."""
+        self.settle()
         self.num_opened += 1
-        self.trees.open(session_id, namespace=NAMESPACES[self.num_opened % len(NAMESPACES)])
+        before, part = self.talk.listed(), self.driver.scheduler.args.share_part
+        counts = Counter(self.tenants[key] for key in before)
+        own, left = counts[tenant], MAX_SESSIONS - len(before) + counts[tenant]
+        has_share = own + 1 <= max(int(part * left), min(left, 1))
+        idle = [
+            key
+            for key, each in before.items()
+            if not each["num_running"] and each["timeout_s"] is None
+        ]
+        larger = [counts[self.tenants[key]] for key in idle if counts[self.tenants[key]] > own + 1]
+        may_go = {key for key in idle if counts[self.tenants[key]] == max(larger, default=0)}
+        if not has_share and not larger:
+            opened = OpenSession(rid="", session_id=session_id, tenant=tenant)
+            assert self.driver.session(opened).data["status_code"] in (429, 503)
+            yield False
+            return
+        yield True
+        self.tenants[session_id] = tenant
+        gone = before.keys() - self.talk.listed().keys()
+        assert len(gone) == (0 if has_share else 1)
+        assert has_share or gone <= may_go
+        for key in gone:
+            self.talk.of.pop(key, None)
+            self.trees.of.pop(key, None)
+            assert not any(rank.memory.sessions.holds(key) for rank in self.driver.scheduler.ranks)
 
     def named_by_turn(self, rng: random.Random, session_id: str) -> tuple[str, bool]:
         """The namespace that a turn names, and whether it is neither none nor its session's."""
         own = self.driver.session_namespaces[session_id]
         named = rng.choice(["", "", "", own, own, rng.choice(NAMESPACES)])
         return named, named not in ("", own)
-
-    def is_full(self) -> bool:
-        kinds = (self.talk.of, self.talk.closing, self.trees.of, self.trees.closing)
-        return sum(map(len, kinds)) == MAX_SESSIONS
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 5))
     def turns(self, seed: int, count: int) -> None:
@@ -256,8 +300,8 @@ class SessionMachine(SchedulerMachine):
         for _ in range(count):
             if self.trees.of:
                 self.turn_of_tree(rng)
-            elif not self.is_full():
-                self.open_tree()
+            else:
+                self.open_tree(rng.choice(SESSION_TENANTS))
 
     def turn_of_tree(self, rng: random.Random) -> None:
         driver, sizes = self.driver, self.driver.scheduler.sizes
@@ -369,12 +413,14 @@ class SessionMachine(SchedulerMachine):
     def fork(self, data: st.DataObject) -> None:
         self.settle()
         idle = [key for key, each in sorted(self.talk.of.items()) if each.running is None]
-        if not idle or self.is_full():
+        if not idle:
             return
         session_id, new_session_id = data.draw(st.sampled_from(idle)), f"s{self.num_opened}"
-        self.num_opened += 1
-        self.talk.fork(session_id, new_session_id)
-        if session_id in self.timed:
+        tenant = self.tenants[session_id]
+        with self.one_more(new_session_id, tenant) as has_place:
+            if has_place:
+                self.talk.fork(session_id, new_session_id, tenant)
+        if session_id in self.timed and has_place:
             self.timed[new_session_id] = None
 
     @rule(rank=st.integers(0, 3))

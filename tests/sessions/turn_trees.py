@@ -45,8 +45,8 @@ class TurnTrees:
         self.closing: dict[str, Tree] = {}
         self._num_turns = 0
 
-    def open(self, session_id: str, namespace: str = "") -> None:
-        message = OpenSession(rid="", session_id=session_id, namespace=namespace)
+    def open(self, session_id: str, **kwargs: object) -> None:
+        message = OpenSession(rid="", session_id=session_id, **kwargs)  # type: ignore[arg-type]
         reply = self.driver.session(message)
         assert reply.ok, reply.message
         self.of[session_id] = {}

@@ -168,6 +168,7 @@ class CountTokensBody(RequestFields):
         last, choice, output = messages[-1], self.tool_choice, self.output_config
         given: dict[str, Any] = {
             "user": self.user or (self.metadata and self.metadata.user_id),
+            "metadata": None,
             "messages": messages,
             "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),
             "tool_choice": None if choice is None else choice.of_chat,

@@ -15,6 +15,7 @@ class StoredResponse(NamedTuple):
     response: bytes
     input_items: bytes  # a list
     messages: bytes  # of the conversation with the answer, without instructions: a list
+    tenant: str = ""  # in whose share it counts; "": the owner's
 
     @property
     def num_bytes(self) -> int:
@@ -26,25 +27,42 @@ class StoredResponse(NamedTuple):
         return {item["id"]: item for item in (*msgspec.json.decode(self.input_items), *output)}
 
 
+class _Held:
+    """The responses of one tenant, the oldest first."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+
 class ResponseStore:
-    """The latest responses: the oldest go when there are too many, or they take too much."""
+    """The latest responses. When there are too many, or they take too much, the oldest one goes of
+    the tenant that has most of them, or whose take most. So no tenant displaces another's response
+    while it has more."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._held: dict[str, _Held] = {}  # by tenant, none without a response
+        self._tenants: dict[str, str] = {}  # of each response
         self._num_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; one that is larger than the store is not kept."""
-        self._stored[response_id] = stored
+        tenant = self._tenants[response_id] = stored.tenant or stored.owner
+        held = self._held.setdefault(tenant, _Held())
+        held.responses[response_id] = stored
+        held.num_bytes += stored.num_bytes
         self._num_bytes += stored.num_bytes
-        while len(self._stored) > self._max_count or self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._stored)))
+        while len(self._tenants) > self._max_count:
+            self._drop_oldest_of(max(self._held.values(), key=lambda each: len(each.responses)))
+        while self._num_bytes > self._max_bytes:
+            self._drop_oldest_of(max(self._held.values(), key=lambda each: each.num_bytes))
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
         """The caller's response of this id. Raises `ApiError` 404, which names `param`."""
-        stored = self._stored.get(response_id)
+        tenant = self._tenants.get(response_id)
+        stored = None if tenant is None else self._held[tenant].responses[response_id]
         if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
@@ -58,5 +76,14 @@ class ResponseStore:
         self.get(response_id, owner)
         self._drop(response_id)
 
+    def _drop_oldest_of(self, held: _Held) -> None:
+        self._drop(next(iter(held.responses)))
+
     def _drop(self, response_id: str) -> None:
-        self._num_bytes -= self._stored.pop(response_id).num_bytes
+        tenant = self._tenants.pop(response_id)
+        held = self._held[tenant]
+        num_bytes = held.responses.pop(response_id).num_bytes
+        held.num_bytes -= num_bytes
+        self._num_bytes -= num_bytes
+        if not held.responses:
+            del self._held[tenant]

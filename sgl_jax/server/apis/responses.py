@@ -14,6 +14,7 @@ from msgspec import Struct
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import holder_of
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.chat import AssistantMessage
 from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
@@ -28,13 +29,12 @@ from sgl_jax.server.chat_request import (
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import Items, Part, RequestFields, StrictModel, in_range
+from sgl_jax.server.fields import Items, Metadata, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.guards.keys import caller_of
+from sgl_jax.server.guards.keys import caller_of, tenant_of
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
-_MAX_METADATA = 16
 _Id = Annotated[str, Field(max_length=256)]
 # A message of a chat, as `ChatMessage` takes it.
 Message = dict[str, Any]
@@ -165,7 +165,7 @@ class ResponsesBody(RequestFields):
         default=None, description="its conversation, without its instructions, comes before"
     )
     store: bool | None = Field(default=None, description="false: it is not kept")
-    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
@@ -256,8 +256,10 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
             {"id": f"{response.id}_{number}", **item.model_dump(exclude_none=True)}
             for number, item in enumerate(given)
         ]
-        written = map(msgspec.json.encode, (response, items, [*conversation, message]))
-        stored = StoredResponse(caller_of(request).name, *written)
+        parts = (response, items, [*conversation, message])
+        written, input_items, messages = map(msgspec.json.encode, parts)
+        owner, tenant = caller_of(request).name, holder_of(tenant_of(request, body.user))
+        stored = StoredResponse(owner, written, input_items, messages, tenant)
         request.app.state.responses.put(response.id, stored)
 
     chat = body.chat(conversation)

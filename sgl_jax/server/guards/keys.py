@@ -20,15 +20,16 @@ from sgl_jax.core.calls import CALLS
 from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
+from sgl_jax.server.references import references_of
 
-# Routes of operators, and routes that show all clients at once.
+# Routes that show the requests, sessions and prefixes of all clients at once.
+_VIEW_PATHS = frozenset({"/memory/hello", "/memory/events", "/memory/find", "/memory/page"})
+# These, and the routes of operators.
 ADMIN_PATHS = frozenset(
     {
         "/get_server_info",
         "/server_info",
-        "/memory/hello",
-        "/memory/events",
-        "/memory/find",
+        *_VIEW_PATHS,
         *(call.route for call in CALLS if call.is_admin and call.route),
     }
 )
@@ -39,12 +40,14 @@ MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may tak
 class Caller:
     """The sender of a request. Without keys every caller is `anonymous`, and an admin.
 
-    `tenant` belongs to a key of a file; None for a key that a flag gives to all clients.
+    `tenant` belongs to a key of a file; None for a key that a flag gives to all clients. It is
+    unnamed if its name is the number of its line.
     """
 
     name: str
     is_admin: bool
     tenant: Tenant | None = None
+    is_unnamed: bool = False
 
 
 ANONYMOUS = Caller("anonymous", is_admin=True)
@@ -81,6 +84,7 @@ class ApiKeys:
                 raise ValueError(f"the API key {name!r} is the same as another one")
             self._callers[digest] = caller
         self._has_admins = True in are_admins.values()
+        self._has_tenants = any(caller.tenant for caller in self._callers.values())
         self._has_clients = False in are_admins.values()
 
     @classmethod
@@ -88,7 +92,14 @@ class ApiKeys:
         """The keys in the settings. Raises `ValueError`, as `__init__` and for bad files."""
         clients = _callers("key", args.api_key, args.api_key_file, is_admin=False)
         admins = _callers("admin", args.admin_api_key, args.admin_api_key_file, is_admin=True)
-        return cls([*clients, *admins])
+        callers = [*clients, *admins]
+        unnamed = [caller.name for caller, _ in callers if caller.is_unnamed]
+        if args.isolate_tenants and unnamed:
+            raise ValueError(
+                "--isolate-tenants needs a name for each key of a file, since numbers of lines "
+                f"change: {', '.join(unnamed)} has none"
+            )
+        return cls(callers)
 
     @property
     def is_open(self) -> bool:
@@ -104,7 +115,8 @@ class ApiKeys:
             scheme, _, token = authorization[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 caller = self._callers.get(_digest(token.strip()))
-        if path in ADMIN_PATHS and self._has_admins:
+        is_admins = path in ADMIN_PATHS and self._has_admins
+        if is_admins or (path in _VIEW_PATHS and self._has_tenants):
             return caller if caller is not None and caller.is_admin else None
         if caller is None and not self._has_clients:
             return ANONYMOUS if self.is_open else _STRANGER
@@ -121,8 +133,8 @@ def _callers(
     """The callers of a flag's `key`, and of the file at `path`."""
     if key is not None:
         yield Caller(prefix, is_admin), key
-    for own_key, tenant in () if path is None else _read_key_file(path, prefix):
-        yield Caller(tenant.name, is_admin, tenant), own_key
+    for own_key, tenant, is_unnamed in () if path is None else _read_key_file(path, prefix):
+        yield Caller(tenant.name, is_admin, tenant, is_unnamed), own_key
 
 
 # A line of a file of keys.
@@ -131,8 +143,8 @@ _MOST = {"weight": 1e6, "max_queued": 1e7, "max_running": 1e7}
 _OPTION = re.compile(f"({'|'.join(_MOST)})=(.*)")
 
 
-def _read_key_file(path: str, prefix: str) -> Iterator[tuple[str, Tenant]]:
-    """The key and the tenant of each line of `path` that is no comment (#).
+def _read_key_file(path: str, prefix: str) -> Iterator[tuple[str, Tenant, bool]]:
+    """The key and the tenant of each line of `path` that is no comment (#), and if it has no name.
 
     One without a name is called `prefix` and the line's number. Raises `ValueError`, naming the
     line, for a bad file.
@@ -153,7 +165,7 @@ def _read_key_file(path: str, prefix: str) -> Iterator[tuple[str, Tenant]]:
         if tenant.name in names:
             raise ValueError(f"{path}, line {number}: the name {tenant.name!r} is taken")
         names.add(tenant.name)
-        yield key, tenant
+        yield key, tenant, len(words) == 1
     if len(names) == 1:
         raise ValueError(f"{path} holds no API key")
 
@@ -195,14 +207,31 @@ def tenant_of(request: Request, user: str | None) -> Tenant | None:
     """The tenant of `request`, whose body has this field `user`."""
     tenant = caller_of(request).tenant
     if tenant is None and user:
-        return Tenant(name=USER_PREFIX + user)
+        is_pooled = references_of(request).args.has_key_file
+        return Tenant(name=USER_PREFIX + user, is_pooled=is_pooled)
     return tenant
 
 
-class SessionOwner:
-    """The sessions of one caller and tenant; an admin's without a tenant: all of them."""
+def visible_tenant(request: Request) -> str | None:
+    """The only tenant whose figures the caller may read, "" for requests without one; None: all."""
+    caller, args = caller_of(request), references_of(request).args
+    has_operators = args.has_key_file or args.admin_api_key is not None
+    if caller.is_admin or not has_operators:
+        return None
+    return "" if caller.tenant is None else caller.tenant.name
 
-    def __init__(self, caller: Caller, tenant: Tenant | None = None) -> None:
+
+class SessionOwner:
+    """The sessions of one caller and tenant; an admin's without a tenant: all of them.
+
+    With `isolates`, every tenant has namespaces of its own.
+    """
+
+    def __init__(
+        self, caller: Caller, tenant: Tenant | None = None, *, isolates: bool = False
+    ) -> None:
+        self.tenant = tenant
+        self._isolates = isolates
         names = [] if caller.is_admin else [caller.name]
         if tenant is not None and tenant.name.startswith(USER_PREFIX):
             names.append(tenant.name)
@@ -218,13 +247,24 @@ class SessionOwner:
     def own(self, turn: SessionTurn | None) -> SessionTurn | None:
         return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
 
+    def namespace(self, salt: str) -> str:
+        """The engine's namespace for the caller's `salt`.
+
+        No two pairs of tenant and salt have the same: a quoted name has no colon.
+        """
+        if not self._isolates:
+            return salt
+        name = "" if self.tenant is None else quote(self.tenant.name, safe="")
+        return f"{name}:{salt}"
+
     def for_client(self, message: str) -> str:
         """A message of the engine, with the caller's id of the session."""
         return message.replace(f"'{self._prefix}", "'") if self._prefix else message
 
 
 def owner_of(request: Request, tenant: Tenant | None) -> SessionOwner:
-    return SessionOwner(caller_of(request), tenant)
+    isolates = references_of(request).args.isolate_tenants
+    return SessionOwner(caller_of(request), tenant, isolates=isolates)
 
 
 OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have no key

@@ -79,9 +79,13 @@ class Limits:
         "token that a request may have",
     )
     max_stored_responses: int = _limit(
-        1024, "responses that are kept for later requests; with more, the oldest goes"
+        1024,
+        "responses that are kept for later requests; with more, the oldest of the key with most "
+        "goes",
     )
-    max_stored_response_bytes: int = _limit(64 * _MIB, "bytes of these; with more, the oldest goes")
+    max_stored_response_bytes: int = _limit(
+        64 * _MIB, "bytes of these; with more, the oldest of the key with most bytes goes"
+    )
     text_timeout_s: float = _limit(
         10.0,
         "seconds to apply a chat template and tokenise, and as many again for each MiB of text "

@@ -1,0 +1,60 @@
+"""A real engine loop and scheduler behind the routes, on the executor of the content oracle."""
+
+from typing import Any
+
+from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.progress import Progress
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine import core as core_module
+from sgl_jax.engine.channels import Channel
+from sgl_jax.engine.core import EngineCore
+from tests.engine.test_memory_defects import OracleModelExecutor
+from tests.oracle_executor import OracleExecutor
+from tests.scheduler.driver import make_sizes
+
+VOCAB_SIZE = 512
+SIZES = make_sizes(
+    num_pages=64, num_rows=5, max_chunk_tokens=32, max_context_len=64, vocab_size=VOCAB_SIZE
+)
+
+
+class SizedExecutor(OracleModelExecutor):
+    """Of these sizes, with the facts that a front needs."""
+
+    def __init__(self, args: ServerArgs, progress: Progress) -> None:
+        super().__init__(args, progress)
+        self.sizes: EngineSizes = SIZES
+        self.oracle = OracleExecutor(SIZES)
+        self.info = {
+            "vocab_size": VOCAB_SIZE,
+            "max_context_len": SIZES.max_context_len,
+            "dp_size": SIZES.dp_size,
+            "page_size": SIZES.page_size,
+            "eos_token_ids": [],
+            "model_path": "oracle",
+            "settings": {},
+        }
+
+
+class OracleEngine:
+    """What `serving` runs in place of a scripted engine."""
+
+    def __init__(self, monkeypatch: Any, **settings: Any) -> None:
+        monkeypatch.setattr(core_module, "ModelExecutor", SizedExecutor)
+        self.core = EngineCore(ServerArgs(model_path="none", check_memory="busy", **settings))
+        self.running: dict[str, object] = {}
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.core.info
+
+    @property
+    def stopped(self) -> bool:
+        return self.core._is_shutting_down
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self.core._is_shutting_down = stopped
+
+    def run(self, channel: Channel) -> None:
+        self.core.run(channel)
