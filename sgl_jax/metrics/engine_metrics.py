@@ -363,4 +363,10 @@ FIGURES = (
         "nonfinite_rows",
         "requests ended because the model computed NaN or infinity for them",
     ),
+    _of_engine("memory_walks", "memory_walks", "complete walks of the memory of a busy engine"),
+    Figure(
+        "memory_audit_age_seconds",
+        "seconds since all records of memory were last proved",
+        lambda state: [(state.get("memory_audit_age_s", 0.0),)],
+    ),
 )

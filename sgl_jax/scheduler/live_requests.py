@@ -4,6 +4,8 @@ A request that cannot be served gets its last output at once and never enters. O
 in the queue, or behind the gate for programs, and every end removes it by `forget`.
 """
 
+from collections import deque
+
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
@@ -21,6 +23,10 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
+
+# Waiting requests that end at once, of all that are aborted or past their limits: some milliseconds
+# of the host's time.
+MAX_ENDS = 256
 
 
 class LiveRequests:
@@ -68,9 +74,17 @@ class LiveRequests:
         )
         self._outputs = outputs
         self._probe: str | None = None  # its rid
+        self._aborted: deque[Request] = deque()  # by `abort_all`; they may have ended meanwhile
+        self._abort_message: str | None = None
         self.num_arrived = 0
         self.num_finished = 0
         self.num_timed_out = 0
+
+    @property
+    def is_aborting(self) -> bool:
+        """True until the next ticks have ended all requests of an `abort_all`; none starts
+        before."""
+        return bool(self._aborted)
 
     def submit(self, message: GenerateRequest) -> None:
         """A request arrives. One that cannot be served ends at once with a clear reason."""
@@ -133,13 +147,33 @@ class LiveRequests:
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
-        """End one request, or all, wherever they are. Unknown ids have ended already."""
+        """End one request, or all, wherever they are. Unknown ids have ended already.
+
+        Of all, the running ones end at once, then the others, `MAX_ENDS` now and with each tick;
+        both in order of arrival.
+        """
         self._amend(message)
-        rids = list(self.by_rid) if message.abort_all else [message.rid]
-        for rid in rids:
-            request = self.by_rid.get(rid)
-            if request is not None:
+        if message.abort_all:
+            running = [
+                rank.running.request(row)
+                for rank in self.ranks
+                for row in rank.running.active.tolist()
+            ]
+            for request in sorted(running, key=lambda request: request.arrival):
                 self.end(request, FinishReason("abort", message=message.message))
+            self._aborted, self._abort_message = deque(self.by_rid.values()), message.message
+            self._end_aborted()
+        elif (request := self.by_rid.get(message.rid)) is not None:
+            self.end(request, FinishReason("abort", message=message.message))
+
+    def _end_aborted(self) -> int:
+        """End the next requests of an `abort_all`; return how many were left to end before."""
+        num_left = len(self._aborted)
+        for _ in range(min(num_left, MAX_ENDS)):
+            request = self._aborted.popleft()
+            if self.by_rid.get(request.rid) is request:
+                self.end(request, FinishReason("abort", message=self._abort_message))
+        return num_left
 
     def expect(self, event: Expect) -> None:
         request = self.by_rid.get(event.rid)
@@ -169,8 +203,9 @@ class LiveRequests:
         self.forget(request, succeeded=True)
 
     def expire(self, now_s: float) -> None:
-        """End requests that have waited or run too long at `now_s`, in seconds from any origin."""
-        expired = self.deadlines.tick(now_s)
+        """End requests that have waited or run too long at `now_s`, in seconds from any origin, and
+        those of an `abort_all`: at most `MAX_ENDS`, so that no other request waits for it long."""
+        expired = self.deadlines.tick(now_s, max(MAX_ENDS - self._end_aborted(), 0))
         for rid in expired.to_finish:
             text = f"the request did not finish within {self.args.request_timeout:g} s"
             self._time_out(rid, text, 504)
