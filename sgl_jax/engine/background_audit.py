@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from sgl_jax.mem_cache.errors import MemoryDefectError
 
 # The most host time that slices take, as a share of all time.
-MAX_SHARE = 0.008
+MAX_SHARE = 0.006
 # Seconds from the start of a walk to the start of the next, if the share allows it. So each record
-# is proved once in 60 s if a walk needs at most 0.3 s of host time: 40 s at this share. A longer
+# is proved once in 60 s if a walk needs at most 0.24 s of host time: 40 s at this share. A longer
 # walk takes longer.
 PERIOD_S = 20.0
 

@@ -29,7 +29,6 @@ from sgl_jax.mem_cache.ledger_walk import (
     live_leases,
     locks_of,
 )
-from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 
@@ -76,9 +75,8 @@ def _slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[Iter
         )
     yield check_locked_pages(memory, live_leases(memory))
     walk = CacheWalk(memory.cache, memory.allocators)
-    for pool, allocator in enumerate(memory.allocators):
-        tree_pages = np.flatnonzero(allocator.owners() == TREE).astype(np.int32)
-        yield check_owners(memory, live_leases(memory), pool, tree_pages)
+    for pool in range(len(memory.allocators)):
+        yield check_owners(memory, live_leases(memory), pool)
     while walk.has_nodes:
         yield _check_nodes(walk, memory)
     for pool in range(len(memory.allocators)):

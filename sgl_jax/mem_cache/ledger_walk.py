@@ -199,14 +199,21 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
 
 
 def check_owners(
-    memory: RankMemory, leases: list[KVLease], pool: int, tree_pages: Int32Array
+    memory: RankMemory, leases: list[KVLease], pool: int, tree_pages: Int32Array | None = None
 ) -> Iterator[Finding]:
-    """Each claimed page must belong to the one owner that claims it; the rest must be free. The
-    tree claims `tree_pages`."""
+    """Each claimed page must belong to the one owner that claims it; the rest must be free.
+
+    The tree claims `tree_pages`; by default, those that are recorded as its own.
+    """
     allocator = memory.allocators[pool]
+    owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)
-    claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, tree_pages)]
+    claims = [(RESERVED, np.array([NULL_PAGE], np.int32))]
+    if tree_pages is None:
+        expected[owners == TREE] = TREE
+    else:
+        claims.append((TREE, tree_pages))
     claims += [
         (lease.row, memory.by_pool(lease.pages(memory.page_size, lease.cache_protected_len))[pool])
         for lease in leases
@@ -222,7 +229,7 @@ def check_owners(
     twice = np.flatnonzero(num_claims > 1).astype(np.int32)
     if len(twice):
         yield Finding("pages with two owners", twice, pool)
-    wrong = np.flatnonzero(allocator.owners() != expected).astype(np.int32)
+    wrong = np.flatnonzero(owners != expected).astype(np.int32)
     if len(wrong):
         yield Finding("owners that no holder claims", wrong, pool)
     misplaced = allocator.misplaced_pages()

@@ -63,6 +63,12 @@ class Load:
             yield
 
 
+def exhaust(*walks: Iterator[None]) -> None:
+    for walk in walks:
+        for _ in walk:
+            pass
+
+
 def resting_leaf(memory: RankMemory) -> TreeNode:
     """A leaf that nothing has locked."""
     nodes = memory.cache.nodes()
@@ -190,10 +196,8 @@ def test_a_defect_under_load_is_found_by_the_next_walk(
         next(walk)
     corrupt(load.driver.scheduler.ranks[seed % 2])
     with pytest.raises(LedgerError, match=f"rank {seed % 2}"):
-        for _ in range(2):
-            for _ in walk:
-                assert not load.driver.scheduler.is_idle
-            walk = load.walk()
+        exhaust(walk, load.walk())
+    assert not load.driver.scheduler.is_idle
 
 
 @pytest.mark.parametrize("seed", range(3))

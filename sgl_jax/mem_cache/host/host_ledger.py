@@ -73,9 +73,8 @@ def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
     check_host_balance(tier)
     yield
     walk = CacheWalk(blocks.cache, blocks.allocators)
-    for pool, allocator in enumerate(blocks.allocators):
-        tree_blocks = np.flatnonzero(allocator.owners() == TREE).astype(np.int32)
-        _check_owners(blocks, pool, tree_blocks)
+    for pool in range(len(blocks.allocators)):
+        _check_owners(blocks, pool)
         yield
     while walk.has_nodes:
         walk.check_some(_locks(blocks))
@@ -90,16 +89,17 @@ def _locks(blocks: HostBlocks) -> list[tuple[TreeNode, None]]:
     return copying + [(node, None) for node in blocks.leaving.values()]
 
 
-def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array) -> None:
-    """Each block must belong to the copy that has it, to the tree if it is in `tree_blocks`, or be
-    free."""
+def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array | None = None) -> None:
+    """Each block must belong to the copy that has it, or to the tree if it is in `tree_blocks` (by
+    default, as recorded), or be free."""
     allocator = blocks.allocators[pool]
+    owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)
     expected[NULL_PAGE] = RESERVED
-    expected[tree_blocks] = TREE
+    expected[owners == TREE if tree_blocks is None else tree_blocks] = TREE
     for number, copy in blocks.copies.items():
         expected[blocks.by_pool(copy.blocks)[pool]] = number
-    wrong = np.flatnonzero(expected != allocator.owners()).astype(np.int32)
+    wrong = np.flatnonzero(expected != owners).astype(np.int32)
     if len(wrong):
         raise _error(blocks, f"wrong owners: {allocator.describe(wrong)}")
     misplaced = allocator.misplaced_pages()

@@ -147,9 +147,12 @@ class PageAllocator:
         they are not; of entries that are no pages, the entries."""
         listed = self._free_stack[: self.num_free]
         exists = (listed >= 0) & (listed < self.num_pages)
-        counts = np.bincount(listed[exists], minlength=self.num_pages)
-        wrong = np.flatnonzero(counts != (self._owner == FREE)).astype(np.int32)
-        return np.concatenate([wrong, listed[~exists]])
+        is_listed = np.zeros(self.num_pages, np.bool_)
+        is_listed[listed[exists]] = True
+        is_wrong = is_listed != (self._owner == FREE)
+        if np.count_nonzero(is_listed) < len(listed):
+            is_wrong |= np.bincount(listed[exists], minlength=self.num_pages) > 1
+        return np.concatenate([np.flatnonzero(is_wrong).astype(np.int32), listed[~exists]])
 
     def free_pages(self) -> Int32Array:
         """A copy of the free list, in no particular order."""
