@@ -37,6 +37,8 @@ class LiveRequests:
         waiting: the requests without memory, except those at the gate.
         gate: the requests that wait for programs.
         sessions: the open sessions; a request may be a turn of one.
+        aborted: requests of an `abort_all` that the next ticks end, unless they have ended
+            meanwhile. No request starts before.
     """
 
     def __init__(
@@ -74,17 +76,11 @@ class LiveRequests:
         )
         self._outputs = outputs
         self._probe: str | None = None  # its rid
-        self._aborted: deque[Request] = deque()  # by `abort_all`; they may have ended meanwhile
+        self.aborted: deque[Request] = deque()
         self._abort_message: str | None = None
         self.num_arrived = 0
         self.num_finished = 0
         self.num_timed_out = 0
-
-    @property
-    def is_aborting(self) -> bool:
-        """True until the next ticks have ended all requests of an `abort_all`; none starts
-        before."""
-        return bool(self._aborted)
 
     def submit(self, message: GenerateRequest) -> None:
         """A request arrives. One that cannot be served ends at once with a clear reason."""
@@ -161,16 +157,16 @@ class LiveRequests:
             ]
             for request in sorted(running, key=lambda request: request.arrival):
                 self.end(request, FinishReason("abort", message=message.message))
-            self._aborted, self._abort_message = deque(self.by_rid.values()), message.message
+            self.aborted, self._abort_message = deque(self.by_rid.values()), message.message
             self._end_aborted()
-        elif (request := self.by_rid.get(message.rid)) is not None:
-            self.end(request, FinishReason("abort", message=message.message))
+        elif message.rid in self.by_rid:
+            self.end(self.by_rid[message.rid], FinishReason("abort", message=message.message))
 
     def _end_aborted(self) -> int:
         """End the next requests of an `abort_all`; return how many were left to end before."""
-        num_left = len(self._aborted)
+        num_left = len(self.aborted)
         for _ in range(min(num_left, MAX_ENDS)):
-            request = self._aborted.popleft()
+            request = self.aborted.popleft()
             if self.by_rid.get(request.rid) is request:
                 self.end(request, FinishReason("abort", message=self._abort_message))
         return num_left

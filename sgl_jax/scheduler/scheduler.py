@@ -188,7 +188,7 @@ class Scheduler:
         """Return whether a tick would change anything but the time. Until then, or until another
         event, no tick is needed."""
         return (
-            self._live.is_aborting
+            self.is_aborting
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
         )
@@ -196,7 +196,7 @@ class Scheduler:
     @property
     def is_aborting(self) -> bool:
         """True until ticks have ended all requests of an `abort_all`."""
-        return self._live.is_aborting
+        return bool(self._live.aborted)
 
     @property
     def num_sessions(self) -> int:
@@ -373,7 +373,7 @@ class Scheduler:
                 builder.grow_decoding()
             if builder.unservable:
                 self._live.end_unservable(builder)
-        is_held = self._live.is_aborting or not (forced is None or forced.may_start(self.ranks))
+        is_held = self._live.aborted or not (forced is None or forced.may_start(self.ranks))
         if not taken and not is_held:
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
                 ranks.output_lengths.update(ranks.running, ranks.active()[0])

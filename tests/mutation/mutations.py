@@ -2898,6 +2898,7 @@ MUTATIONS = (
         _TIER,
         "                self.blocks.give_up_copy(number)\n",
         "                continue\n",
+    ),
     # -- the walk in slices
     Mutation(
         "walk: visit no node that was put above a listed one",
@@ -2970,7 +2971,7 @@ MUTATIONS = (
     Mutation(
         "start requests that are about to be aborted",
         "sgl_jax/scheduler/scheduler.py",
-        "        is_held = self._live.is_aborting or not (",
+        "        is_held = self._live.aborted or not (",
         "        is_held = not (",
     ),
     Mutation(
