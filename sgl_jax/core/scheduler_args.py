@@ -118,7 +118,7 @@ class SchedulerArgs:
     check_memory: str = setting(
         "background",
         "when the page ledger of every rank is checked: never; by a full walk while idle; while "
-        "busy also by a walk in slices, every 20 s, in up to 1 % of the host's time; or also by "
+        "busy also by a walk in slices every 20 s, in a hundredth of the host's time; or also by "
         "its counts after every step",
         ("off", "idle", "background", "busy"),
     )

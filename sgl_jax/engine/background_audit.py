@@ -31,7 +31,7 @@ class BackgroundAudit:
         self._begin_walk = begin_walk
         self._thread_time = thread_time
         self.num_walks = 0  # complete ones
-        self._started_s = self._due_s = self._proved_s = now_s
+        self._started_s = self.due_s = self._proved_s = now_s
         self._walk = begin_walk()
 
     def age_s(self, now_s: float) -> float:
@@ -43,9 +43,11 @@ class BackgroundAudit:
         self._proved_s = now_s
 
     def run_if_due(self, now_s: float) -> None:
-        """Run the next slice unless it is too early. Raises `LedgerError` if it finds a defect; the
-        walk then begins again."""
-        if now_s < self._due_s:
+        """Run the next slice unless `now_s` is before `due_s`.
+
+        Raises `LedgerError` if it finds a defect; the walk then begins again.
+        """
+        if now_s < self.due_s:
             return
         started = self._thread_time()
         try:
@@ -54,12 +56,12 @@ class BackgroundAudit:
             self._restart(now_s)
             raise
         cost_s = self._thread_time() - started
-        self._due_s = now_s + cost_s / MAX_SHARE
+        self.due_s = now_s + cost_s / MAX_SHARE
         if has_ended:
             self.num_walks += 1
             self._proved_s = now_s
-            self._restart(max(self._due_s, self._started_s + PERIOD_S))
+            self._restart(max(self.due_s, self._started_s + PERIOD_S))
 
     def _restart(self, due_s: float) -> None:
         self._walk = self._begin_walk()
-        self._started_s = self._due_s = due_s
+        self._started_s = self.due_s = due_s

@@ -147,6 +147,7 @@ class EngineCore:
         self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
         self._is_shutting_down = False
         self._is_audited = True
+        self._has_slices = args.check_memory in ("background", "busy")
         self._background_audit = BackgroundAudit(self.scheduler.audit_slices, time.monotonic())
         self._is_compiling = self.executor.start_background()
         if self._is_compiling:
@@ -197,7 +198,7 @@ class EngineCore:
                         self._audit()
                         if self._failures.is_probe_due and self.scheduler.is_idle:
                             self._probe()
-                    elif self.args.check_memory in ("background", "busy"):
+                    elif self._has_slices and now_s >= self._background_audit.due_s:
                         self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
                         self._look_for_programs()

@@ -145,8 +145,8 @@ class LiveRequests:
     def abort(self, message: AbortRequest) -> None:
         """End one request, or all, wherever they are. Unknown ids have ended already.
 
-        Of all, the running ones end at once, then the others, `MAX_ENDS` now and with each tick;
-        both in order of arrival.
+        With `abort_all` the running ones end at once, then the others, `MAX_ENDS` now and with each
+        tick; both in order of arrival.
         """
         self._amend(message)
         if message.abort_all:
@@ -200,7 +200,7 @@ class LiveRequests:
 
     def expire(self, now_s: float) -> None:
         """End requests that have waited or run too long at `now_s`, in seconds from any origin, and
-        those of an `abort_all`: at most `MAX_ENDS`, so that no other request waits for it long."""
+        aborted ones: at most `MAX_ENDS`, so that no other request waits for it long."""
         expired = self.deadlines.tick(now_s, max(MAX_ENDS - self._end_aborted(), 0))
         for rid in expired.to_finish:
             text = f"the request did not finish within {self.args.request_timeout:g} s"

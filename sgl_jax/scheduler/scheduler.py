@@ -188,7 +188,7 @@ class Scheduler:
         """Return whether a tick would change anything but the time. Until then, or until another
         event, no tick is needed."""
         return (
-            self.is_aborting
+            bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
         )

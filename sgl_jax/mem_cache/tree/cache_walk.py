@@ -1,7 +1,7 @@
 """A walk over a prefix cache in slices, between which the cache may change. It only reads.
 
-What a slice compares, it reads at one moment: the locks and the place of each of its nodes, and the
-owner of each of their pages. Two facts need the whole tree: that no two nodes have a page, and that
+A slice compares only records that it reads at one moment: the locks and the place of each of its
+nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a page, and that
 each page of the tree is in some node. For these the walk notes which node had a page. A note of an
 earlier slice is compared only after the node was found to have the page still, and a page is missed
 only if the tree has owned it since before the walk. So no change of the cache is reported as a
@@ -49,7 +49,7 @@ class CacheWalk:
         return bool(self._next)
 
     def check_some(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
-        """Check the next nodes; `locks` are those of all live leases now. Raises `LedgerError`."""
+        """Check the next nodes; `locks` has each lease's present lock. Raises `LedgerError`."""
         first = len(self._visited)
         for _ in range(min(_NODES, len(self._next))):
             self._visit(self._next.pop())
