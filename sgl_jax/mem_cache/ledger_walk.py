@@ -203,7 +203,7 @@ def check_owners(
 ) -> Iterator[Finding]:
     """Each claimed page must belong to the one owner that claims it; the rest must be free.
 
-    The tree claims `tree_pages`; by default, those that are recorded as its own.
+    The tree claims `tree_pages`; by default, all that it is recorded to own.
     """
     allocator = memory.allocators[pool]
     owners = allocator.owners()

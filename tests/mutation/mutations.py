@@ -2949,12 +2949,6 @@ MUTATIONS = (
         "    if len(misplaced):\n",
         "    if False:\n",
     ),
-    Mutation(
-        "walk: take a free list that has a page twice",
-        _ALLOCATOR,
-        "        if np.count_nonzero(is_listed) < len(listed):\n",
-        "        if False:\n",
-    ),
     # -- many ends at once
     Mutation(
         "end all aborted requests at once",

@@ -45,6 +45,8 @@ def test_an_abort_of_all_ends_those_that_run_at_once_and_the_others_in_parts() -
     first = len(driver.finish)
     assert 0 < first <= 1 + MOST
     driver.submit(generate("later", [3], 4))
+    driver.step()
+    assert driver.scheduler.num_running == 0
     counts = end_all(driver, 100.0)
     assert first + sum(counts) == 1 + NUM_WAITING
     assert max(counts) <= MOST

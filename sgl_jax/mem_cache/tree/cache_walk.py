@@ -1,11 +1,11 @@
 """A walk over a prefix cache in slices, between which the cache may change. It only reads.
 
 A slice compares only records that it reads at one moment: the locks and the place of each of its
-nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a page, and that
-each page of the tree is in some node. For these the walk notes which node had a page. A note of an
-earlier slice is compared only after the node was found to have the page still, and a page is missed
-only if the tree has owned it since before the walk. So no change of the cache is reported as a
-defect.
+nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a
+page, and that each page of the tree is in some node. For these the walk notes which node had a
+page. A note of an earlier slice is compared only after the node was found to have the page still,
+and a page is missed only if the tree has owned it since before the walk. So no change of the cache
+is reported as a defect.
 
 Parents are visited before their children. A page moves within the tree only with a split, upwards
 to a new node, or with a merge, downwards to a child; so none can move from a node that the walk has
