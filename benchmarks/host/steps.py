@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -14,6 +15,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
+from sgl_jax.engine.background_audit import BackgroundAudit
 from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
@@ -21,6 +23,7 @@ DP_SIZE = 8
 ROWS_PER_RANK = 256
 CONTEXT_LEN = 1000
 VOCAB_SIZE = 32_000
+_TIMER_S = 2e-5  # a call that does nothing takes less
 SIZES = EngineSizes(
     dp_size=DP_SIZE,
     page_size=16,
@@ -117,3 +120,27 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
     name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
     with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
     return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"
+
+
+def background_audit_line(dp_size: int, page_size: int, repeats: int) -> str:
+    """The time that the walk in slices adds to decode steps: with and without, in turns.
+
+    A second for the walk is a second of the scheduler's time, as if the loop did nothing else.
+    """
+    loop = decoding_loop(page_size, dp_size)
+    audit = BackgroundAudit(loop.scheduler.audit_slices, 0.0)
+    bare: list[float] = []
+    walked: list[float] = []
+    slices: list[float] = []
+    for _ in range(repeats):
+        bare.append(loop.turn())
+        walked.append(loop.turn())
+        cost = timed_once(partial(audit.run_if_due, sum(walked) + sum(slices)))
+        if cost > _TIMER_S:
+            slices.append(cost)
+    added, name = sum(slices), f"{dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
+    alone, between = 1 + added / sum(walked), (sum(walked) + added) / sum(bare)
+    return (
+        f"{f'steps with a walk in slices, {name}':<62} {alone:>11.4f} ({between:.4f} of the steps "
+        f"between; {len(slices)} slices in {sum(walked):.2f} s, {max(slices) * 1e3:.2f} ms at most)"
+    )

@@ -124,10 +124,11 @@ class SchedulerArgs:
 
     # Proof
     check_memory: str = setting(
-        "idle",
-        "when the page ledger of every rank is checked: never, by a full walk while idle, or also "
-        "by its counts after every step",
-        ("off", "idle", "busy"),
+        "background",
+        "when the page ledger of every rank is checked: never; by a full walk while idle; while "
+        "busy also by a walk in slices every 20 s, in a hundredth of the host's time; or also by "
+        "its counts after every step",
+        ("off", "idle", "background", "busy"),
     )
     test_retract: bool = setting(
         False,

@@ -38,6 +38,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.background_audit import BackgroundAudit
 from sgl_jax.engine.call_undo import CallUndo
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.controls import Controls, answer, refusal
@@ -151,6 +152,8 @@ class EngineCore:
         self._flushes: list[tuple[FlushCache, float]] = []  # that wait, and until when they may
         self._is_shutting_down = False
         self._is_audited = True
+        self._has_slices = args.check_memory in ("background", "busy")
+        self._background_audit = BackgroundAudit(self.scheduler.audit_slices, time.monotonic())
         self._is_compiling = self.executor.start_background()
         if self._is_compiling:
             self.scheduler.handle(AwaitPrograms())
@@ -179,11 +182,12 @@ class EngineCore:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
+                may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
                 poll_s = 0.0
-                if is_resting:
+                if may_wait:
                     poll_s = _MOVING_POLL_S if self._is_moving() else _IDLE_POLL_S
                 messages = channel.poll(poll_s)
-                is_idle = is_resting and not messages
+                is_idle = may_wait and not messages
                 now_s = time.monotonic()
                 # A message must see the current time. Without one, a tick is made only if due,
                 # since each is recorded.
@@ -200,6 +204,8 @@ class EngineCore:
                         self._audit()
                         if self._failures.is_probe_due and self.scheduler.is_idle:
                             self._probe()
+                    elif self._has_slices and now_s >= self._background_audit.due_s:
+                        self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
                         self._look_for_programs()
                     if self._grammars.queue.ended:
@@ -386,10 +392,12 @@ class EngineCore:
 
     def _audit(self) -> None:
         """While idle, prove by a full walk that no page has leaked since the last audit."""
-        if self._is_audited or self.args.check_memory == "off":
+        if self.args.check_memory == "off":
             return
-        self.scheduler.audit()
-        self._is_audited = True
+        if not self._is_audited:
+            self.scheduler.audit()
+            self._is_audited = True
+        self._background_audit.proved(time.monotonic())
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -455,6 +463,8 @@ class EngineCore:
         try:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
             self.scheduler.handle(shut_down)
+            while self.scheduler.is_aborting:
+                self.scheduler.handle(Tick(time.monotonic()))
             self._audit()
         except MemoryDefectError as error:
             self._answer_defect(error)
@@ -533,6 +543,7 @@ class EngineCore:
             "memory_errors": self._defects.num_defects,
             "step_failures": self._failures.num_failed,
             "grammars_compiled": self._grammars.queue.num_compiled,
+            "memory_walks": self._background_audit.num_walks,
             **self.executor.compile_counts(),
         }
         hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []
@@ -542,6 +553,7 @@ class EngineCore:
             "num_waiting_retracted": scheduler.num_waiting_retracted,
             "waiting_for": scheduler.count_waiting(),
             "num_sessions": scheduler.num_sessions,
+            "memory_audit_age_s": self._background_audit.age_s(time.monotonic()),
             "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
             "counters": counters,
             "hosts": msgspec.to_builtins(hosts),

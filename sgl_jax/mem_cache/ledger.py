@@ -31,7 +31,7 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """
     imbalance = find_imbalance(memory, num_running)
     if imbalance is not None:
-        raise _error(memory, [Finding(imbalance), *_suspects(memory)])
+        raise defect_error(memory, [Finding(imbalance), *find_suspects(memory)])
 
 
 def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | None:
@@ -46,9 +46,9 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
     last moves.
     """
     check_balance(memory, num_running)
-    findings = _suspects(memory)
+    findings = find_suspects(memory)
     if findings:
-        raise _error(memory, findings)
+        raise defect_error(memory, findings)
 
 
 def _imbalance(memory: RankMemory) -> str | None:
@@ -136,8 +136,8 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
     )
 
 
-def _suspects(memory: RankMemory) -> list[Finding]:
-    """The findings of a walk, or the error that inconsistent records raised in it."""
+def find_suspects(memory: RankMemory) -> list[Finding]:
+    """Return the findings of a walk, or the error that inconsistent records raised in it."""
     findings: list[Finding] = []
     try:
         findings.extend(find_defects(memory))
@@ -146,7 +146,8 @@ def _suspects(memory: RankMemory) -> list[Finding]:
     return findings
 
 
-def _error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
+def defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
+    """Make the error that describes `findings`, at least one."""
     shown = []
     for what, pages, pool in findings[:_FINDINGS_SHOWN]:
         allocator = memory.allocators[pool]

@@ -22,6 +22,8 @@ from sgl_jax.mem_cache.pages.page_allocator import (
 )
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.tree_component import FirstPages
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -36,65 +38,83 @@ class Finding(NamedTuple):
 
 def find_defects(memory: RankMemory) -> Iterator[Finding]:
     """Find all defects in the rows, the leases, the cache and the owners of pages."""
-    yield from _check_rows(memory)
-    leases = [lease for lease in memory.leases.values() if not lease.released]
-    for lease in memory.leases.values():
-        if lease.released:
-            yield Finding(f"{lease!r} is still listed for row {lease.row}")
-    yield from _check_sessions(memory)
+    yield from check_holders(memory)
+    yield from check_rows(memory, 0, memory.rows.num_rows)
     try:
-        locks = [(lease.node, lease.first_pages) for lease in leases if lease.node is not None]
-        memory.cache.audit(locks)
+        memory.cache.audit(locks_of(memory))
     except LedgerError as error:
         yield Finding(str(error), np.array(error.pages, np.int32))
+    leases = live_leases(memory)
     for lease in leases:
-        yield from _check_prefix(memory, lease)
-    yield from _check_locked_pages(memory, leases)
+        yield from check_prefix(memory, lease)
+    yield from check_locked_pages(memory, leases)
     for pool in range(len(memory.allocators)):
-        yield from _check_owners(memory, leases, pool)
+        yield from check_owners(memory, leases, pool, memory.cache.held_pages(pool))
 
 
-def _check_rows(memory: RankMemory) -> Iterator[Finding]:
-    rows, page_size = memory.rows, memory.page_size
+def live_leases(memory: RankMemory) -> list[KVLease]:
+    return [lease for lease in memory.leases.values() if not lease.released]
+
+
+def locks_of(memory: RankMemory) -> list[tuple[TreeNode, FirstPages]]:
+    """The lock of each live lease, with its first pages."""
+    leases = live_leases(memory)
+    return [(lease.node, lease.first_pages) for lease in leases if lease.node is not None]
+
+
+def check_holders(memory: RankMemory) -> Iterator[Finding]:
+    """A row must be free or have one lease, and a lease one request or session."""
+    rows = memory.rows
     free, held = rows.free_rows(), rows.held_rows()
     listed = np.sort(np.concatenate([free, held]))
     if not np.array_equal(listed, np.arange(1, rows.num_rows)):
         yield Finding(f"rows are not free or held once each: free {free}, held {held}")
     if sorted(memory.leases) != held.tolist():
         yield Finding(f"rows held {held}, rows of leases {sorted(memory.leases)}")
-    for row in np.setdiff1d(np.arange(rows.num_rows), held).tolist():
+    for lease in memory.leases.values():
+        if lease.released:
+            yield Finding(f"{lease!r} is still listed for row {lease.row}")
+    yield from _check_sessions(memory)
+
+
+def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
+    """The columns of rows [first, end) must agree with each other."""
+    rows, page_size = memory.rows, memory.page_size
+    for row in np.setdiff1d(np.arange(first, end), rows.held_rows()).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
             yield Finding(f"row {row} is free, but not clean", rows.pages[row][rows.pages[row] > 0])
         if (rows.state_lens[:, row] != NO_STATE).any():
             lens = rows.state_lens[:, row].tolist()
             yield Finding(f"row {row} is free, but has states after {lens} tokens")
-    yield from _check_states(memory)
-    out_of_order = (rows.lengths[1:] < rows.lengths[:-1]).any(axis=0)
-    for row in np.flatnonzero(out_of_order).tolist():
+    yield from _check_states(memory, first, end)
+    lengths = rows.lengths[:, first:end]
+    out_of_order = (lengths[1:] < lengths[:-1]).any(axis=0)
+    for row in (first + np.flatnonzero(out_of_order)).tolist():
         _, protected, committed, allocated = rows.lengths[:, row].tolist()
         what = f"row {row}: protected {protected}, committed {committed}, allocated {allocated}"
         yield Finding(what, rows.pages[row][rows.pages[row] > 0])
     columns = np.arange(rows.pages_per_row)
-    num_pages = -(-rows.kv_allocated_len // page_size)
+    num_pages = -(-rows.kv_allocated_len[first:end] // page_size)
     for number, group in enumerate(memory.groups):
-        table = rows.pages[:, number]
+        table = rows.pages[first:end, number]
         is_beyond = (table != 0) & (columns >= num_pages[:, None])
-        is_passed = (table != 0) & (columns < rows.first_pages[number][:, None])
-        for row in np.flatnonzero(is_beyond.any(axis=1)).tolist():
-            what = f"row {row} lists pages beyond its allocated length"
-            yield Finding(what, table[row][is_beyond[row]], group.pool)
-        for row in np.flatnonzero(is_passed.any(axis=1)).tolist():
-            what = f"row {row} lists pages that its window has passed"
-            yield Finding(what, table[row][is_passed[row]], group.pool)
-    for row in np.flatnonzero(rows.cache_protected_len % page_size).tolist():
+        is_passed = (table != 0) & (columns < rows.first_pages[number, first:end, None])
+        for i in np.flatnonzero(is_beyond.any(axis=1)).tolist():
+            what = f"row {first + i} lists pages beyond its allocated length"
+            yield Finding(what, table[i][is_beyond[i]], group.pool)
+        for i in np.flatnonzero(is_passed.any(axis=1)).tolist():
+            what = f"row {first + i} lists pages that its window has passed"
+            yield Finding(what, table[i][is_passed[i]], group.pool)
+    partial = rows.cache_protected_len[first:end] % page_size
+    for row in (first + np.flatnonzero(partial)).tolist():
         yield Finding(f"row {row} protects {rows.cache_protected_len[row]} tokens: no whole pages")
 
 
-def _check_states(memory: RankMemory) -> Iterator[Finding]:
+def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
     """A row's states must follow tokens of launched steps."""
     rows = memory.rows
-    is_ahead = (rows.state_lens > rows.kv_committed_len).any(axis=0)
-    for row in np.flatnonzero(is_ahead).tolist():
+    is_ahead = (rows.state_lens > rows.kv_committed_len)[:, first:end].any(axis=0)
+    for row in (first + np.flatnonzero(is_ahead)).tolist():
         lens = rows.state_lens[:, row].tolist()
         committed = rows.kv_committed_len[row]
         yield Finding(f"row {row} has states after {lens} tokens, {committed} are committed")
@@ -123,7 +143,7 @@ def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
         holders[lease.row] = session_id
 
 
-def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
+def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     """A lease's first pages must be exactly the pages of its locked path."""
     protected = lease.cache_protected_len
     locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
@@ -148,7 +168,7 @@ def _check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
             yield Finding(what, listed[listed != held], group.pool)
 
 
-def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
+def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
     """Recompute the counts that leases update as they lock, lend and end."""
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     for pool, allocator in enumerate(memory.allocators):
@@ -156,7 +176,7 @@ def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[F
         for lease in leases:
             protected = lease.cache_protected_len
             locked = memory.by_pool(lease.pages(memory.page_size, 0, protected))[pool]
-            locked = np.unique(locked[(locked >= 0) & (locked < allocator.num_pages)])
+            locked = locked[(locked >= 0) & (locked < allocator.num_pages)]
             expected.lock(locked)
             if lease.row in idle_rows:
                 expected.park(locked)
@@ -178,12 +198,22 @@ def _check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[F
             )
 
 
-def _check_owners(memory: RankMemory, leases: list[KVLease], pool: int) -> Iterator[Finding]:
-    """Each claimed page must belong to the one owner that claims it; the rest must be free."""
+def check_owners(
+    memory: RankMemory, leases: list[KVLease], pool: int, tree_pages: Int32Array | None = None
+) -> Iterator[Finding]:
+    """Each claimed page must belong to the one owner that claims it; the rest must be free.
+
+    The tree claims `tree_pages`; by default, all that it is recorded to own.
+    """
     allocator = memory.allocators[pool]
+    owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)
-    claims = [(RESERVED, np.array([NULL_PAGE], np.int32)), (TREE, memory.cache.held_pages(pool))]
+    claims = [(RESERVED, np.array([NULL_PAGE], np.int32))]
+    if tree_pages is None:
+        expected[owners == TREE] = TREE
+    else:
+        claims.append((TREE, tree_pages))
     claims += [
         (lease.row, memory.by_pool(lease.pages(memory.page_size, lease.cache_protected_len))[pool])
         for lease in leases
@@ -199,13 +229,9 @@ def _check_owners(memory: RankMemory, leases: list[KVLease], pool: int) -> Itera
     twice = np.flatnonzero(num_claims > 1).astype(np.int32)
     if len(twice):
         yield Finding("pages with two owners", twice, pool)
-    wrong = np.flatnonzero(allocator.owners() != expected).astype(np.int32)
+    wrong = np.flatnonzero(owners != expected).astype(np.int32)
     if len(wrong):
         yield Finding("owners that no holder claims", wrong, pool)
-    free = np.sort(allocator.free_pages())
-    unowned = np.flatnonzero(allocator.owners() == FREE)
-    if not np.array_equal(free, unowned):
-        missing = np.setxor1d(free, unowned)
-        values, counts = np.unique(free, return_counts=True)
-        concerned = np.union1d(missing, values[counts > 1]).astype(np.int32)
-        yield Finding("the free list is wrong", concerned, pool)
+    misplaced = allocator.misplaced_pages()
+    if len(misplaced):
+        yield Finding("the free list is wrong", misplaced, pool)

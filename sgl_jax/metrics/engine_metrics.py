@@ -380,4 +380,10 @@ FIGURES = (
         "store_failures",
         "calls of that store that failed or were overdue, and failed probes",
     ),
+    _of_engine("memory_walks", "memory_walks", "complete walks of the memory of a busy engine"),
+    Figure(
+        "memory_audit_age_seconds",
+        "seconds since all records of memory were last proved",
+        lambda state: [(state.get("memory_audit_age_s", 0.0),)],
+    ),
 )

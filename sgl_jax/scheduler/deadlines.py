@@ -5,6 +5,8 @@ several hosts, and a replay, must reach the same result.
 """
 
 import math
+from collections import OrderedDict
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -21,9 +23,10 @@ class Deadlines:
     def __init__(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
         self.set_limits(waiting_timeout_s, request_timeout_s)
         self._now_s: float | None = None  # until the first tick
-        # rid -> arrival, oldest first; no entry once the limit has passed.
-        self._to_start: dict[str, float] = {}
-        self._to_finish: dict[str, float] = {}
+        # rid -> arrival, oldest first; no entry once the limit has passed. (The first entry of a
+        # plain dictionary is found slowly once many before it were removed.)
+        self._to_start: OrderedDict[str, float] = OrderedDict()
+        self._to_finish: OrderedDict[str, float] = OrderedDict()
 
     @property
     def now_s(self) -> float:
@@ -56,22 +59,23 @@ class Deadlines:
             )
         )
 
-    def tick(self, now_s: float) -> Expired:
-        """Advance the time to `now_s`, never back; return each expiry once."""
+    def tick(self, now_s: float, most: int) -> Expired:
+        """Advance the time to `now_s`, never back; return each expiry once, `most` at a time. A
+        tick is needed as long as there are more."""
         if self._now_s is None:
-            self._to_start = dict.fromkeys(self._to_start, now_s)
-            self._to_finish = dict.fromkeys(self._to_finish, now_s)
+            self._to_start = OrderedDict.fromkeys(self._to_start, now_s)
+            self._to_finish = OrderedDict.fromkeys(self._to_finish, now_s)
             self._now_s = now_s
         self._now_s = max(self._now_s, now_s)
-        return Expired(
-            _pop_before(self._to_start, self._now_s - self._waiting_timeout_s),
-            _pop_before(self._to_finish, self._now_s - self._request_timeout_s),
-        )
+        to_finish = _pop_before(self._to_finish, self._now_s - self._request_timeout_s, most)
+        most -= len(to_finish)
+        to_start = _pop_before(self._to_start, self._now_s - self._waiting_timeout_s, most)
+        return Expired(to_start, to_finish)
 
 
-def _pop_before(arrivals: dict[str, float], limit_s: float) -> list[str]:
+def _pop_before(arrivals: OrderedDict[str, float], limit_s: float, most: int) -> list[str]:
     expired = []
-    for rid, arrived_s in arrivals.items():
+    for rid, arrived_s in islice(arrivals.items(), most):
         if arrived_s >= limit_s:
             break
         expired.append(rid)

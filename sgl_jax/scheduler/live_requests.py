@@ -4,6 +4,8 @@ A request that cannot be served gets its last output at once and never enters. O
 in the queue, or at the gate for grammars and programs, and every end removes it by `forget`.
 """
 
+from collections import deque
+
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
@@ -23,6 +25,10 @@ from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
+# Waiting requests that end at once, of all that are aborted or past their limits: some milliseconds
+# of the host's time.
+MAX_ENDS = 256
+
 
 class LiveRequests:
     """All requests of an engine that have not ended, over all its data-parallel ranks.
@@ -32,6 +38,8 @@ class LiveRequests:
         waiting: the requests without memory, except those at the gate.
         gate: the requests that wait for their grammar or for programs.
         sessions: the open sessions; a request may be a turn of one.
+        aborted: requests of an `abort_all` that the next ticks end, unless they have ended
+            meanwhile. No request starts before.
     """
 
     def __init__(
@@ -70,6 +78,8 @@ class LiveRequests:
         )
         self._outputs = outputs
         self._probe: str | None = None  # its rid
+        self.aborted: deque[Request] = deque()
+        self._abort_message: str | None = None
         self.num_arrived = 0
         self.num_finished = 0
         self.num_timed_out = 0
@@ -155,13 +165,33 @@ class LiveRequests:
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
-        """End one request, or all, wherever they are. Unknown ids have ended already."""
+        """End one request, or all, wherever they are. Unknown ids have ended already.
+
+        With `abort_all` the running ones end at once, then the others, `MAX_ENDS` now and with each
+        tick; both in order of arrival.
+        """
         self._amend(message)
-        rids = list(self.by_rid) if message.abort_all else [message.rid]
-        for rid in rids:
-            request = self.by_rid.get(rid)
-            if request is not None:
+        if message.abort_all:
+            running = [
+                rank.running.request(row)
+                for rank in self.ranks
+                for row in rank.running.active.tolist()
+            ]
+            for request in sorted(running, key=lambda request: request.arrival):
                 self.end(request, FinishReason("abort", message=message.message))
+            self.aborted, self._abort_message = deque(self.by_rid.values()), message.message
+            self._end_aborted()
+        elif message.rid in self.by_rid:
+            self.end(self.by_rid[message.rid], FinishReason("abort", message=message.message))
+
+    def _end_aborted(self) -> int:
+        """End the next requests of an `abort_all`; return how many were left to end before."""
+        num_left = len(self.aborted)
+        for _ in range(min(num_left, MAX_ENDS)):
+            request = self.aborted.popleft()
+            if self.by_rid.get(request.rid) is request:
+                self.end(request, FinishReason("abort", message=self._abort_message))
+        return num_left
 
     def expect(self, event: Expect) -> None:
         request = self.by_rid.get(event.rid)
@@ -201,8 +231,9 @@ class LiveRequests:
         self.forget(request, succeeded=True)
 
     def expire(self, now_s: float) -> None:
-        """End requests that have waited or run too long at `now_s`, in seconds from any origin."""
-        expired = self.deadlines.tick(now_s)
+        """End requests that have waited or run too long at `now_s`, in seconds from any origin, and
+        aborted ones: at most `MAX_ENDS`, so that no other request waits for it long."""
+        expired = self.deadlines.tick(now_s, max(MAX_ENDS - self._end_aborted(), 0))
         for rid in expired.to_finish:
             text = f"the request did not finish within {self.args.request_timeout:g} s"
             self._time_out(rid, text, 504)

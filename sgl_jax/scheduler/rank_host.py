@@ -4,12 +4,12 @@
 and nothing moves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
-from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
+from sgl_jax.mem_cache.host.host_ledger import audit_host, audit_host_slices, check_host_balance
 from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.host.load_prices import PrefixElsewhere
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
@@ -190,6 +190,11 @@ class RankHost:
         """Prove by a full walk that every block has one owner. Raises `LedgerError`."""
         if self.tier is not None:
             audit_host(self.tier)
+
+    def audit_slices(self) -> Iterator[None]:
+        """Do the same in slices, as `RankScheduler.audit_slices`."""
+        if self.tier is not None:
+            yield from audit_host_slices(self.tier)
 
     def views(self) -> list[HostPoolView]:
         """The blocks of each pool by state."""

@@ -5,7 +5,7 @@ the rows of a step, `apply_result.py` applies their results.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.ledger_slices import audit_slices
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
@@ -118,6 +119,11 @@ class RankScheduler:
         """Prove by a full walk that every page and block has one owner. Raises `LedgerError`."""
         audit(self.memory, self.num_leases)
         self.host.audit()
+
+    def audit_slices(self) -> Iterator[None]:
+        """Prove it in slices, between which steps may run; raises `LedgerError`."""
+        yield from audit_slices(self.memory, lambda: self.num_leases)
+        yield from self.host.audit_slices()
 
     # -- room for a request -------------------------------------------------------------------
 

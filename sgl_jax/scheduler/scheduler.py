@@ -201,7 +201,16 @@ class Scheduler:
     def needs_tick(self, now_s: float) -> bool:
         """Return whether a tick would change anything but the time. Until then, or until another
         event, no tick is needed."""
-        return self._deadlines.needs_tick(now_s) or self._sessions.store.needs_tick(now_s)
+        return (
+            bool(self._live.aborted)
+            or self._deadlines.needs_tick(now_s)
+            or self._sessions.store.needs_tick(now_s)
+        )
+
+    @property
+    def is_aborting(self) -> bool:
+        """True until ticks have ended all requests of an `abort_all`."""
+        return bool(self._live.aborted)
 
     @property
     def num_sessions(self) -> int:
@@ -387,7 +396,8 @@ class Scheduler:
                 builder.grow_decoding()
             if builder.unservable:
                 self._live.end_unservable(builder)
-        if not taken and (forced is None or forced.may_start(self.ranks)):
+        is_held = self._live.aborted or not (forced is None or forced.may_start(self.ranks))
+        if not taken and not is_held:
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
                 ranks.output_lengths.update(ranks.running, ranks.active()[0])
             self._admission.admit_into(ranks, builders, self._steps)
@@ -477,6 +487,11 @@ class Scheduler:
         """Prove by a full walk that every page and block of every rank has one owner."""
         for rank in self.ranks:
             rank.audit()
+
+    def audit_slices(self) -> Iterator[None]:
+        """Prove it in slices, each a few milliseconds at most; events may be handled between them.
+        A slice raises `LedgerError`."""
+        return chain.from_iterable(rank.audit_slices() for rank in self.ranks)
 
     def memory_views(self) -> list[MemoryView]:
         """The place of every page, per rank."""

@@ -75,7 +75,10 @@ REFUSED = [
     ),
     ({"schedule_policy": "sjf"}, "--schedule-policy must be one of fcfs, lpm, got 'sjf'"),
     ({"kv_cache_scales": "f"}, "--kv-cache-scales needs --kv-cache-dtype fp8_e4m3, got auto"),
-    ({"check_memory": "maybe"}, "--check-memory must be one of off, idle, busy, got 'maybe'"),
+    (
+        {"check_memory": "maybe"},
+        "--check-memory must be one of off, idle, background, busy, got 'maybe'",
+    ),
 ]
 
 

@@ -30,6 +30,7 @@ _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
 _SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/tree/radix_cache.py"
+_CACHE_WALK = "sgl_jax/mem_cache/tree/cache_walk.py"
 _WINDOW = "sgl_jax/mem_cache/tree/window_component.py"
 _ORDER = "sgl_jax/mem_cache/tree/window_order.py"
 _STATES = "sgl_jax/mem_cache/row_states.py"
@@ -1011,8 +1012,8 @@ MUTATIONS = (
     Mutation(
         "a turn whose end its client did not see stays",
         _LIVE_REQUESTS,
-        "        self._amend(message)\n        rids",
-        "        rids",
+        "        self._amend(message)\n        if message.abort_all:",
+        "        if message.abort_all:",
     ),
     Mutation(
         "forget what a turn that never was had replaced",
@@ -2951,5 +2952,80 @@ MUTATIONS = (
         _TIER,
         "                self.blocks.give_up_copy(number)\n",
         "                continue\n",
+    ),
+    # -- the walk in slices
+    Mutation(
+        "walk: visit no node that was put above a listed one",
+        _CACHE_WALK,
+        "        while node.parent is not None and node.parent.node_id not in self._visited_ids:\n"
+        "            node = node.parent\n",
+        "",
+    ),
+    Mutation(
+        "walk: lose what was merged into the child of a listed node",
+        _CACHE_WALK,
+        "            self._next.extend(node.children.values())\n            return\n",
+        "            return\n",
+    ),
+    Mutation(
+        "walk: compare with pages that a node had once",
+        _CACHE_WALK,
+        "            if is_on_tree(other):\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "walk: miss pages that the tree got during the walk",
+        _ALLOCATOR,
+        " = (self._owner == TREE) & (self._stamp < num_moved)\n",
+        " = self._owner == TREE\n",
+    ),
+    Mutation(
+        "walk: miss no page of the tree",
+        _CACHE_WALK,
+        "        is_missed &= self._seen[pool] == _NOT_SEEN\n",
+        "        is_missed &= False\n",
+    ),
+    Mutation(
+        "walk: look at no node's locks",
+        _CACHE_WALK,
+        "        self._cache.audit_nodes(nodes, locks)\n",
+        "",
+    ),
+    Mutation(
+        "walk: look at no row",
+        "sgl_jax/mem_cache/ledger_slices.py",
+        "        yield check_rows(memory, first, min(first + rows_at_once, num_rows))\n",
+        "        yield ()\n",
+    ),
+    Mutation(
+        "walk: take the free list of blocks as it is",
+        _HOST_LEDGER,
+        "    if len(misplaced):\n",
+        "    if False:\n",
+    ),
+    # -- many ends at once
+    Mutation(
+        "end all aborted requests at once",
+        _LIVE_REQUESTS,
+        "        for _ in range(min(num_left, MAX_ENDS)):\n",
+        "        for _ in range(num_left):\n",
+    ),
+    Mutation(
+        "abort a request that has the id of an aborted one",
+        _LIVE_REQUESTS,
+        "            if self.by_rid.get(request.rid) is request:\n",
+        "            if (request := self.by_rid.get(request.rid)) is not None:\n",
+    ),
+    Mutation(
+        "start requests that are about to be aborted",
+        "sgl_jax/scheduler/scheduler.py",
+        "        is_held = self._live.aborted or not (",
+        "        is_held = not (",
+    ),
+    Mutation(
+        "forget a tenant by what it was served before",
+        "sgl_jax/scheduler/waiting/tenants.py",
+        "            if now > served and not self._num_requests[number]:\n",
+        "            if False:\n",
     ),
 )

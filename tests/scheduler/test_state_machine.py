@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 
 from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
 from sgl_jax.scheduler.record.events import (
     Flush,
@@ -89,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_unread=setup.max_unread,
             max_passed_over=setup.max_passed_over,
         )
+        self.slices = self.driver.scheduler.audit_slices()
         self.liveness = Liveness(self.driver.scheduler)
         ranks = self.driver.scheduler.ranks
         self.logged_blocks = [LoggedBlocks(rank.memory) for rank in ranks]
@@ -356,11 +359,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         executor.disarm()
 
+    def audit_a_slice(self) -> None:
+        """Walk a few nodes more of a cache that has changed since the last slice."""
+        with patch.object(cache_walk, "_NODES", 3):
+            if next(self.slices, "end") == "end":
+                self.slices = self.driver.scheduler.audit_slices()
+
     @invariant()
     def check_ledger(self) -> None:
         if not hasattr(self, "driver"):
             return
         self.driver.scheduler.check_balance()
+        self.audit_a_slice()
         if len(self.driver.plans) % self.audit_interval == 0:
             self.driver.scheduler.audit()
         for rank in self.driver.scheduler.ranks:

@@ -1,11 +1,16 @@
 """Checks the blocks of a rank in the host's memory, as `ledger.py` checks pages. It only reads."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
+from sgl_jax.mem_cache.tree.tree_node import TreeNode
 
 
 def check_host_balance(tier: HostTier) -> None:
@@ -45,18 +50,62 @@ def audit_host(tier: HostTier) -> None:
     """Prove by a full walk that every block has exactly one owner. Raises `LedgerError`."""
     check_host_balance(tier)
     blocks = tier.blocks
-    locks = [(node, None) for copy in blocks.copies.values() if (node := copy.node) is not None]
-    locks += [(node, None) for node in blocks.leaving.values()]
-    blocks.cache.audit(locks)
-    for pool, allocator in enumerate(blocks.allocators):
-        expected = np.full(allocator.num_pages, FREE, np.int32)
-        expected[NULL_PAGE] = RESERVED
-        expected[blocks.cache.held_pages(pool)] = TREE
-        for number, copy in blocks.copies.items():
-            expected[blocks.by_pool(copy.blocks)[pool]] = number
-        wrong = np.flatnonzero(expected != allocator.owners()).astype(np.int32)
-        if len(wrong):
-            raise _error(blocks, f"wrong owners: {allocator.describe(wrong)}")
+    blocks.cache.audit(_locks(blocks))
+    for pool in range(len(blocks.allocators)):
+        _check_owners(blocks, pool, blocks.cache.held_pages(pool))
+
+
+def audit_host_slices(tier: HostTier) -> Iterator[None]:
+    """Walk the blocks of a rank in slices, as `ledger_slices.py` walks its pages."""
+    blocks = tier.blocks
+    slices = _slices(tier, blocks)
+    while tier.blocks is blocks:
+        try:
+            next(slices)
+        except StopIteration:
+            return
+        except LedgerError as error:
+            raise _error(blocks, str(error)) from error
+        yield
+
+
+def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
+    check_host_balance(tier)
+    yield
+    walk = CacheWalk(blocks.cache, blocks.allocators)
+    for pool in range(len(blocks.allocators)):
+        _check_owners(blocks, pool)
+        yield
+    while walk.has_nodes:
+        walk.check_some(_locks(blocks))
+        yield
+    for pool in range(len(blocks.allocators)):
+        walk.check_rest(pool)
+        yield
+
+
+def _locks(blocks: HostBlocks) -> list[tuple[TreeNode, None]]:
+    copying = [(node, None) for copy in blocks.copies.values() if (node := copy.node) is not None]
+    return copying + [(node, None) for node in blocks.leaving.values()]
+
+
+def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array | None = None) -> None:
+    """Each block must belong to the copy that has it, or to the tree if it is in `tree_blocks` (by
+    default, as recorded), or be free."""
+    allocator = blocks.allocators[pool]
+    owners = allocator.owners()
+    expected = np.full(allocator.num_pages, FREE, np.int32)
+    expected[NULL_PAGE] = RESERVED
+    expected[owners == TREE if tree_blocks is None else tree_blocks] = TREE
+    for number, copy in blocks.copies.items():
+        expected[blocks.by_pool(copy.blocks)[pool]] = number
+    wrong = np.flatnonzero(expected != owners).astype(np.int32)
+    if len(wrong):
+        raise _error(blocks, f"wrong owners: {allocator.describe(wrong)}")
+    misplaced = allocator.misplaced_pages()
+    if len(misplaced):
+        known = misplaced[(misplaced >= 0) & (misplaced < allocator.num_pages)]
+        raise _error(blocks, f"the free list is wrong: {allocator.describe(known)}")
 
 
 def _error(blocks: HostBlocks, text: str) -> LedgerError:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
 from sgl_jax.mem_cache.pages.transition_log import Action, Transition, TransitionLog
 
@@ -54,7 +54,9 @@ class PageAllocator:
         self.name = name
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
-        self._stamp = np.zeros(num_pages, np.int32)  # see `_change_owner`
+        # By page: its number among all freed and given pages when it last was one of them.
+        self._stamp = np.zeros(num_pages, np.intp)
+        self.num_moved = 1  # pages freed or given to the tree so far
         self._log = TransitionLog()
         # A stack: the lowest ids come out first, and pages freed last are reused first while they
         # are still warm in some cache.
@@ -118,13 +120,39 @@ class PageAllocator:
         self.num_tree += len(pages)
 
     def _move(self, pages: Int32Array, owner: int, new_owner: int, action: Action) -> None:
-        if not _change_owner(pages, owner, new_owner, self._owner, self._last_owner, self._stamp):
+        if not _change_owner(
+            pages, owner, new_owner, self.num_moved, self._owner, self._last_owner, self._stamp
+        ):
             self._refuse(pages, owner, action)
+        self.num_moved += len(pages)
         self._log.note(action, owner, pages.copy())
 
     def owners(self) -> Int32Array:
         """A copy of the owner of every page, int32[num_pages]."""
         return self._owner.copy()
+
+    def given_before(self, num_moved: int) -> BoolArray:
+        """Return which pages the tree has owned since `num_moved` had that value,
+        bool[num_pages]."""
+        is_given: BoolArray = (self._owner == TREE) & (self._stamp < num_moved)
+        return is_given
+
+    def owners_of(self, pages: Int32Array) -> Int32Array:
+        """The owner of each of `pages`, which exist: int32[len(pages)]."""
+        owners: Int32Array = self._owner[pages]
+        return owners
+
+    def misplaced_pages(self) -> Int32Array:
+        """Pages that are not listed as free exactly once although they are free, or at all although
+        they are not; of entries that are no pages, the entries."""
+        listed = self._free_stack[: self.num_free]
+        exists = (listed >= 0) & (listed < self.num_pages)
+        is_listed = np.zeros(self.num_pages, np.bool_)
+        is_listed[listed[exists]] = True
+        is_wrong = is_listed != (self._owner == FREE)
+        if np.count_nonzero(is_listed) < len(listed):
+            is_wrong |= np.bincount(listed[exists], minlength=self.num_pages) > 1
+        return np.concatenate([np.flatnonzero(is_wrong).astype(np.int32), listed[~exists]])
 
     def free_pages(self) -> Int32Array:
         """A copy of the free list, in no particular order."""
@@ -180,30 +208,31 @@ class PageAllocator:
         )
 
 
-@compiled("(int32[::1], int64, int64, int32[::1], int32[::1], int32[::1])")
+@compiled("(int32[::1], int64, int64, int64, int32[::1], int32[::1], int64[::1])")
 def _change_owner(
     pages: Int32Array,
     owner: int,
     new_owner: int,
+    first_stamp: int,
     owners: Int32Array,
     last_owners: Int32Array,
-    stamps: Int32Array,
+    stamps: IntpArray,
 ) -> bool:
     """Move `pages` from `owner` to `new_owner`; False, changing no owner, if not allowed.
 
     A move is not allowed if a page does not exist, has another owner or appears twice, or if
-    `owner` cannot hold pages. `owners`, `last_owners` and `stamps` cover all pages; `stamps` is
-    scratch memory.
+    `owner` cannot hold pages. `owners`, `last_owners` and `stamps` cover all pages. The pages are
+    stamped from `first_stamp` on, also if the move is refused.
     """
     assert len(owners) == len(last_owners) == len(stamps)
     for i in range(len(pages)):
         page = pages[i]
         if page < 0 or page >= len(owners) or owners[page] != owner:
             return False
-        stamps[page] = i
+        stamps[page] = first_stamp + i
     # If two pages are equal, only the last keeps its stamp.
     for i in range(len(pages)):
-        if stamps[pages[i]] != i or owner in (FREE, RESERVED):
+        if stamps[pages[i]] != first_stamp + i or owner in (FREE, RESERVED):
             return False
     for page in pages:
         last_owners[page] = owner

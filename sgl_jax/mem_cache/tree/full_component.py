@@ -111,11 +111,21 @@ class FullComponent(TreeComponent):
         return max(len(leaf.values[self.index]) - num_pages, 0)
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
+        self._audit_counts(*self.audit_nodes(nodes, locks))
+        lost = set(_locks_along_paths([end.node for end in locks]))
+        lost -= {node.node_id for node in nodes}
+        if lost:
+            raise LedgerError(f"leases lock nodes {sorted(lost)}, not in the tree")
+        if len(self._policy) != sum(node in self._policy for node in nodes):
+            raise LedgerError("the eviction set holds nodes that are not in the tree")
+        self._policy.audit()
+
+    def audit_nodes(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> tuple[int, int]:
         expected_locks = _locks_along_paths([end.node for end in locks])
-        evictable = protected = num_members = 0
+        evictable = protected = 0
         for node in nodes:
             pages, num_locks = node.values[self.index], node.locks[self.index]
-            expected = expected_locks.pop(node.node_id, 0)
+            expected = expected_locks[node.node_id]
             if num_locks != expected:
                 raise LedgerError(
                     f"{node!r} has {num_locks} locks, live leases account for {expected}", pages
@@ -126,17 +136,11 @@ class FullComponent(TreeComponent):
                 )
             if (node in self._policy) != self._is_evictable(node):
                 raise LedgerError(f"{node!r}: membership of the eviction set is wrong", pages)
-            num_members += node in self._policy
             if num_locks:
                 protected += len(pages)
             else:
                 evictable += len(pages)
-        if expected_locks:
-            raise LedgerError(f"leases lock nodes {sorted(expected_locks)}, not in the tree")
-        self._audit_counts(evictable, protected)
-        if len(self._policy) != num_members:
-            raise LedgerError("the eviction set holds nodes that are not in the tree")
-        self._policy.audit()
+        return evictable, protected
 
     def _is_evictable(self, node: TreeNode) -> bool:
         return not node.children and node.locks[self.index] == 0 and node.parent is not None

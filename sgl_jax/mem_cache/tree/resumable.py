@@ -20,7 +20,7 @@ from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.tree.full_component import FullComponent
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, is_on_tree
 from sgl_jax.mem_cache.tree.window_component import WindowComponent
 from sgl_jax.mem_cache.tree.window_order import WEIGHTS
 
@@ -176,7 +176,7 @@ class Resumable:
         """
         while self._changed:
             _, node = self._changed.popitem()
-            if not _is_on_tree(node):
+            if not is_on_tree(node):
                 continue
             for each in self._with_those_above(node):
                 self._free_dead_windows(each)
@@ -273,8 +273,8 @@ class Resumable:
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode]) -> None:
-        """Raise `LedgerError` unless a fresh computation finds the same, and only locks keep dead
-        pages. `nodes` are all nodes, parents first."""
+        """Raise `LedgerError` unless a fresh computation finds the same for `nodes`, and only locks
+        keep dead pages in them."""
         if self._changed:
             raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
         for node in nodes:
@@ -288,7 +288,3 @@ class Resumable:
                     raise LedgerError(f"{node!r} has pages that nothing can read", dead)
             if not node.children and not node.locks[0] and not self.can_resume(node):
                 raise LedgerError(f"the end of leaf {node!r} cannot be resumed")
-
-
-def _is_on_tree(node: TreeNode) -> bool:
-    return node.parent is not None and node.parent.children.get(node.child_key) is node

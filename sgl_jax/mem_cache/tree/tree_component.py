@@ -131,8 +131,13 @@ class TreeComponent(ABC):
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
 
-        `locks` lists the lock of every live lease, with repeats.
+        `nodes` are all nodes; `locks` lists the lock of every live lease, with repeats.
         """
+
+    @abstractmethod
+    def audit_nodes(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> tuple[int, int]:
+        """Check these nodes of the tree, as `audit` does all; return their evictable and protected
+        pages."""
 
     def _audit_counts(self, evictable: int, protected: int) -> None:
         if (evictable, protected) != (self.num_evictable, self.num_protected):

@@ -118,5 +118,10 @@ def parent_of(node: TreeNode) -> TreeNode:
     return node.parent
 
 
+def is_on_tree(node: TreeNode) -> bool:
+    """Return whether a node, not the root, was neither removed nor merged into its child."""
+    return node.parent is not None and node.parent.children.get(node.child_key) is node
+
+
 def only_child(node: TreeNode) -> TreeNode | None:
     return next(iter(node.children.values())) if len(node.children) == 1 else None

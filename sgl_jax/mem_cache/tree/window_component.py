@@ -213,14 +213,21 @@ class WindowComponent(TreeComponent):
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
+        self._audit_counts(*self.audit_nodes(nodes, locks))
+        known = {node.node_id for node in nodes}
+        for node, first_pages in locks:
+            for step, _, _ in self.edges_between(node, *self._interval(node, first_pages)):
+                if step.node_id not in known:
+                    raise LedgerError(f"a lease locks {step!r}, not in the tree")
+        self.order.audit([(node, self._may_go(node), self._levels(node)) for node in nodes])
+
+    def audit_nodes(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> tuple[int, int]:
         expected = {node.node_id: np.zeros_like(node.locks[self.index]) for node in nodes}
         for node, first_pages in locks:
             for step, low, high in self.edges_between(node, *self._interval(node, first_pages)):
-                if step.node_id not in expected:
-                    raise LedgerError(f"a lease locks {step!r}, not in the tree")
-                expected[step.node_id][low:high] += 1
+                if step.node_id in expected:
+                    expected[step.node_id][low:high] += 1
         evictable = protected = 0
-        listed = []
         for node in nodes:
             pages, counts = node.values[self.index], node.locks[self.index]
             if len(pages) * self._page_size != len(node.key) or len(counts) != len(pages):
@@ -233,8 +240,7 @@ class WindowComponent(TreeComponent):
                     pages[differs & (pages != 0)],
                 )
             may_go = self._may_go(node)
-            listed.append((node, may_go, self._levels(node)))
+            self.order.audit_node(node, may_go, self._levels(node))
             evictable += int(may_go.sum())
             protected += int(((pages != 0) & (counts > 0)).sum())
-        self._audit_counts(evictable, protected)
-        self.order.audit(listed)
+        return evictable, protected

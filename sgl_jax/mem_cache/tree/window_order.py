@@ -87,16 +87,18 @@ class WindowOrder:
                 if item is not None:
                     yield level, item
 
+    def audit_node(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
+        """Raise `LedgerError` unless the node is listed at exactly the right places."""
+        if node.read.num_uses != node.num_uses:
+            raise LedgerError(f"{node!r} is listed for {node.read.num_uses} uses")
+        for level, is_there in enumerate(_presence(node, may_go, levels)):
+            if (node.read in self._queues[level][node.num_uses]) != is_there:
+                raise LedgerError(f"{node!r}: it is listed wrongly for eviction")
+
     def audit(self, listed: list[tuple[TreeNode, BoolArray, Levels]]) -> None:
-        """Raise `LedgerError` unless exactly these nodes are listed, at the right places."""
-        num_members = 0
-        for node, may_go, levels in listed:
-            if node.read.num_uses != node.num_uses:
-                raise LedgerError(f"{node!r} is listed for {node.read.num_uses} uses")
-            for level, is_there in enumerate(_presence(node, may_go, levels)):
-                num_members += is_there
-                if (node.read in self._queues[level][node.num_uses]) != is_there:
-                    raise LedgerError(f"{node!r}: it is listed wrongly for eviction")
+        """Raise `LedgerError` unless only these nodes are listed, as `audit_node` has proved, and
+        in order of age."""
+        num_members = sum(sum(_presence(*each)) for each in listed)
         queues = [queue for of_level in self._queues for queue in of_level]
         if sum(map(len, queues)) != num_members:
             raise LedgerError("windows that are not in the tree are listed for eviction")

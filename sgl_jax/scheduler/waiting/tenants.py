@@ -12,6 +12,7 @@ requests continue go first: the others then find it cached. Tenants served early
 their conversations' next requests arrive, and find their prefixes evicted by then.
 """
 
+from heapq import heappop, heappush, heapreplace
 from itertools import starmap
 from typing import NamedTuple
 
@@ -66,6 +67,11 @@ class Tenants:
         largest = PROMPT_WEIGHT * sizes.max_request_tokens
         self._max_lag = self._quantum + max(largest, OUTPUT_WEIGHT * most_tokens)
         self._numbers = {"": NO_TENANT}
+        self._names = [""] * (MAX_TENANTS + 1)
+        # Tenants without a request: a heap of the tokens served when they were listed, and their
+        # numbers. Each is listed once at most, and may have requests again.
+        self._idle: list[tuple[float, int]] = []
+        self._is_idle_listed = [False] * (MAX_TENANTS + 1)
         self._free = list(range(MAX_TENANTS, 0, -1))
         size = MAX_TENANTS + 1
         self._served: _Float64Array = np.zeros(size)
@@ -103,6 +109,9 @@ class Tenants:
 
     def leave(self, number: int) -> None:
         self._num_requests[number] -= 1
+        if number and not self._num_requests[number] and not self._is_idle_listed[number]:
+            self._is_idle_listed[number] = True
+            heappush(self._idle, (float(self._served[number]), number))
 
     def queue(self, number: int, change: int) -> None:
         """Count a request more (1) or less (-1) in the queue."""
@@ -115,16 +124,30 @@ class Tenants:
         if number is not None:
             return number
         if not self._free:
-            idle = [n for n in self._numbers.values() if n and not self._num_requests[n]]
-            if not idle:
+            least = self._take_idle()
+            if least is None:
                 return NO_TENANT
-            least = min(idle, key=lambda n: (self._served[n], n))
-            del self._numbers[next(key for key, n in self._numbers.items() if n == least)]
+            del self._numbers[self._names[least]]
             self._free.append(least)
         number = self._numbers[name] = self._free.pop()
+        self._names[number] = name
         self._served[number] = 0.0
         self._tokens[:, number] = 0
         return number
+
+    def _take_idle(self) -> int | None:
+        """Unlist the least served tenant without a request; None if there is none."""
+        while self._idle:
+            served, number = self._idle[0]
+            now = float(self._served[number])
+            if now > served and not self._num_requests[number]:
+                heapreplace(self._idle, (now, number))  # it was served after it was listed
+                continue
+            heappop(self._idle)
+            self._is_idle_listed[number] = False
+            if not self._num_requests[number]:
+                return number
+        return None
 
     # -- served tokens ------------------------------------------------------------------------
 

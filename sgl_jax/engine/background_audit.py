@@ -1,0 +1,67 @@
+"""Walks the memory of a busy engine in slices, at a bounded share of the host's time.
+
+Slices never change the scheduler's state, so when they run is no event of a recording.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from sgl_jax.mem_cache.errors import MemoryDefectError
+
+# The most host time that slices take, as a share of all time.
+MAX_SHARE = 0.006
+# Seconds from the start of a walk to the start of the next, if the share allows it. So each record
+# is proved once in 60 s if a walk needs at most 0.24 s of host time: 40 s at this share. A longer
+# walk takes longer.
+PERIOD_S = 20.0
+
+
+class BackgroundAudit:
+    """Runs the slices of `begin_walk()`, of one walk after another.
+
+    `thread_time` returns the processor time of the calling thread, in seconds.
+    """
+
+    def __init__(
+        self,
+        begin_walk: Callable[[], Iterator[None]],
+        now_s: float,
+        thread_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._begin_walk = begin_walk
+        self._thread_time = thread_time
+        self.num_walks = 0  # complete ones
+        self._started_s = self.due_s = self._proved_s = now_s
+        self._walk = begin_walk()
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since the last complete proof of all records ended."""
+        return now_s - self._proved_s
+
+    def proved(self, now_s: float) -> None:
+        """All records were proved by other means, or have not changed since."""
+        self._proved_s = now_s
+
+    def run_if_due(self, now_s: float) -> None:
+        """Run the next slice unless `now_s` is before `due_s`.
+
+        Raises `LedgerError` if it finds a defect; the walk then begins again.
+        """
+        if now_s < self.due_s:
+            return
+        started = self._thread_time()
+        try:
+            has_ended = next(self._walk, self) is self
+        except MemoryDefectError:
+            self._restart(now_s)
+            raise
+        cost_s = self._thread_time() - started
+        self.due_s = now_s + cost_s / MAX_SHARE
+        if has_ended:
+            self.num_walks += 1
+            self._proved_s = now_s
+            self._restart(max(self.due_s, self._started_s + PERIOD_S))
+
+    def _restart(self, due_s: float) -> None:
+        self._walk = self._begin_walk()
+        self._started_s = self.due_s = due_s

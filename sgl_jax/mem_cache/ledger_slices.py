@@ -1,0 +1,99 @@
+"""The walk of `ledger.py` in slices, for an engine that is never idle. It only reads.
+
+A slice compares records of one moment, between two steps, so it is exact although steps run between
+slices. Slices are bounded in entries, and each takes a few milliseconds at most:
+
+- once: the counts, the holders of rows and leases, the pages that leases have locked, and, for each
+  pool, the free list and the pages of rows (vectorized);
+- some rows at a time: their columns;
+- some leases at a time: their prefix, against the path that they have locked;
+- some nodes at a time: `CacheWalk`.
+
+Left to `audit`: the cursors of waiting requests, and the sums and order of the eviction sets.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.ledger import defect_error, find_imbalance, find_suspects
+from sgl_jax.mem_cache.ledger_walk import (
+    Finding,
+    check_holders,
+    check_locked_pages,
+    check_owners,
+    check_prefix,
+    check_rows,
+    live_leases,
+    locks_of,
+)
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
+
+# Entries of a slice.
+_LEASES = 16
+_ROW_CELLS = 1 << 17
+
+
+def audit_slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[None]:
+    """Walk the memory of a rank, and pause after each slice; the memory may change meanwhile.
+
+    `num_running` returns the number of requests that hold a lease. A slice that finds a defect
+    raises `LedgerError` with the findings of a full walk. The walk ends early if the memory is
+    rebuilt.
+    """
+    cache = memory.cache
+    for findings in _slices(memory, num_running):
+        try:
+            found = list(findings)
+        except LedgerError as error:
+            found = [Finding(str(error), np.array(error.pages, np.int32))]
+        except Exception as error:  # inconsistent records may raise anything
+            found = [Finding(f"the walk itself failed: {type(error).__name__}: {error}")]
+        if found:
+            raise defect_error(memory, [*found, *find_suspects(memory)])
+        yield
+        if memory.cache is not cache:
+            return
+
+
+def _slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[Iterable[Finding]]:
+    """The slices, each computed when its findings are taken."""
+    yield _check_counts(memory, num_running)
+    yield check_holders(memory)
+    num_rows = memory.rows.num_rows
+    rows_at_once = max(_ROW_CELLS // memory.rows.pages[0].size, 1)
+    for first in range(0, num_rows, rows_at_once):
+        yield check_rows(memory, first, min(first + rows_at_once, num_rows))
+    leases = live_leases(memory)
+    for first in range(0, len(leases), _LEASES):
+        some = leases[first : first + _LEASES]
+        yield chain.from_iterable(
+            check_prefix(memory, lease) for lease in some if not lease.released
+        )
+    yield check_locked_pages(memory, live_leases(memory))
+    walk = CacheWalk(memory.cache, memory.allocators)
+    for pool in range(len(memory.allocators)):
+        yield check_owners(memory, live_leases(memory), pool)
+    while walk.has_nodes:
+        yield _check_nodes(walk, memory)
+    for pool in range(len(memory.allocators)):
+        yield _check_rest(walk, pool)
+
+
+def _check_counts(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[Finding]:
+    imbalance = find_imbalance(memory, num_running())
+    if imbalance is not None:
+        yield Finding(imbalance)
+
+
+def _check_nodes(walk: CacheWalk, memory: RankMemory) -> Iterator[Finding]:
+    walk.check_some(locks_of(memory))
+    yield from ()
+
+
+def _check_rest(walk: CacheWalk, pool: int) -> Iterator[Finding]:
+    walk.check_rest(pool)
+    yield from ()

@@ -1,0 +1,116 @@
+"""A walk over a prefix cache in slices, between which the cache may change. It only reads.
+
+A slice compares only records that it reads at one moment: the locks and the place of each of its
+nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a
+page, and that each page of the tree is in some node. For these the walk notes which node had a
+page. A note of an earlier slice is compared only after the node was found to have the page still,
+and a page is missed only if the tree has owned it since before the walk. So no change of the cache
+is reported as a defect.
+
+Parents are visited before their children. A page moves within the tree only with a split, upwards
+to a new node, or with a merge, downwards to a child; so none can move from a node that the walk has
+yet to visit to a node that it has visited.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, TreeComponent
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, is_on_tree
+
+_NODES = 128  # of a slice
+
+_NOT_SEEN = 0
+
+
+class CacheWalk:
+    """One walk over the nodes of `cache`, whose pages are in `allocators`."""
+
+    def __init__(self, cache: RadixCache, allocators: Sequence[PageAllocator]) -> None:
+        self._cache = cache
+        self._allocators = allocators
+        self._num_moved = [allocator.num_moved for allocator in allocators]
+        # By pool and page: the number of the component of a visited node that had the page.
+        self._seen: list[IntpArray] = [
+            np.zeros(allocator.num_pages, np.intp) for allocator in allocators
+        ]
+        self._visited: list[TreeNode] = []
+        self._visited_ids = {cache.tree.root.node_id}
+        self._next = list(cache.tree.root.children.values())
+
+    @property
+    def has_nodes(self) -> bool:
+        """True until all nodes were checked."""
+        return bool(self._next)
+
+    def check_some(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
+        """Check the next nodes; `locks` has each lease's present lock. Raises `LedgerError`."""
+        first = len(self._visited)
+        for _ in range(min(_NODES, len(self._next))):
+            self._visit(self._next.pop())
+        nodes = self._visited[first:]
+        self._cache.audit_nodes(nodes, locks)
+        for component in self._cache.tree.components:
+            if 0 <= component.pool < len(self._allocators):
+                self._check_pages(component, nodes, first)
+
+    def check_rest(self, pool: int) -> None:
+        """After all nodes: raise `LedgerError` if the tree owns a page that no node has."""
+        is_missed = self._allocators[pool].given_before(self._num_moved[pool])
+        is_missed &= self._seen[pool] == _NOT_SEEN
+        self._refuse(is_missed.nonzero()[0], pool, "the tree owns pages that no node has")
+
+    def _visit(self, node: TreeNode) -> None:
+        """Visit `node`, or the highest of the nodes above it that are new, and list its
+        children."""
+        if node.node_id in self._visited_ids:
+            return
+        if not is_on_tree(node):
+            # It was removed, without children, or merged into its only child.
+            self._next.extend(node.children.values())
+            return
+        while node.parent is not None and node.parent.node_id not in self._visited_ids:
+            node = node.parent
+        self._visited_ids.add(node.node_id)
+        self._visited.append(node)
+        self._next.extend(node.children.values())
+
+    def _check_pages(self, component: TreeComponent, nodes: Sequence[TreeNode], first: int) -> None:
+        """Check that the tree owns each page of `nodes`, and that no other node has it.
+
+        `first` is the place of the first of `nodes` among the visited ones.
+        """
+        pool, seen = component.pool, self._seen[component.pool]
+        pages = component.pages_of(nodes)
+        lens = [len(node.values[component.index]) for node in nodes]
+        places = np.repeat(np.arange(first, first + len(nodes)), lens)[pages != 0]
+        pages = pages[pages != 0]
+        if len(pages) and not 0 < pages.min() <= pages.max() < len(seen):
+            raise LedgerError(f"the tree has pages that do not exist: {pages.min(), pages.max()}")
+        owned = self._allocators[pool].owners_of(pages)
+        self._refuse(pages[owned != TREE], pool, "nodes have pages that the tree does not own")
+        self._check_seen(pages, seen[pages], pool)
+        numbers = places * len(self._cache.tree.components) + component.index + 1
+        seen[pages] = numbers
+        self._refuse(pages[seen[pages] != numbers], pool, "two nodes have the same pages")
+
+    def _check_seen(self, pages: Int32Array, before: IntpArray, pool: int) -> None:
+        """Raise `LedgerError` if a node visited before still has one of `pages`."""
+        num_components = len(self._cache.tree.components)
+        for number in np.unique(before[before != _NOT_SEEN]).tolist():
+            place, index = divmod(number - 1, num_components)
+            other = self._visited[place]
+            if is_on_tree(other):
+                shared = np.intersect1d(pages[before == number], other.values[index])
+                self._refuse(shared, pool, f"{other!r} and another node have the same pages")
+
+    def _refuse(self, pages: Int32Array | IntpArray, pool: int, what: str) -> None:
+        """Raise `LedgerError` if there are any `pages`."""
+        if len(pages):
+            text = self._allocators[pool].describe(pages.astype(np.int32))
+            raise LedgerError(f"{what}: {text}", pages.tolist())
