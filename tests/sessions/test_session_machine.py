@@ -119,7 +119,7 @@ class SessionMachine(SchedulerMachine):
                 assert request.cached_tokens == max(in_lease, in_tree)
             return row
 
-        rank.admit = watched  # type: ignore[method-assign]
+        rank.admit = watched
 
     def states_of(self, rank: RankScheduler, lease: KVLease, tokens: Int32Array) -> list[int]:
         """After how many of `tokens`, and no fewer than the tree owns, a state is in the slots of
@@ -161,7 +161,7 @@ class SessionMachine(SchedulerMachine):
 
     def is_full(self) -> bool:
         kinds = (self.talk.of, self.talk.closing, self.trees.of, self.trees.closing)
-        return sum(map(len, kinds)) == MAX_SESSIONS
+        return sum(map(len, kinds)) == MAX_SESSIONS  # type: ignore[arg-type]
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 5))
     def turns(self, seed: int, count: int) -> None:
