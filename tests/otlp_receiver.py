@@ -6,7 +6,7 @@ from concurrent import futures
 from itertools import pairwise
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,

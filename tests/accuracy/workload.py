@@ -92,7 +92,7 @@ async def _run(url: str) -> Outcome:
             ask_all(openai, "demo", questions(), CONCURRENT_QUESTIONS),
             *(output(prompt, count) for prompt, count in generations()),
         )
-    return Outcome(replies, outputs)
+    return Outcome(replies, outputs)  # type: ignore[arg-type]
 
 
 def num_differences(url: str, wanted: Outcome, got: Outcome) -> int:

@@ -118,8 +118,8 @@ def test_bursts_change_little_when_memory_is_short(excerpt):
         )
         for engine in (one_by_one, in_bursts)
     )
-    assert got.output_tokens.tolist() == wanted.output_tokens.tolist()
-    assert got.cached_tokens.sum() == pytest.approx(wanted.cached_tokens.sum(), rel=0.02)
+    assert got.output_tokens.tolist() == wanted.output_tokens.tolist()  # type: ignore[attr-defined]
+    assert got.cached_tokens.sum() == pytest.approx(wanted.cached_tokens.sum(), rel=0.02)  # type: ignore[attr-defined]
     # Some requests start in another order.
     mean_got, mean_wanted = (
         (each.first_token_s - traffic.arrivals_s).mean() for each in (got, wanted)
@@ -271,7 +271,7 @@ def test_figures_do_not_depend_on_the_number_of_processes(excerpt):
     shape = shape_of(excerpt[:60], num_engines=4, copies=2, num_tokens=100_000)
     one, two = (run_fleet("prefix_aware", shape, num) for num in (1, 2))
     for a, b in zip(one, two, strict=True):
-        assert np.array_equal(a, b)
+        assert np.array_equal(a, b)  # type: ignore[arg-type]
 
 
 def test_an_events_index_holds_just_the_cached_pages(excerpt):

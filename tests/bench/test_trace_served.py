@@ -1,6 +1,7 @@
 """Recorded traffic through the scheduler, on a logical clock."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,7 +273,7 @@ def test_a_trace_is_served_on_steps_compiled_for_a_chip(tmp_path):
     assert step_time.shapes == sizes.step_token_shapes == (8, 16, 32, 64, 128, 144)
     assert 0 < step_time.shape_seconds[0] < step_time.shape_seconds[-1]
     trace = [request(1, 2, output_len=3), request(1, 2, 3, output_len=3)]
-    run = serve_trace(trace, sizes, SchedulerArgs(), step_time)
+    run = serve_trace(trace, sizes, SchedulerArgs(), step_time.seconds)
     assert run.busy_s == pytest.approx(run.duration_s)
 
 
@@ -284,7 +285,7 @@ def test_planned_engines_have_quantized_weights(monkeypatch):
         raise CompilingError(config.quantization)
 
     monkeypatch.setattr("sgl_jax.bench.trace.planned_time.engine_programs", compiling)
-    settings = {"model_path": "llama-3.3-70b", "tp_size": 8, "page_size": 128}
+    settings: dict[str, Any] = {"model_path": "llama-3.3-70b", "tp_size": 8, "page_size": 128}
     with pytest.raises(ValueError, match="leaves no room for KV on v5e-8"):
         planned_step_time(ServerArgs(**settings), "v5e-8")
     # 70 of 126 GiB.

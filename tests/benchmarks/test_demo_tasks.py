@@ -129,7 +129,7 @@ def test_the_template_writes_what_the_model_was_trained_on() -> None:
     assert tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip()
     for seed in range(20):
         for mix, tools in (({}, ()), ({"mix": TOOL_MIX}, (GET_WEATHER,))):
-            messages = write_dialogue(random.Random(seed), "train", 300, **mix)
+            messages = write_dialogue(random.Random(seed), "train", 300, **mix)  # type: ignore[arg-type]
             plain = "".join(
                 f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n"
                 for each in plain_messages(messages, tools)
@@ -194,7 +194,9 @@ def test_the_evaluation_asks_greedily_and_within_its_bound(capsys: pytest.Captur
     async def ask() -> list[str]:
         transport = httpx.AsyncClient(transport=httpx.MockTransport(serve))
         async with AsyncOpenAI(
-            base_url="http://server/v1", api_key="none", http_client=transport
+            base_url="http://server/v1",
+            api_key="none",
+            http_client=transport,  # type: ignore[arg-type]
         ) as client:
             return await evaluate.ask_all(client, "demo", held_out_questions(40, seed=3), 4)
 

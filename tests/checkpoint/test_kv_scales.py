@@ -21,7 +21,7 @@ from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tens
 GOLDEN = Path(__file__).parents[1] / "golden"
 QWEN3 = ModelConfig.from_path(GOLDEN / "qwen3")  # two layers, two KV heads
 BUILT = BuildOptions(jnp.float32, has_kv_scales=True)
-SCALES = ScalesByHead(np.float32([[0.5, 1], [2, 4]]), np.float32([[8, 16], [32, 64]]))
+SCALES = ScalesByHead(np.float32([[0.5, 1], [2, 4]]), np.float32([[8, 16], [32, 64]]))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_a_file_of_scales_wins_over_the_checkpoints(tmp_path):
     ("stored", "words"),
     [
         (None, r"no tensor \*\.layers\.1\.self_attn\.v_scale"),
-        (np.float32([0]), "v_scale must be one number above 0"),
-        (np.float32([1, 2]), "v_scale must be one number above 0"),
+        (np.float32([0]), "v_scale must be one number above 0"),  # type: ignore[arg-type]
+        (np.float32([1, 2]), "v_scale must be one number above 0"),  # type: ignore[arg-type]
         (np.float32(np.nan), "v_scale must be one number above 0"),
     ],
     ids=str,

@@ -75,8 +75,8 @@ def test_tools_are_called_natively(model: Any) -> None:
 
     class Calls(dspy.Signature):  # type: ignore[misc, name-defined]
         question: str = dspy.InputField()
-        tools: list[dspy.Tool] = dspy.InputField()
-        outputs: dspy.ToolCalls = dspy.OutputField()
+        tools: list[dspy.Tool] = dspy.InputField()  # type: ignore[name-defined]
+        outputs: dspy.ToolCalls = dspy.OutputField()  # type: ignore[name-defined]
 
     with dspy.context(lm=model, adapter=dspy.JSONAdapter(use_native_function_calling=True)):
         answer = dspy.Predict(Calls)(question=QUESTION, tools=[dspy.Tool(get_weather)])

@@ -1,6 +1,7 @@
 """Sampling parameters: each limit holds at its edge and is named when it is broken."""
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,14 +67,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("values", ALLOWED, ids=str)
-def test_values_at_the_edge_are_allowed(values: dict[str, object]) -> None:
+def test_values_at_the_edge_are_allowed(values: dict[str, Any]) -> None:
     SamplingParams(**values).checked(VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("values", "param", "words"), REFUSED, ids=lambda part: str(part)[:40])
-def test_values_outside_are_refused_by_name(
-    values: dict[str, object], param: str, words: str
-) -> None:
+def test_values_outside_are_refused_by_name(values: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
         SamplingParams(**values).checked(VOCAB_SIZE)
     assert caught.value.param == param

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=lambda part: str(part)[:40])
 def test_values_that_cannot_work_are_refused_by_their_flag(
-    values: dict[str, object], words: str
+    values: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         ServerArgs(model_path="m", **values)

@@ -450,4 +450,4 @@ class DirectClient:
 
 
 if __name__ == "__main__":
-    sys.exit(run_engine(build))
+    sys.exit(run_engine(build))  # type: ignore[arg-type]

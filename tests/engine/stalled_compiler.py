@@ -12,6 +12,6 @@ def never_end(programs: Programs, *_: object) -> None:
 
 
 if __name__ == "__main__":
-    ModelExecutor.warm_up = lambda executor: None  # type: ignore[method-assign]
-    Programs.halves = never_end  # type: ignore[assignment, method-assign]
+    ModelExecutor.warm_up = lambda executor: None
+    Programs.halves = never_end
     main()

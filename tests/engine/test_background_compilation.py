@@ -66,7 +66,7 @@ def make_core(pytestconfig: pytest.Config) -> Iterator[Callable[..., EngineCore]
     cores: list[EngineCore] = []
 
     def make(**settings: Any) -> EngineCore:
-        args = {
+        args: dict[str, Any] = {
             "model_path": DEMO,
             "device": "cpu",
             "context_length": 128,

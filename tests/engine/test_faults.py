@@ -297,8 +297,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert {channel.ends()[f"a{i}"].type for i in range(6)} == {"length"}
     rig.core._close()
     assert caplog.text.count("events are recorded no longer") == 1
-    with pytest.raises(AttributeError):  # it let go of the device's memory
-        rig.core.executor._state.kv_pool.nbytes  # noqa: B018
+    assert not hasattr(rig.core.executor, "_state")  # it has freed the device's memory
 
 
 def test_a_recording_that_cannot_be_made_is_known_before_a_model_is_loaded(

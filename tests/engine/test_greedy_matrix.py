@@ -17,7 +17,7 @@ from sgl_jax.engine.offline import Engine
 
 VOCAB_SIZE = 256
 NEAR_TIE = 1e-4
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 AXES = ((1, 16, 128), (64, 2048), (True, False), (True, False), (1, 2), (1, 2))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,12 @@ from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import GenerationError
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
-GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    settings = {"device": "cpu", "context_length": 256, "max_running_requests": 4}
+    settings: dict[str, Any] = {"device": "cpu", "context_length": 256, "max_running_requests": 4}
     with Engine(DEMO, warmup="none", check_memory="busy", **settings) as engine:
         yield engine
 
@@ -149,7 +150,7 @@ def test_same_seed_same_answer_beside_other_requests(engine: Engine) -> None:
     ],
 )
 def test_a_bad_request_is_refused_and_named(
-    engine: Engine, prompt: str, sampling: dict[str, object], match: str
+    engine: Engine, prompt: str, sampling: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=match):
         engine.generate([prompt], sampling)
@@ -167,7 +168,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
         calls.append(plan)
         if len(calls) == 3:
             raise RuntimeError("injected")
-        return launch(plan)
+        return launch(plan)  # type: ignore[arg-type]
 
     monkeypatch.setattr(executor, "launch", fail_third)
     with pytest.raises(GenerationError, match="injected"):
@@ -178,7 +179,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
 
 def test_a_flat_list_of_ids_is_refused_with_the_form_that_is_allowed(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="list of prompts"):
-        engine.generate(input_ids=[1, 2, 3])  # type: ignore[list-item]
+        engine.generate(input_ids=[1, 2, 3])
 
 
 def test_an_engine_in_python_has_one_host() -> None:
@@ -193,7 +194,7 @@ def test_more_prompts_than_a_server_would_queue_are_all_served(engine: Engine) -
 
 
 def test_more_prompts_than_the_engine_holds_are_refused() -> None:
-    settings = {"device": "cpu", "context_length": 64, "max_running_requests": 1}
+    settings: dict[str, Any] = {"device": "cpu", "context_length": 64, "max_running_requests": 1}
     with Engine(DEMO, warmup="none", max_queued_requests=1, **settings) as engine:
         with pytest.raises(InvalidRequestError, match="at most 2, got 5"):
             engine.generate(["a"] * 5, GREEDY)

@@ -206,10 +206,10 @@ def test_settings_are_changed_all_or_none(rig: Rig, expected: list[list[int]]) -
     }
 
     def script() -> Iterator[list[FrontMessage]]:
-        yield [SetInternalState(rid="good", server_args=good)]
+        yield [SetInternalState(rid="good", server_args=good)]  # type: ignore[arg-type]
         args = rig.core.args
         yield [
-            SetInternalState(rid=name, server_args={"request_timeout": 9.0} | {name: value})
+            SetInternalState(rid=name, server_args={"request_timeout": 9.0} | {name: value})  # type: ignore[arg-type]
             for name, (_, value) in bad.items()
         ]
         assert rig.core.args == args

@@ -212,7 +212,7 @@ class StreamClient:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            return messages.pop() if messages else await asyncio.Event().wait()
+            return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
 
         async def send(message: dict[str, Any]) -> None:
             self.text += message.get("body", b"")

@@ -149,7 +149,7 @@ def test_nor_was_one_that_had_ended_when_it_was_left(engine: Engine) -> None:
     while entry(engine, session_id)["num_turns"] == 1:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    stream.close()
+    stream.close()  # type: ignore[attr-defined]
     assert entry(engine, session_id)["num_turns"] == 1
     result = turn(engine, session_id, [320])
     assert result.num_prompt_tokens == len(history) + 1
@@ -186,13 +186,13 @@ def test_a_prompt_is_scored_in_a_session_as_outside(engine: Engine) -> None:
     first = list(range(300, 330))
     history = first + turn(engine, session_id, first).output_ids
     options = {"return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 10}
-    (got,) = engine.generate(
+    (got,) = engine.generate(  # type: ignore[call-overload]
         input_ids=[[400, 401]],
         sampling_params=GREEDY,
         session_params={"id": session_id},
         **options,
     )
-    (expected,) = engine.generate(
+    (expected,) = engine.generate(  # type: ignore[call-overload]
         input_ids=[[*history, 400, 401]], sampling_params=GREEDY, **options
     )
     assert [e.token_id for e in got.prompt_logprobs] == [*history, 400, 401][10:]
@@ -282,7 +282,7 @@ def test_prompt_log_probabilities_from_beyond_the_history_are_refused(engine: En
     turn(engine, session_id, [301])
     scored = {"return_logprob": True, "logprob_start_len": 11}
     with pytest.raises(GenerationError, match=r"logprob_start_len must be in \[-1, 10\]"):
-        engine.generate(
+        engine.generate(  # type: ignore[call-overload]
             input_ids=[[302]],
             sampling_params=GREEDY,
             session_params={"id": session_id},

@@ -86,7 +86,7 @@ def plain(engine: Engine) -> list[list[int]]:
     [pytest.param(name, marks=() if name == "retract" else pytest.mark.long) for name in VARIANTS],
 )
 def test_outputs_are_valid_and_the_same(plain: list[list[int]], variant: str) -> None:
-    with Engine(DEMO, **(SETTINGS | VARIANTS[variant])) as engine:
+    with Engine(DEMO, **(SETTINGS | VARIANTS[variant])) as engine:  # type: ignore[operator]
         assert outputs(engine) == plain
         counters = engine.server_info()["counters"]
     assert (counters["requests_force_retracted"] > 0) == ("retract" in variant)

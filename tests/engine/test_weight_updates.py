@@ -376,6 +376,6 @@ def test_another_model_is_refused_by_what_differs_and_disturbs_nothing(
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "/nowhere"])
 def test_a_path_that_cannot_be_is_refused(core: EngineCore, path: str) -> None:
-    channel = run(core, until_idle(core, [update(path)]))
+    channel = run(core, until_idle(core, [update(path)]))  # type: ignore[arg-type]
     assert not reply(channel).ok
     assert reply(channel).data["param"] == "model_path"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_args(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., ServerArgs]:
     """Arguments for a tiny engine; its programs are kept between runs, in pytest's own cache."""
-    settings = {
+    settings: dict[str, Any] = {
         "model_path": str(model_folder),
         "load_format": "dummy",
         "device": "cpu",
@@ -56,7 +57,7 @@ def make_executor(make_args: Callable[..., ServerArgs]) -> Callable[..., ModelEx
     """Executors by their arguments, made once for all tests of a run; reset before each use."""
     made: dict[str, ModelExecutor] = {}
 
-    def make(**overrides: object) -> ModelExecutor:
+    def make(**overrides: Any) -> ModelExecutor:
         key = repr(sorted(overrides.items()))
         if key not in made:
             made[key] = ModelExecutor(make_args(**overrides))

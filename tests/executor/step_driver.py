@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Driver:
         for row in self.rows:
             row.length = len(row.prompt)
 
-    def plan(self, chunk: int, **wants: object) -> tuple[StepPlan, list[list[Row]]]:
+    def plan(self, chunk: int, **wants: Any) -> tuple[StepPlan, list[list[Row]]]:
         """One step over all rows: decode first, then prefill chunks of at most `chunk` tokens."""
         ranks, order = [], []
         for rank in range(self.executor.sizes.dp_size):
@@ -124,7 +125,7 @@ class Driver:
         self, waiting: list[tuple[StepPlan, object, list[list[Row]]]]
     ) -> tuple[RankResult, ...]:
         plan, handle, order = waiting.pop(0)
-        results = self.executor.result(handle)
+        results = self.executor.result(handle)  # type: ignore[arg-type]
         for rank_plan, result, rows in zip(plan.ranks, results, order, strict=True):
             lines = zip(rows, result.tokens.tolist(), rank_plan.num_drafts.tolist(), strict=True)
             for row, tokens, drafted in lines:

@@ -52,7 +52,7 @@ def test_a_platform_that_is_not_there_is_named():
 
 @pytest.fixture
 def restore_cache():
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     yield
     set_compilation_cache(before or "none")
 
@@ -77,4 +77,4 @@ def test_a_cache_folder_that_others_can_write_is_refused(tmp_path):
 @pytest.mark.usefixtures("restore_cache")
 def test_the_cache_can_be_switched_off():
     assert set_compilation_cache("none") is None
-    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]

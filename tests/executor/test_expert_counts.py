@@ -22,7 +22,7 @@ def test_counts_are_numpys():
     np.testing.assert_array_equal(counts, wanted)
     parts = np.arange(24).reshape(2, 3, 4)
     np.testing.assert_array_equal(join_counts([parts, parts[:1]])[6:], parts[0])
-    assert join_counts([count_experts(chosen, None)]) is None
+    assert join_counts([count_experts(chosen, None)]) is None  # type: ignore[arg-type]
 
 
 def served(executor):

@@ -58,7 +58,7 @@ class Rig:
     def __init__(self) -> None:
         self.store, self.contents = Store(), Contents()
         self.ends: list[TransferEnd] = []
-        self.transfers = StoreTransfers(self.store, [self.contents], "ab", self.ends.append)
+        self.transfers = StoreTransfers(self.store, [self.contents], "ab", self.ends.append)  # type: ignore[arg-type]
 
     def move(self, number: int, blocks: list[int], end_s: float | None = None) -> StoreTransfer:
         keys = np.array([[block] * 17 for block in blocks], np.uint8)

@@ -125,7 +125,7 @@ def test_commands_arrive_in_order_and_equal(links_of: Callable[[int], Links]) ->
 def assert_equal_plans(one: StepPlan, other: StepPlan) -> None:
     assert one.step_id == other.step_id
     for own, its in zip(one.page_changes, other.page_changes, strict=True):
-        assert own.dtype == its.dtype
+        assert own.dtype == its.dtype  # type: ignore[attr-defined]
         np.testing.assert_array_equal(own, its)
     for rank, its_rank in zip(one.ranks, other.ranks, strict=True):
         for own, its in zip(rank, its_rank, strict=True):

@@ -41,7 +41,7 @@ NORM = SimpleNamespace(weight=np.full(8, 0.25, np.float32), eps=1e-6, from_one=F
 class NormalisedMixture(MixtureOfExperts):
     """A mixture with `NORM`, which has no parameter."""
 
-    def __call__(self, x, is_token, copies=None):
+    def __call__(self, x, is_token, copies=None):  # type: ignore[override]
         return super().__call__(x, NORM, is_token, copies)
 
 

@@ -364,7 +364,7 @@ def test_each_layer_is_given_its_own_weights_however_they_lie(separate):
     @jax.jit
     def products(weights, layer):
         matrix = nnx.Param(weights_of_layer(weights, layer)["matrix"])
-        return use_weight(matrix, lambda own: x @ own), use_stacks((matrix,), of_stack)
+        return use_weight(matrix, lambda own: x @ own), use_stacks((matrix,), of_stack)  # type: ignore[return-value]
 
     for layer in range(3):
         expected = x @ np.asarray(stacked)[layer]

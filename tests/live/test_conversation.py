@@ -22,7 +22,7 @@ def client(demo_server: LiveServer) -> openai.OpenAI:
 
 
 def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+    answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)  # type: ignore[arg-type]
     assert "471" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == (
@@ -31,9 +31,9 @@ def test_a_fact_given_earlier_is_recalled(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_the_same_and_ends_with_its_usage(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+    whole = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)  # type: ignore[arg-type]
     events = list(
-        client.chat.completions.create(
+        client.chat.completions.create(  # type: ignore[call-overload]
             model="demo",
             messages=CONVERSATION,
             temperature=0,
@@ -51,7 +51,7 @@ def test_the_second_time_the_prompt_comes_from_the_cache(
 ) -> None:
     page_size = demo_server.get("/get_server_info")["ranks"][0]["page_size"]
     for _ in range(2):
-        answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)
+        answer = client.chat.completions.create(model="demo", messages=CONVERSATION, temperature=0)  # type: ignore[arg-type]
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached == (answer.usage.prompt_tokens - 1) // page_size * page_size
 
@@ -64,7 +64,7 @@ def test_a_salt_finds_what_was_sent_with_the_same_salt_and_nothing_else(
     def cached_of(salt: str | None) -> int:
         answer = client.chat.completions.create(
             model="demo",
-            messages=CONVERSATION,
+            messages=CONVERSATION,  # type: ignore[arg-type]
             temperature=0,
             extra_body={"cache_salt": salt, "priority": 1},
         )
@@ -88,9 +88,9 @@ def test_an_answer_is_json_by_its_schema(client: openai.OpenAI) -> None:
         is_even: bool
 
     question = [{"role": "user", "content": "What is 12 plus 30?"}]
-    parsed = client.chat.completions.parse(model="demo", messages=question, response_format=Answer)
+    parsed = client.chat.completions.parse(model="demo", messages=question, response_format=Answer)  # type: ignore[arg-type]
     assert isinstance(parsed.choices[0].message.parsed, Answer)
-    answer = client.chat.completions.create(
+    answer = client.chat.completions.create(  # type: ignore[call-overload]
         model="demo", messages=question, response_format={"type": "json_object"}, max_tokens=200
     )
     if answer.choices[0].finish_reason == "stop":

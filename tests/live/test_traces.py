@@ -98,7 +98,7 @@ def test_a_client_that_goes_away_leaves_an_aborted_request(
     client: httpx.Client, receiver: Receiver
 ) -> None:
     body = {"text": "hello", "stream": True, "sampling_params": {"max_new_tokens": 150}}
-    body["sampling_params"] |= {"ignore_eos": True}
+    body["sampling_params"] |= {"ignore_eos": True}  # type: ignore[operator]
     headers = {"x-request-id": "gone"}
     with client.stream("POST", "/generate", json=body, headers=headers) as answer:
         next(answer.iter_lines())

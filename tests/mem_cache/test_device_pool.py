@@ -29,8 +29,8 @@ def test_each_device_holds_its_ranks_pages_and_its_share_of_the_heads():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "tensor"))
     pool = make_zeros(kv_pool_shape(LAYOUT, num_pages=5, mesh=mesh))
     assert pool.shape == (3, 10, 8, 8, 16)
-    assert pool.nbytes == 10 * LAYOUT.page_bytes
-    assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 4, 8, 16)}
+    assert pool.nbytes == 10 * LAYOUT.page_bytes  # type: ignore[attr-defined]
+    assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 4, 8, 16)}  # type: ignore[attr-defined]
     assert not np.asarray(pool, np.float32).any()
 
 
@@ -40,8 +40,8 @@ def test_keys_and_values_of_64_share_a_row_of_128():
     mesh = Mesh(np.array(jax.devices("cpu")[:2]).reshape(1, 2), ("data", "tensor"))
     pool = make_zeros(kv_pool_shape(layout, num_pages=5, mesh=mesh))
     assert pool.shape == (3, 5, 4, 8, 128)
-    assert pool.nbytes == 5 * layout.page_bytes
-    assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 2, 8, 128)}
+    assert pool.nbytes == 5 * layout.page_bytes  # type: ignore[attr-defined]
+    assert {shard.data.shape for shard in pool.addressable_shards} == {(3, 5, 2, 8, 128)}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64])

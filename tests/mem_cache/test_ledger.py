@@ -32,8 +32,8 @@ def busy_memory() -> RankMemory:
         memory.open_lease(np.full(20, token, np.int32)) for token in (11, 12, 13)
     )
     rows = np.array([first.row, second.row, third.row], np.int32)
-    assert memory.grow_rows(rows, np.array([15, 8, 12], np.int32))
-    memory.commit_rows(rows, np.array([10, 8, 12], np.int32))
+    assert memory.grow_rows(rows, np.array([15, 8, 12], np.int32))  # type: ignore[arg-type]
+    memory.commit_rows(rows, np.array([10, 8, 12], np.int32))  # type: ignore[arg-type]
     publish_prefix(memory, first, np.full(20, 11, np.int32))
     release_kv_cache(memory, third, np.full(20, 13, np.int32), insert=True)
     assert (first.row, second.row) == (1, 2)
@@ -144,21 +144,21 @@ def shrink_the_allocated(memory: RankMemory) -> None:
 
 
 def count_a_page_too_many(memory: RankMemory) -> None:
-    memory.cache._full.num_evictable += 1  # type: ignore[attr-defined]
+    memory.cache._full.num_evictable += 1
 
 
 def call_locked_pages_evictable(memory: RankMemory) -> None:
-    memory.cache._full.num_evictable += 2  # type: ignore[attr-defined]
-    memory.cache._full.num_protected -= 2  # type: ignore[attr-defined]
+    memory.cache._full.num_evictable += 2
+    memory.cache._full.num_protected -= 2
 
 
 def forget_a_leaf_that_may_go(memory: RankMemory) -> None:
     leaf = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
-    memory.cache._policy.discard(leaf)  # type: ignore[attr-defined]
+    memory.cache._policy.discard(leaf)
 
 
 def offer_a_locked_leaf(memory: RankMemory) -> None:
-    memory.cache._policy.add(locked_node(memory))  # type: ignore[attr-defined]
+    memory.cache._policy.add(locked_node(memory))
 
 
 def offer_the_root(memory: RankMemory) -> None:

@@ -73,7 +73,8 @@ class LookbackMachine(RuleBasedStateMachine):
     def begin(self, layout: int, page_size: int, policy: str) -> None:
         self.page_size = page_size
         self.groups = [
-            CacheGroup(window, pool, (), *rest) for window, pool, *rest in self.layouts[layout]
+            CacheGroup(window, pool, (), *rest)
+            for window, pool, *rest in self.layouts[layout]  # type: ignore[attr-defined]
         ]
         num_pools = max(group.pool for group in self.groups) + 1
         self.allocators = [PageAllocator(1500, f"pool {pool}") for pool in range(num_pools)]

@@ -190,7 +190,7 @@ def test_each_page_of_the_tree_is_described_by_its_node(name: str) -> None:
         nodes = {node.node_id: node for node in rank.memory.cache.nodes()}
         for pool, allocator in enumerate(rank.memory.allocators):
             for page in np.flatnonzero(allocator.owners() == TREE).tolist():
-                place = {"dp_rank": rank.dp_rank, "pool": pool, "page": page}
+                place: dict[str, Any] = {"dp_rank": rank.dp_rank, "pool": pool, "page": page}
                 found = reader.describe_page(DescribePage(**place))
                 assert found.tokens is not None
                 assert found.node is not None
@@ -376,7 +376,7 @@ def test_a_page_is_described_by_its_holder_and_its_moves() -> None:
     assert (free.owner, free.tokens, free.moves) == ("free", None, [])
     for wrong in ({"dp_rank": 1}, {"pool": 1}, {"page": 40}):
         with pytest.raises(InvalidRequestError, match="must be in"):
-            reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))
+            reader.describe_page(DescribePage(**{"dp_rank": 0, "pool": 0, "page": 1, **wrong}))  # type: ignore[arg-type]
 
 
 def test_a_block_is_described_by_its_prefix_and_its_moves() -> None:
@@ -405,7 +405,7 @@ def test_a_block_is_described_by_its_prefix_and_its_moves() -> None:
             assert (found.last_access is None) == (owner != TREE)
     for wrong in ({"pool": 4}, {"pool": 2, "page": 49}):
         with pytest.raises(InvalidRequestError, match="must be in"):
-            reader.describe_page(DescribePage(**{"dp_rank": 1, "page": 1, **wrong}))
+            reader.describe_page(DescribePage(**{"dp_rank": 1, "page": 1, **wrong}))  # type: ignore[arg-type]
 
 
 def test_blocks_that_do_not_add_up_are_a_defect_of_the_rank() -> None:

@@ -52,7 +52,7 @@ def random_weights(seed=0, vocab_size=CONFIG["vocab_size"]):
         "mtp.norm.weight": (HIDDEN,),
         **layer_shapes("mtp.layers.0"),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(CONFIG["num_hidden_layers"]):  # type: ignore[call-overload]
         shapes |= layer_shapes(f"model.layers.{layer}")
     rng = np.random.default_rng(seed)
     return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -133,7 +133,7 @@ class DraftReference:
 
     def hidden(self, tokens):
         x, positions = self.embedding[tokens], range(len(tokens))
-        for layer in range(CONFIG["num_hidden_layers"]):
+        for layer in range(CONFIG["num_hidden_layers"]):  # type: ignore[call-overload]
             x = self.layer(f"model.layers.{layer}", x, positions, {})
         return self.norm("model.norm", x)
 

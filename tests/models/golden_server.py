@@ -182,7 +182,7 @@ class Server:
         batches = [AttentionBatch.build(table, *rows, tokens.shape[1]) for table in tables[0]]
         state_batch = None
         if states is not None:
-            state_batch = StateBatch.build(*slots[0], kept[0], *rows, tokens.shape[1])
+            state_batch = StateBatch.build(*slots[0], kept[0], *rows, tokens.shape[1])  # type: ignore[call-arg]
         hidden, pools, states, *_ = model(tokens[0], batches, pools, state_batch, states)
         logits = join_shares(model.logits(hidden).whole_rows(), tokens.shape[1])
         return logits[None], pools, states

@@ -117,7 +117,7 @@ def test_the_balance_of_recorded_loads_is_reported(plan, tmp_path):
     experts = ["--ep-size", "4", "--init-expert-location", str(file)]
     request = parse_plan_request([*words, *experts])
     balance = expert_balance(EngineConfig.resolve(request.args, request.config, "tpu"))
-    assert balance == ExpertBalance(in_order=pytest.approx(2.0), placed=pytest.approx(1.0))
+    assert balance == ExpertBalance(in_order=pytest.approx(2.0), placed=pytest.approx(1.0))  # type: ignore[arg-type]
     line = f"by {file} the device whose experts are chosen most has 1.00 times the mean load, "
     placed = dataclasses.replace(plan, request=request, balance=balance)
     assert balance_lines(placed) == [line + "2.00 times with experts in order"]

@@ -85,8 +85,8 @@ def test_the_planner_starts_what_serve_starts(
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu describes the devices of a slice")
     described = topology_module._devices(topology)
-    assert len({device.process_index for device in described}) == num_hosts
-    monkeypatch.setattr(devices_module.jax, "devices", lambda platform: described)
+    assert len({device.process_index for device in described}) == num_hosts  # type: ignore[attr-defined]
+    monkeypatch.setattr(devices_module.jax, "devices", lambda platform: described)  # type: ignore[attr-defined]
     args = ServerArgs(device="tpu", nnodes=num_hosts, dp_size=dp_size, tp_size=tp_size)
     if is_served:
         planned, served = topology_mesh(topology, dp_size, tp_size), make_mesh(args)

@@ -38,7 +38,7 @@ from sgl_jax.scheduler.record.events import (
     TransferEnded,
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
-from sgl_jax.scheduler.running_rows import NOT_SCORED
+from sgl_jax.scheduler.running_rows import NOT_SCORED  # type: ignore[attr-defined]
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from tests.faults import StepFailedError
 from tests.oracle_executor import OracleExecutor
@@ -103,7 +103,7 @@ def forced_retract(interval: int) -> dict[str, Any]:
     return {"test_retract": interval > 0, "test_retract_interval": max(interval, 1)}
 
 
-def generate(rid: str, prompt: list[int], max_new_tokens: int, **kwargs: object) -> GenerateRequest:
+def generate(rid: str, prompt: list[int], max_new_tokens: int, **kwargs: Any) -> GenerateRequest:
     """A greedy request; keyword arguments go to `GenerateRequest`, or to its sampling."""
     fields = GenerateRequest.__struct_fields__
     sampling = {key: value for key, value in kwargs.items() if key not in fields}

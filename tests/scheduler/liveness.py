@@ -52,7 +52,7 @@ class Liveness:
                 self._check_preempted(builder, running)
             self._check_admitted(builders, step, running)
 
-        scheduler._admission.admit_into = watched  # type: ignore[method-assign]
+        scheduler._admission.admit_into = watched
 
     def _check_preempted(self, builder: StepBuilder, before: set[str]) -> None:
         """What gave way did so for requests that are more important and run there now."""

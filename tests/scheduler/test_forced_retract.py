@@ -1,6 +1,7 @@
 """Retracts that nothing asked for: they reach every kind of request, and yet all of them finish."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 
 
 def make_driver(
-    interval: int, *, dp_size: int = 1, chunk: int = 8, overlap: bool = True, **config: int
+    interval: int, *, dp_size: int = 1, chunk: int = 8, overlap: bool = True, **config: Any
 ) -> Driver:
     return Driver(
         make_sizes(dp_size=dp_size, num_pages=100, max_chunk_tokens=chunk),

@@ -1,5 +1,7 @@
 """A pause: no step, nothing lost, memory exact; afterwards the tokens are as without one."""
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.core.messages import OpenSession, PauseMode, SessionTurn
@@ -8,7 +10,7 @@ from sgl_jax.scheduler.record.events import Flush, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
-def started(num_steps: int, **settings: float) -> Driver:
+def started(num_steps: int, **settings: Any) -> Driver:
     """Six requests on two ranks that have run for some steps, two more than have a row."""
     sizes = make_sizes(dp_size=2, num_rows=3, num_pages=60, max_chunk_tokens=32)
     driver = Driver(sizes, SchedulerArgs(**settings))

@@ -132,7 +132,7 @@ def test_no_rank_is_held_for_a_low_request_against_high_ones() -> None:
     without, beside = priority_driver(), priority_driver()
     for driver in (without, beside):
         driver.submit(generate("running", [1] * 20, 130, priority=HIGH))
-        step_until(driver, lambda driver=driver: driver.tokens["running"])
+        step_until(driver, lambda driver=driver: driver.tokens["running"])  # type: ignore[misc]
     beside.submit(generate("large", [2] * 140, 4, priority=LOW))
     for i in range(MAX_PASSED_OVER + 10):  # of its own priority
         beside.submit(generate(f"low {i}", [3] * 5, 1, priority=LOW))

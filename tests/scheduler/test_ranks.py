@@ -158,7 +158,7 @@ def test_a_plan_keeps_no_array_that_the_scheduler_writes_to(prompt_lens: list[in
     ranks = driver.scheduler._all_ranks
     columns = [*vars(ranks.tables).values(), *vars(ranks.running).values()]
     for rank_plan in (*plan.ranks, plan.page_changes):
-        for name, array in arrays_of(rank_plan).items():
+        for name, array in arrays_of(rank_plan).items():  # type: ignore[arg-type]
             shared = [column for column in columns if np.shares_memory(array, column)]
             assert not shared, name
 

@@ -3,6 +3,8 @@
 The oracle drafts tokens that are right three times out of four.
 """
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -13,8 +15,8 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 K = 4
 
 
-def make_driver(*, overlap: bool = True, num_drafts: int = K, **sizes: int) -> Driver:
-    sizes = {"max_draft_tokens": num_drafts} | sizes
+def make_driver(*, overlap: bool = True, num_drafts: int = K, **sizes: Any) -> Driver:
+    sizes: dict[str, Any] = {"max_draft_tokens": num_drafts} | sizes  # type: ignore[no-redef]
     return Driver(make_sizes(**sizes), overlap=overlap)
 
 

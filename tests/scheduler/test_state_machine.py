@@ -469,7 +469,7 @@ def run_machine(
     if random_seed is not None:
         seed(random_seed)(make)
     try:
-        run_state_machine_as_test(make, settings=settings(deadline=None, **options))
+        run_state_machine_as_test(make, settings=settings(deadline=None, **options))  # type: ignore[arg-type]
     except BaseException as error:
         if machines and hasattr(machines[0], "driver"):
             path = machines[0].driver.save_recording(folder)

@@ -1,6 +1,7 @@
 """What shares a step: decode rows and their drafts come on top of the prefill chunk."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,13 @@ from tests.scheduler.driver import Driver, generate
 CHUNK, ROWS, PROMPT_LEN = 16, 16, 320
 
 
-def server_sizes(**args: object) -> EngineSizes:
+def server_sizes(**args: Any) -> EngineSizes:
     """Of a server with these arguments, on a CPU."""
-    settings = {"chunked_prefill_size": CHUNK, "max_running_requests": ROWS, "context_length": 512}
+    settings: dict[str, Any] = {
+        "chunked_prefill_size": CHUNK,
+        "max_running_requests": ROWS,
+        "context_length": 512,
+    }
     config = dataclasses.replace(read_config("llama-3.1-8b"), vocab_size=50)
     shape = EngineConfig.resolve(ServerArgs(**(settings | args)), config, "cpu")
     return shape.sizes((2000,))

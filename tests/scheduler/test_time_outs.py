@@ -1,5 +1,7 @@
 """Requests that take too long end, by the ticks alone, with a reason that says which limit."""
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
@@ -9,7 +11,7 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 MOST = 100  # expiries at a time
 
 
-def make_driver(waiting_s: float, request_s: float, **sizes: int) -> Driver:
+def make_driver(waiting_s: float, request_s: float, **sizes: Any) -> Driver:
     config = SchedulerArgs(waiting_timeout=waiting_s, request_timeout=request_s)
     driver = Driver(make_sizes(**{"num_pages": 60, "num_rows": 2, **sizes}), config)
     driver.tick(1000.0)

@@ -288,10 +288,10 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
             assert (await rig.http.request(method, path, headers=client)).status_code == 401
             assert (await rig.http.request(method, path, headers=admin)).status_code == 200
         # All routes of the operator are there, and sessions and figures are not among them.
-        routes = {route.path for route in management_routes.router.routes}
-        routes |= {route.path for route in call_routes.router.routes}
-        routes |= {route.path for route in native_routes.router.routes}
-        routes |= {route.path for route in memory_routes.router.routes}
+        routes = {route.path for route in management_routes.router.routes}  # type: ignore[attr-defined]
+        routes |= {route.path for route in call_routes.router.routes}  # type: ignore[attr-defined]
+        routes |= {route.path for route in native_routes.router.routes}  # type: ignore[attr-defined]
+        routes |= {route.path for route in memory_routes.router.routes}  # type: ignore[attr-defined]
         assert routes - ADMIN_PATHS == {
             *("/health", "/health_generate", "/ping", "/version", "/metrics"),
             *("/model_info", "/get_model_info", "/generate", "/abort_request"),

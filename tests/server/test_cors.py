@@ -1,6 +1,7 @@
 """Pages of other origins may call the server only where the operator says so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ async def test_by_default_no_page_is_let_in(model_folder: Path, tokenizer: Token
 async def test_a_page_that_is_let_in_may_ask_with_a_key(
     origins: str, model_folder: Path, tokenizer: Tokenizer
 ) -> None:
-    settings = {"cors_allow_origins": origins, "api_key": "hush"}
+    settings: dict[str, Any] = {"cors_allow_origins": origins, "api_key": "hush"}
     async with serving(model_folder, tokenizer, **settings) as rig:
         answer = await rig.http.options("/v1/chat/completions", headers=PREFLIGHT)
         assert answer.status_code == 200
@@ -52,7 +53,7 @@ async def test_a_page_that_is_let_in_may_ask_with_a_key(
 
 
 async def test_other_pages_are_not_let_in(model_folder: Path, tokenizer: Tokenizer) -> None:
-    settings = {"cors_allow_origins": "https://other.example"}
+    settings: dict[str, Any] = {"cors_allow_origins": "https://other.example"}
     async with serving(model_folder, tokenizer, **settings) as rig:
         answer = await rig.http.options("/v1/chat/completions", headers=PREFLIGHT)
         assert answer.status_code == 400

@@ -74,7 +74,7 @@ async def test_both_names_of_the_servers_facts_need_the_admins_key(
 )
 async def test_what_other_models_do_is_refused_clearly(rig: Rig, path: str) -> None:
     for body in ({"json": {"input": "hi"}}, {"files": {"file": b"sound"}}):
-        answer = await rig.http.post(path, **body)  # type: ignore[arg-type]
+        answer = await rig.http.post(path, **body)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "unsupported_task")
         assert "'scripted' generates text" in error["message"]

@@ -86,7 +86,7 @@ async def test_the_page_is_static_and_strict(rig: Rig) -> None:
 async def test_the_data_need_an_admin_and_the_page_needs_no_key(
     model_folder: Path, tokenizer: Tokenizer
 ) -> None:
-    keys = {"api_key": "client", "admin_api_key": "admin"}
+    keys: dict[str, Any] = {"api_key": "client", "admin_api_key": "admin"}
     async with serving(model_folder, tokenizer, **keys) as rig:
         assert (await rig.http.get("/memory")).status_code == 200
         for method, path in DATA_ROUTES:
@@ -230,8 +230,8 @@ async def test_samples_are_a_second_apart_of_the_last_ten_minutes_whatever_the_c
     rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, now_s = watch_of(rig), time.monotonic()
-    monkeypatch.setattr(memory_watch.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(memory_watch.time, "time", lambda: 0.0)
+    monkeypatch.setattr(memory_watch.time, "monotonic", lambda: now_s)  # type: ignore[attr-defined]
+    monkeypatch.setattr(memory_watch.time, "time", lambda: 0.0)  # type: ignore[attr-defined]
     reader = MemoryReader(driver.scheduler)
     for number in range(1001):
         watch._publish(reader.read(ReadMemory()))
@@ -289,7 +289,7 @@ async def test_a_page_and_a_prefix_are_found(rig: Rig, driver: Driver) -> None:
     (rank,) = (rank for rank in driver.scheduler.ranks if rank.memory.cache.nodes())
     (node,) = rank.memory.cache.nodes()
     page = int(node.values[0][1])
-    place = {"dp_rank": rank.dp_rank, "pool": 0, "page": page}
+    place: dict[str, Any] = {"dp_rank": rank.dp_rank, "pool": 0, "page": page}
     found = (await rig.http.post("/memory/page", json=place)).json()
     assert (found["owner"], found["tokens"], found["node"]) == ("tree", [4, 8], node.node_id)
     assert [move["action"] for move in found["moves"]] == ["take", "give to the tree"]

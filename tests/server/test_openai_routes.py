@@ -246,7 +246,10 @@ async def test_the_model_is_listed(rig: Rig) -> None:
 
 async def test_openais_own_client_understands_it(rig: Rig) -> None:
     client = openai.AsyncOpenAI(
-        api_key="none", base_url="http://localhost/v1", http_client=rig.http, max_retries=0
+        api_key="none",
+        base_url="http://localhost/v1",
+        http_client=rig.http,  # type: ignore[arg-type]
+        max_retries=0,
     )
     answer = await client.chat.completions.create(
         model="scripted",

@@ -29,7 +29,7 @@ async def test_without_a_valid_one_each_answer_has_an_id_of_its_own(
     rig: Rig, given: str | None
 ) -> None:
     headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
-    answers = [await rig.http.get("/health", headers=headers) for _ in range(2)]
+    answers = [await rig.http.get("/health", headers=headers) for _ in range(2)]  # type: ignore[arg-type]
     first, second = (answer.headers["x-request-id"] for answer in answers)
     assert first != second
     assert given not in (first, second)

@@ -180,16 +180,23 @@ async def test_a_turn_of_any_name_that_a_request_may_have_can_be_continued(rig: 
 async def test_a_chat_hands_in_the_whole_conversation(rig: Rig) -> None:
     await post(rig, "/open_session", session_id="s", streaming=True)
     client = openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key="none", http_client=rig.http, max_retries=0
+        base_url="http://localhost/v1",
+        api_key="none",
+        http_client=rig.http,  # type: ignore[arg-type]
+        max_retries=0,
     )
     answer = await client.chat.completions.create(
-        model="default", messages=HI, extra_body={"session_id": "s"}
+        model="default",
+        messages=HI,  # type: ignore[arg-type]
+        extra_body={"session_id": "s"},
     )
     assert answer.choices[0].message.content == "hi there"
     assert sent_turn(rig) == SessionTurn(id="s", is_whole=True)
     with pytest.raises(openai.BadRequestError, match="no such session"):
         await client.chat.completions.create(
-            model="default", messages=HI, extra_body={"session_id": "missing"}
+            model="default",
+            messages=HI,  # type: ignore[arg-type]
+            extra_body={"session_id": "missing"},
         )
 
 

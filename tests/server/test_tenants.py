@@ -120,7 +120,10 @@ async def test_a_turn_carries_what_it_names_for_the_engine_to_compare(rig: Rig) 
 
 async def test_openais_own_client_sends_both(rig: Rig) -> None:
     client = openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key="none", http_client=rig.http, max_retries=0
+        base_url="http://localhost/v1",
+        api_key="none",
+        http_client=rig.http,  # type: ignore[arg-type]
+        max_retries=0,
     )
     await client.chat.completions.create(
         model="default",

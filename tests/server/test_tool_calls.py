@@ -73,7 +73,10 @@ async def served(
         **settings,
     ) as rig:
         client = openai.AsyncOpenAI(
-            base_url="http://localhost/v1", api_key="-", http_client=rig.http, max_retries=0
+            base_url="http://localhost/v1",
+            api_key="-",
+            http_client=rig.http,  # type: ignore[arg-type]
+            max_retries=0,
         )
         yield rig, client
 
@@ -270,7 +273,8 @@ async def test_reasoning_may_begin_in_the_prompt_and_may_stay_in_content(
 async def test_what_is_forced_comes_after_the_reasoning(tools_folder: Path) -> None:
     """By the prompt: closed, opened, or neither."""
     schema = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
-    forced = ({"tools": DECLARED, "tool_choice": "required"}, {"response_format": schema})
+    required = {"tools": DECLARED, "tool_choice": "required"}
+    forced: tuple[dict[str, Any], ...] = (required, {"response_format": schema})
     tails = {None: ("<think>", "</think>"), True: ("", "</think>"), False: None}
     async with served(tools_folder, "hermes", "qwen3") as (rig, client):
         for body, (is_thinking, marks) in itertools.product(forced, tails.items()):

@@ -130,7 +130,7 @@ class SessionMachine(SchedulerMachine):
                 assert request.cached_tokens == max(in_lease, in_tree)
             return row
 
-        rank.admit = watched  # type: ignore[method-assign]
+        rank.admit = watched
 
     def states_of(self, rank: RankScheduler, lease: KVLease, tokens: Int32Array) -> list[int]:
         """After how many of `tokens`, and no fewer than the tree owns, a state is in the slots of

@@ -24,7 +24,7 @@ class Work:
         self.num_compared = 0
         for name in ("parent", "children"):
             monkeypatch.setattr(TreeNode, name, self._counting(name))
-        compare = tree_shape.common_prefix_len
+        compare = tree_shape.common_prefix_len  # type: ignore[attr-defined]
 
         def counting_compare(a: object, b: object) -> int:
             length: int = compare(a, b)  # type: ignore[arg-type]
@@ -119,7 +119,9 @@ def test_planning_looks_up_no_request_that_only_waits(
         scheduler.handle(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))
     walk, tokens_walked = RadixTree._walk, []
     monkeypatch.setattr(
-        RadixTree, "_walk", lambda *args: tokens_walked.append(args[1]) or walk(*args)
+        RadixTree,
+        "_walk",
+        lambda *args: tokens_walked.append(args[1]) or walk(*args),  # type: ignore[func-returns-value]
     )
     for _ in range(50):
         plan = scheduler.handle(PlanStep())

@@ -205,8 +205,8 @@ class Soak:
         lines = [self._line()] if self._counters and self._memory.samples else []
         sources = list(filter(None, (self._load, self._faults, self._watcher)))
         for source in sources:
-            lines += [f"{kind:<20} {source.counts[kind]:>8,}" for kind in source.kinds]
-            lines += [f"refused: {code:<20} {n:>8,}" for code, n in source.refusals.items()]
+            lines += [f"{kind:<20} {source.counts[kind]:>8,}" for kind in source.kinds]  # type: ignore[attr-defined]
+            lines += [f"refused: {code:<20} {n:>8,}" for code, n in source.refusals.items()]  # type: ignore[attr-defined]
         for name, (before, after) in self._memory.growth().items():
             lines.append(
                 f"{name} memory: {before / (1 << 20):.1f} MiB at first, "
@@ -223,8 +223,8 @@ class Soak:
         if compiles := self._counters["compiles_after_ready"]:
             yield f"{compiles} compilations after ready"
         for source in filter(None, (self._load, self._faults, self._watcher)):
-            for kind in source.kinds:
-                if not source.counts[kind]:
+            for kind in source.kinds:  # type: ignore[attr-defined]
+                if not source.counts[kind]:  # type: ignore[attr-defined]
                     yield f"{kind} did not happen"
         if self._faults and not self._faults.refusals["queue_full"]:
             yield "no flood was refused"

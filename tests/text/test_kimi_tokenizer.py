@@ -85,7 +85,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def reference() -> tiktoken.Encoding:
     special = {f"<|reserved_token_{i}|>": i for i in range(START, START + 256)}
-    for number, own in CONFIG["added_tokens_decoder"].items():
+    for number, own in CONFIG["added_tokens_decoder"].items():  # type: ignore[attr-defined]
         del special[f"<|reserved_token_{number}|>"]
         special[own["content"]] = int(number)
     return tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=RANKS, special_tokens=special)

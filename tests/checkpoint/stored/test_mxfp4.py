@@ -55,7 +55,7 @@ def read(tensors, index, group=MXFP4_GROUP):
 
 def test_its_tensors_are_bytes_of_blocks_and_scales(tensors):
     for kind, size, name in (("values", COLUMNS, "w_blocks"), ("scales", 3, "w_scales")):
-        found = READER.tensors("w", MatrixPart(kind, MXFP4_GROUP), (EXPERTS, ROWS, size))
+        found = READER.tensors("w", MatrixPart(kind, MXFP4_GROUP), (EXPERTS, ROWS, size))  # type: ignore[arg-type]
         assert {own: stored.shapes for own, stored in found.items()} == {
             name: (tensors[name].shape,)
         }

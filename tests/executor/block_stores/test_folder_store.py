@@ -171,7 +171,7 @@ def test_one_thread_puts_while_another_one_reads(tmp_path: Path) -> None:
     numbers = [random.Random(3).randrange(40) for _ in range(400)]
     with ThreadPoolExecutor(2) as threads:
         jobs = [threads.submit(store.put, [key(n)], [value(n)]) for n in numbers]
-        jobs += [threads.submit(store.get, [key(n)]) for n in numbers]
+        jobs += [threads.submit(store.get, [key(n)]) for n in numbers]  # type: ignore[arg-type]
         assert all(job.result() is None or len(job.result()) == 1 for job in jobs)
     assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path) <= 20 * 350
 

@@ -13,7 +13,7 @@ def test_the_kernel_and_xla_are_what_they_are_called():
 
 def test_the_kernel_can_be_simulated():
     chosen = attention_implementation("pallas", simulate=True)
-    assert chosen.__wrapped__ is tpu.ragged_paged_attention
+    assert chosen.__wrapped__ is tpu.ragged_paged_attention  # type: ignore[attr-defined]
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

@@ -168,7 +168,7 @@ def test_bfloat16_accumulates_in_float32():
     out, cache = attend(halves, None, None)
     assert out.dtype == cache.dtype == jnp.bfloat16
     arrays = [np.asarray(x, np.float32) for x in halves[:4]]
-    expected, _ = reference.ragged_paged_attention(*arrays, 1, *problem[4:7], scale=0.3)
+    expected, _ = reference.ragged_paged_attention(*arrays, 1, *problem[4:7], scale=0.3)  # type: ignore[misc]
     np.testing.assert_allclose(np.asarray(out[:62], np.float32), expected[:62], atol=0.02)
 
 
@@ -182,7 +182,7 @@ def test_a_cache_of_8_bits_is_attended_to_as_what_it_holds():
     cached = [as_float8(x) for x in (k, v, problem.cache)]
     out, cache = attend(problem._replace(k=k, v=v, cache=cached[2].view(np.int8)), None, None)
     arrays = [np.asarray(x, np.float32) for x in (problem.q, *cached)]
-    expected, expected_cache = reference.ragged_paged_attention(
+    expected, expected_cache = reference.ragged_paged_attention(  # type: ignore[misc]
         *arrays, 1, *problem[4:7], scale=0.3
     )
     np.testing.assert_allclose(out[:62], expected[:62], rtol=1e-6, atol=2e-5)

@@ -114,7 +114,7 @@ def test_a_result_that_is_not_finite_spoils_its_own_token_alone(add, bad):
 
 def skip_the_last_tile(monkeypatch):
     """Not the tile whose first line is the last in use."""
-    monkeypatch.setattr(moves, "_first_line", lambda tile: moves.pl.program_id(1) * tile + tile)
+    monkeypatch.setattr(moves, "_first_line", lambda tile: moves.pl.program_id(1) * tile + tile)  # type: ignore[attr-defined]
 
 
 def fetch_the_first_tile_only(monkeypatch):

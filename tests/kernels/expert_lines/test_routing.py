@@ -220,7 +220,7 @@ def test_a_seeded_fault_of_the_places_is_noticed(fault, monkeypatch):
 
 
 def choose_the_last_of_equals(monkeypatch):
-    monkeypatch.setattr(routing.jnp, "min", jnp.max)
+    monkeypatch.setattr(routing.jnp, "min", jnp.max)  # type: ignore[attr-defined]
 
 
 def leave_out_the_norm(monkeypatch):

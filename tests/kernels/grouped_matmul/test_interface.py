@@ -56,4 +56,4 @@ def test_each_platform_has_its_own():
     assert grouped_matmul_implementation("tpu") is tpu_grouped_matmul
     assert grouped_matmul_implementation("cpu") is blocked_grouped_matmul
     assert grouped_matmul_implementation("gpu") is ragged_grouped_matmul
-    assert grouped_matmul_implementation("cpu", simulate=True).__wrapped__ is tpu_grouped_matmul
+    assert grouped_matmul_implementation("cpu", simulate=True).__wrapped__ is tpu_grouped_matmul  # type: ignore[attr-defined]

@@ -76,28 +76,29 @@ def build(case: Case) -> LatentProblem:
     if len(rows) > 1:  # pages full of earlier tokens in both rows may be shared
         shared = min(case.shared_prefix, *(kv_starts[:2] // program.page_size))
         table[1, :shared] = table[0, :shared]
-    row_size = latent_row_size(program.rank, program.rope_dim)
+    row_size = latent_row_size(program.rank, program.rope_dim)  # type: ignore[attr-defined]
     cache = np.full((LAYERS, num_pages, 1, program.page_size, row_size), np.nan, np.float32)
     for i in range(len(rows)):
         for first in range(0, kv_starts[i], program.page_size):
             used = min(program.page_size, kv_starts[i] - first)
             page = cache[LAYER, table[i, first // program.page_size], 0, :used]
             drawn = np.zeros(page.shape)
-            drawn[:, : program.width] = _bounded(rng, (used, program.width))
+            drawn[:, : program.width] = _bounded(rng, (used, program.width))  # type: ignore[attr-defined]
             page[...] = np.where(np.isnan(page), drawn, page)
 
     def drawn_as(*shape: int, size: float = 1.0) -> np.ndarray:
         return np.asarray(_bounded(rng, shape) * size, program.dtype)
 
-    heads, rank, tokens = program.heads, program.rank, program.tokens
+    heads, rank, tokens = program.heads, program.rank, program.tokens  # type: ignore[attr-defined]
     return LatentProblem(
         LatentQueries(
-            drawn_as(tokens, heads, program.nope_dim), drawn_as(tokens, heads, program.rope_dim)
+            drawn_as(tokens, heads, program.nope_dim),  # type: ignore[attr-defined]
+            drawn_as(tokens, heads, program.rope_dim),  # type: ignore[attr-defined]
         ),
-        drawn_as(tokens, program.width),
+        drawn_as(tokens, program.width),  # type: ignore[attr-defined]
         UpProjections(
-            drawn_as(heads, program.nope_dim, rank, size=rank**-0.5),
-            drawn_as(heads, rank, program.value_dim, size=rank**-0.5),
+            drawn_as(heads, program.nope_dim, rank, size=rank**-0.5),  # type: ignore[attr-defined]
+            drawn_as(heads, rank, program.value_dim, size=rank**-0.5),  # type: ignore[attr-defined]
         ),
         program.as_cached(cache),
         table,

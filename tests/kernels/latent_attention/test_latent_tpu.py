@@ -148,7 +148,7 @@ def values_of_unused_slots(*_):
     """Leave NaN where no token lies."""
 
 
-def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):
+def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):  # type: ignore[attr-defined]
     out_copies(kernel, block, lambda copy: None if do is wait else do(copy))
 
 

@@ -70,4 +70,4 @@ def test_each_platform_has_its_own():
     assert quantized_matmul_implementation("gpu") is xla_quantized_matmul
     assert quantized_matmul_implementation("tpu") is tpu_quantized_matmul
     simulated = quantized_matmul_implementation("cpu", simulate=True)
-    assert simulated.__wrapped__ is tpu_quantized_matmul
+    assert simulated.__wrapped__ is tpu_quantized_matmul  # type: ignore[attr-defined]

@@ -123,7 +123,7 @@ def read_another_layer(monkeypatch):
 
 
 def scale_by_the_next_group(monkeypatch):
-    own = tpu.dequantized
+    own = tpu.dequantized  # type: ignore[attr-defined]
 
     def wrong(values, scales, *rest):
         return own(values, jnp.roll(scales, 1, axis=0), *rest)
@@ -132,17 +132,19 @@ def scale_by_the_next_group(monkeypatch):
 
 
 def lose_the_first_block(monkeypatch):
-    own = tpu.product
+    own = tpu.product  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        tpu, "product", lambda x, y, axes: own(x, y, axes) * (tpu.pl.program_id(1) > 0)
+        tpu,
+        "product",
+        lambda x, y, axes: own(x, y, axes) * (tpu.pl.program_id(1) > 0),  # type: ignore[attr-defined]
     )
 
 
 def keep_the_numbers_of_the_block_before(monkeypatch):
-    own = tpu.dequantized
+    own = tpu.dequantized  # type: ignore[attr-defined]
 
     def wrong(*args):
-        return jnp.where(tpu.pl.program_id(1) == 1, 0, own(*args))
+        return jnp.where(tpu.pl.program_id(1) == 1, 0, own(*args))  # type: ignore[attr-defined]
 
     monkeypatch.setattr(tpu, "dequantized", wrong)
 

@@ -180,7 +180,7 @@ def test_a_seeded_fault_is_noticed(fault, monkeypatch):
 @pytest.mark.parametrize("chips", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_each_chip_gets_each_message_once_from_the_nearest_side(chips, tokens, monkeypatch):
-    monkeypatch.setattr(gather.lax, "axis_size", lambda axis: chips)
+    monkeypatch.setattr(gather.lax, "axis_size", lambda axis: chips)  # type: ignore[attr-defined]
     ring = ring_module.Ring.of("tensor", tokens, itemsize=2)
     assert ring.parts == (2 if chips % 2 == 0 and tokens == 64 else 1)
     offsets = sorted(int(ring_module.distance(k)) % chips for k in range(chips))

@@ -7,8 +7,10 @@ import pytest
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction.adaptive_policy import GHOSTS_PER_PAGE, NUM_CLASSES, AdaptivePolicy
+from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
+from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE
+from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from tests.mem_cache.cache_loads import (

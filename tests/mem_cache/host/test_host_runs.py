@@ -136,7 +136,7 @@ class HostRun:
             is_new = np.arange(len(expected)) >= start // PAGE_SIZE
             is_new &= written > 0
             self.pools[group.pool][written[is_new]] = expected[is_new]
-        memory.commit_rows([lease.row], [end])
+        memory.commit_rows([lease.row], [end])  # type: ignore[arg-type]
         if self.rng.random() < 0.5:
             publish_prefix(memory, lease, held.tokens[:end])
         if not memory.lists_all:

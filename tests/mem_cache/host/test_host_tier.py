@@ -41,7 +41,7 @@ class Rank:
         """A request computes `tokens` and ends."""
         lease = self.memory.open_lease(tokens[:-1], namespace)
         assert self.memory.grow_row(lease.row, len(tokens))
-        self.memory.commit_rows([lease.row], [len(tokens)])
+        self.memory.commit_rows([lease.row], [len(tokens)])  # type: ignore[arg-type]
         release_kv_cache(self.memory, lease, tokens, insert=True)
 
     def take(self) -> Transfers:

@@ -278,10 +278,14 @@ def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCursor]:
     moves: list[PrefixCursor] = []
     file, rest = CursorIndex._file, CursorIndex._rest
     monkeypatch.setattr(
-        CursorIndex, "_file", lambda i, cursor, *to: moves.append(cursor) or file(i, cursor, *to)
+        CursorIndex,
+        "_file",
+        lambda i, cursor, *to: moves.append(cursor) or file(i, cursor, *to),  # type: ignore[func-returns-value]
     )
     monkeypatch.setattr(
-        CursorIndex, "_rest", lambda i, cursor: moves.append(cursor) or rest(i, cursor)
+        CursorIndex,
+        "_rest",
+        lambda i, cursor: moves.append(cursor) or rest(i, cursor),  # type: ignore[func-returns-value]
     )
     return moves
 

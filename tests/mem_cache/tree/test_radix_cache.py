@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction.adaptive_policy import NUM_CLASSES
+from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer

@@ -162,7 +162,7 @@ def test_an_edge_is_copied_when_it_doubles_not_with_every_chunk() -> None:
         copied += len(upper.key) + len(lower.key)
         merge(upper, lower)
 
-    tree.tree._merge = counting_merge  # type: ignore[method-assign]
+    tree.tree._merge = counting_merge
     publish_in_chunks(tree, 8192, 16)
     assert copied <= 8192 * 10
 

@@ -1,5 +1,7 @@
 """On which rank a request starts, when, and for which request a rank is held."""
 
+from typing import Any
+
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -8,19 +10,22 @@ from tests.sessions.test_sessions import talk
 
 
 def make_driver(
-    *, num_running: int = 8, chunk: int = 16, config: dict[str, object] | None = None, **sizes: int
+    *, num_running: int = 8, chunk: int = 16, config: dict[str, Any] | None = None, **sizes: Any
 ) -> Driver:
     """Two ranks that run so many requests at most; nothing is reserved."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "schedule_conservativeness": 0.0,
     }
     settings |= config or {}
-    sizes = {"dp_size": 2, "num_pages": 101, "max_context_len": 400, "max_chunk_tokens": chunk} | (
-        sizes
-    )
+    sizes: dict[str, Any] = {  # type: ignore[no-redef]
+        "dp_size": 2,
+        "num_pages": 101,
+        "max_context_len": 400,
+        "max_chunk_tokens": chunk,
+    } | sizes
     return Driver(
         make_sizes(num_rows=num_running + 1, **sizes),
-        SchedulerArgs(**settings),  # type: ignore[arg-type]
+        SchedulerArgs(**settings),
         max_passed_over=2,
     )
 
@@ -122,9 +127,9 @@ def test_what_a_turn_publishes_at_its_end_is_not_waited_for() -> None:
 # -- which rank ---------------------------------------------------------------------------------
 
 
-def cached_on_rank_0(**kwargs: object) -> tuple[Driver, list[int]]:
+def cached_on_rank_0(**kwargs: Any) -> tuple[Driver, list[int]]:
     """Two ranks, and a prompt of 200 tokens that the first of them has cached."""
-    driver = make_driver(**kwargs)  # type: ignore[arg-type]
+    driver = make_driver(**kwargs)
     prompt = [i % 40 for i in range(200)]
     driver.submit(generate("seed", prompt, 1, dp_rank=0))
     driver.run()

@@ -1,5 +1,7 @@
 """A running request gives way to one that is more important, if that helps and is needed."""
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
@@ -12,18 +14,18 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
 
 
-def make_driver(*, num_running: int = 8, conservativeness: float = 0.0, **sizes: int) -> Driver:
+def make_driver(*, num_running: int = 8, conservativeness: float = 0.0, **sizes: Any) -> Driver:
     """Ranks of 20 pages of 4 tokens that run so many requests at most."""
     config = SchedulerArgs(
         schedule_conservativeness=conservativeness,
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=10,
     )
-    settings = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
+    settings: dict[str, Any] = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
     return Driver(make_sizes(num_rows=num_running + 1, **settings), config, max_passed_over=2)
 
 
-def start(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: object) -> None:
+def start(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: Any) -> None:
     """Run a request, of tokens of its own, that has just so many pages, until it decodes."""
     token = 1 + len(driver.prompts)
     prompt = [token] * (4 * num_pages - 3)
@@ -41,7 +43,7 @@ def decode(driver: Driver, rid: str) -> None:
     pytest.fail(f"{rid} has no output after 20 steps")
 
 
-def ask(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: object) -> None:
+def ask(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: Any) -> None:
     """A request, of tokens of its own, that needs so many pages."""
     token = 1 + len(driver.prompts)
     prompt = [token] * (4 * num_pages - 3)
@@ -421,7 +423,7 @@ def test_the_reserve_counts_the_youngest_of_those_that_a_preemption_leaves() -> 
         reserves.append((num_reserved, rank.reserve.pages(rank.memory, rank.running)))
         return admit(request, cursor, num_reserved)
 
-    rank.admit = watched  # type: ignore[method-assign]
+    rank.admit = watched
     ask(driver, "high", 2, priority=50)
     driver.step()
     assert running(driver) == {"long", "high"}

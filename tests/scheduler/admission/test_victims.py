@@ -1,5 +1,7 @@
 """Short of memory, the request goes that costs least to bring back, and none is robbed for ever."""
 
+from typing import Any
+
 import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
@@ -11,9 +13,9 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 STEM = list(range(16))
 
 
-def make_driver(**sizes: int) -> Driver:
+def make_driver(**sizes: Any) -> Driver:
     """A rank that reserves nothing, without unread steps."""
-    settings = {"num_pages": 33, "max_chunk_tokens": 64} | sizes
+    settings: dict[str, Any] = {"num_pages": 33, "max_chunk_tokens": 64} | sizes
     return Driver(
         make_sizes(**settings), SchedulerArgs(schedule_conservativeness=0.0), max_unread=0
     )

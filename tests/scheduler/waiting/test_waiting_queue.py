@@ -1,6 +1,7 @@
 """Who is tried next: by priority, those that are due, retracted ones, the longest cached prefix."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,10 +42,10 @@ class Queue:
             cache(self.memories[-1], STEM[:cached_len])
 
     def add(
-        self, arrival: int, prefix_len: int = 0, tokens: list[int] | None = None, **kwargs: object
+        self, arrival: int, prefix_len: int = 0, tokens: list[int] | None = None, **kwargs: Any
     ) -> Request:
         """A request of `tokens`, or one that begins with so much of the stem."""
-        settings = {"num_retractions": 0, "priority": 0} | kwargs
+        settings: dict[str, Any] = {"num_retractions": 0, "priority": 0} | kwargs
         message = GenerateRequest(
             rid=f"r{arrival}",
             input_ids=STEM[:prefix_len] + [49] * 5 if tokens is None else tokens,

@@ -172,11 +172,11 @@ def values_of_unused_slots(kernel, block, keys, buffer):
     """Leave NaN where no token lies."""
 
 
-def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):
+def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):  # type: ignore[attr-defined]
     out_copies(kernel, block, lambda copy: None if do is wait else do(copy))
 
 
-def queries_not_waited_for(kernel, block, do, q_copies=prefill.q_copies):
+def queries_not_waited_for(kernel, block, do, q_copies=prefill.q_copies):  # type: ignore[attr-defined]
     q_copies(kernel, block, lambda copy: do(NoWait(copy)))
 
 
