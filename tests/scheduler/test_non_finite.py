@@ -179,3 +179,44 @@ def test_windows_publish_each_chunk_and_none_that_is_not_finite_is_found() -> No
     driver.run()
     driver.check_tokens("next")
     assert driver.cached["next"] == len(COMMON)
+
+
+def test_a_withdrawn_prefix_that_another_request_still_reads_is_not_found() -> None:
+    driver = make_driver()
+    driver.submit(generate("holder", [*COMMON, 20], 40))
+    for _ in range(6):
+        driver.step()
+    driver.oracle.rows_to_glitch = 1  # behind the holder's row
+    driver.submit(generate("bad", [*COMMON, 21], 3))
+    while "bad" not in driver.finish:
+        driver.step()
+    ended_non_finite(driver, "bad")
+    assert "holder" not in driver.finish
+    driver.submit(generate("next", [*COMMON, 22], 3))
+    driver.run()
+    assert driver.cached["next"] == 0
+    for rid in ("holder", "next"):
+        assert driver.finish[rid].type == "length"
+        driver.check_tokens(rid)
+
+
+def test_a_copy_to_the_host_that_is_under_way_is_given_up() -> None:
+    """With windows each chunk is published, and offered to the host, before its result is read."""
+    sizes = make_sizes(
+        page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, groups=WINDOWED, host_ratio=2.0
+    )
+    driver = Driver(sizes, SchedulerArgs(hicache_write_policy="write_through"))
+    driver.oracle.host.end_rate = 0.0
+    prompt = [*COMMON, *range(20, 40)]
+    driver.oracle.rows_to_glitch = 2
+    driver.submit(generate("bad", prompt, 3))
+    while "bad" not in driver.finish:
+        driver.step()
+    driver.oracle.host.end_rate = 1.0
+    driver.run()
+    for rank in driver.scheduler.ranks:
+        rank.memory.cache.reset()  # only the host has it now
+    driver.submit(generate("next", prompt, 3))
+    driver.run()
+    assert driver.finish["next"].type == "length"
+    driver.check_tokens("next")
