@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.messages import DumpExpertRecord, StartExpertRecord, StopExpertRecord
+from sgl_jax.engine.call_undo import CallUndo
 from sgl_jax.engine.controls import Controls
 from sgl_jax.executor.expert_recorder import ExpertRecorder, ReadCounts
 
 
 def controls(read: ReadCounts) -> Controls:
     core: Any = SimpleNamespace(executor=SimpleNamespace(expert_recorder=ExpertRecorder(read)))
-    return Controls(core)
+    return Controls(core, CallUndo())
 
 
 def growing_counts() -> ReadCounts:

@@ -34,7 +34,7 @@ class Held:
         self.may_run = threading.Event()
         self.may_run.set()
         self.num_begun = 0
-        self._make = compiler.LLMatcher
+        self._make = compiler.LLMatcher  # type: ignore[attr-defined]
         monkeypatch.setattr(compiler, "LLMatcher", self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def make_core(pytestconfig: pytest.Config) -> Iterator[Callable[..., EngineCore]
     cores: list[EngineCore] = []
 
     def make(**settings: Any) -> EngineCore:
-        args = {
+        args: dict[str, Any] = {
             "model_path": DEMO,
             "device": "cpu",
             "context_length": 128,
@@ -152,7 +152,11 @@ def test_a_matcher_stays_with_its_request_until_the_end(
     """Through retracts and evictions, with one compilation for each grammar."""
     monkeypatch.setattr(compile_queue, "_MAX_KEPT", 1)
     recording = tmp_path / "engine.events"
-    settings = {"test_retract": True, "test_retract_interval": 3, "record_events": str(recording)}
+    settings: dict[str, Any] = {
+        "test_retract": True,
+        "test_retract_interval": 3,
+        "record_events": str(recording),
+    }
     core = make_core(**settings)
     requests = [structured(str(n), f"[0-9]{{{n + 4}}}") for n in range(4)]
 
@@ -166,7 +170,7 @@ def test_a_matcher_stays_with_its_request_until_the_end(
         assert re.fullmatch(request.sampling.regex or "", text), text
     assert held.num_begun == len(requests)
     assert core.scheduler.counters()["requests_force_retracted"] > 0
-    core._recording.close()  # type: ignore[union-attr]
+    core._recording.close()
     assert replay([str(recording)]) == 0
 
 

@@ -34,7 +34,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def message(rid: str, prompt: list[int], **options: Any) -> GenerateRequest:
-    sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     sampling |= options.pop("sampling", {})
     return GenerateRequest(
         rid=rid, input_ids=prompt, sampling=SamplingParams(**sampling), **options

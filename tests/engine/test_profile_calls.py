@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import StartProfile, StopProfile
+from sgl_jax.engine.call_undo import CallUndo
 from sgl_jax.engine.controls import Controls
 from sgl_jax.executor.profiler import Profiler
 
@@ -17,7 +18,7 @@ def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Controls:
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     core: Any = SimpleNamespace(executor=SimpleNamespace(profiler=Profiler()))
-    return Controls(core)
+    return Controls(core, CallUndo())
 
 
 def test_a_trace_without_a_folder_gets_one_and_its_end_names_it(

@@ -137,7 +137,7 @@ def test_a_grammar_is_compiled_once_and_nothing_waits_for_it_but_its_request(
 
 
 def test_a_refused_grammar_ends_the_whole_call(engine: Engine) -> None:
-    sampling = [{"max_new_tokens": 4}, {"max_new_tokens": 4, "regex": "(a"}]
+    sampling: list[dict[str, Any]] = [{"max_new_tokens": 4}, {"max_new_tokens": 4, "regex": "(a"}]
     with pytest.raises(InvalidRequestError, match="unclosed group") as refusal:
         engine.generate(PROMPTS[:2], sampling)
     assert refusal.value.param == "regex"

@@ -122,7 +122,7 @@ def test_a_dropped_grammar_that_is_wanted_again_is_compiled(compiler: Compiler) 
     assert [job.grammar.text for job in compiler.queue.take()] == ["a"]
     compiler.go()
     (job,) = compiler.take(1)
-    assert (job.matcher, job.requests) == ("matcher of b", [("new", "")])
+    assert (job.matcher, job.requests) == ("matcher of b", [("new", "")])  # type: ignore[comparison-overlap]
 
 
 def test_no_tenant_can_take_all_places(compiler: Compiler) -> None:
@@ -154,7 +154,7 @@ def test_an_error_is_of_its_grammar_alone(compiler: Compiler, error: BaseExcepti
     compiler.error = None
     compiler.add("b")
     compiler.go()
-    assert compiler.take(1)[0].matcher == "matcher of b"
+    assert compiler.take(1)[0].matcher == "matcher of b"  # type: ignore[comparison-overlap]
     assert compiler.queue.find(Grammar("regex", "a")) is None
 
 

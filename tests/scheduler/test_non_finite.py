@@ -1,6 +1,7 @@
 """A row whose results are not finite ends alone, and nothing that it computed is found again."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,20 @@ BAD = 41
 COMMON = list(range(16))
 WINDOWED = (*FULL_ATTENTION, CacheGroup(9, 1))
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "no overlap": {"overlap": False},
     "drafts": {"max_draft_tokens": 3},
 }
 
 
-def make_driver(*, overlap: bool = True, **sizes: int) -> Driver:
-    sizes = {"page_size": 4, "num_rows": 6, "num_pages": 60, "max_chunk_tokens": 8} | sizes
+def make_driver(*, overlap: bool = True, **sizes: Any) -> Driver:
+    sizes = {
+        "page_size": 4,
+        "num_rows": 6,
+        "num_pages": 60,
+        "max_chunk_tokens": 8,
+    } | sizes
     return Driver(make_sizes(**sizes), SchedulerArgs(), overlap=overlap)
 
 

@@ -114,7 +114,7 @@ async def test_a_failing_run_fails_its_readers_only() -> None:
         result = next(results)
         if isinstance(result, Exception):
             raise result
-        return result
+        return result  # type: ignore[return-value]
 
     run = SharedRun(make, lambda last: 0.0)
     with pytest.raises(ValueError, match="once"):

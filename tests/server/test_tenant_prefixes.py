@@ -37,7 +37,7 @@ class DemoEngine:
                 **settings,
             )
         )
-        self.running: dict[str, object] = {}
+        self.running: dict[str, Any] = {}
 
     @property
     def info(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ async def served(folder: Path, settings: dict[str, Any]) -> AsyncIterator[Rig]:
     """The demonstration model for three keys."""
     keys = folder / "keys"
     keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
-    own = {"api_key_file": str(keys), "isolate_tenants": True} | settings
+    own: dict[str, Any] = {"api_key_file": str(keys), "isolate_tenants": True} | settings
     engine = await asyncio.to_thread(lambda: DemoEngine(**own))
     tokenizer = Tokenizer.load(DEMO)
     async with serving(Path(DEMO), tokenizer, engine=engine, **own) as rig:
@@ -83,7 +83,7 @@ async def cached(rig: Rig, name: str, prompt: list[int], **fields: Any) -> int:
 async def test_a_prefix_of_one_key_is_none_of_anothers_after_a_restart_from_the_store(
     tmp_path: Path,
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "page_size": 16,
         "enable_hierarchical_cache": True,
         "hicache_storage_backend": "file",

@@ -24,7 +24,7 @@ from tests.waiting import meanwhile_until
 pytestmark = pytest.mark.anyio
 MAX_SESSIONS = 16
 MAX_SESSION_TOKENS = 400
-TURN = {"input_ids": list(range(40)), "sampling_params": {"max_new_tokens": 2}}
+TURN: dict[str, Any] = {"input_ids": list(range(40)), "sampling_params": {"max_new_tokens": 2}}
 ANN, BOB, ROOT, SHARED = "a1", "b2", "r0", "s3"
 Serve = Callable[..., AbstractAsyncContextManager[Rig]]
 
@@ -47,7 +47,7 @@ def serve(
             "max_queued_requests": MAX_QUEUED,
         } | settings
         engine = OracleEngine(monkeypatch, **settings) if is_real else None
-        return serving(model_folder, tokenizer, engine=engine, **settings)
+        return serving(model_folder, tokenizer, engine=engine, **settings)  # type: ignore[arg-type]
 
     return start
 
@@ -136,7 +136,7 @@ async def test_the_client_of_a_session_that_made_room_reads_that_it_is_closed(ri
     engine.core.scheduler.audit()
 
 
-SHORT = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+SHORT: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 
 
 @pytest.mark.parametrize("protects", ["a time-out", "a turn"])
@@ -163,7 +163,7 @@ async def test_a_session_in_use_or_with_a_time_out_never_makes_room(
 async def test_the_history_of_one_key_leaves_room_for_that_of_another(rig: Rig) -> None:
     for number in range(MAX_SESSIONS // 2):
         fields = {"session_id": f"a{number}", "streaming": True, "timeout": 1e6}
-        assert (await send(rig, ANN, "/open_session", **fields)).status_code == 200
+        assert (await send(rig, ANN, "/open_session", **fields)).status_code == 200  # type: ignore[arg-type]
         turn = await send(rig, ANN, "/generate", session_params={"id": f"a{number}"}, **TURN)
         if turn.status_code != 200:
             assert (turn.status_code, turn.json()["error"]["code"]) == (429, "tenant_sessions_full")
@@ -261,7 +261,7 @@ async def test_users_of_a_shared_key_cannot_together_fill_the_queue(serve: Serve
 async def test_a_call_of_more_prompts_than_a_key_may_ever_queue_is_a_400(rig: Rig) -> None:
     most = 3 * (MAX_QUEUED + SIZES.num_rows - 1) // 4
     body = {"input_ids": [[1]] * (most + 1), "sampling_params": {"max_new_tokens": 1}}
-    refused = await send(rig, ANN, "/generate", **body)
+    refused = await send(rig, ANN, "/generate", **body)  # type: ignore[arg-type]
     assert refused.status_code == 400
     assert f"at most {most}, got {most + 1}" in refused.json()["error"]["message"]
 
@@ -282,7 +282,7 @@ async def test_a_server_that_tells_no_tenants_apart_has_no_shares(
 
 async def stored(rig: Rig, key: str, **fields: Any) -> str:
     body = {"input": "hi", "max_output_tokens": 1} | fields
-    made = await send(rig, key, "/v1/responses", **body)
+    made = await send(rig, key, "/v1/responses", **body)  # type: ignore[arg-type]
     assert made.status_code == 200, made.text
     return str(made.json()["id"])
 
@@ -399,7 +399,7 @@ async def test_the_admins_key_reads_all_names(rig: Rig) -> None:
 
 
 async def test_keys_that_read_at_the_same_time_each_read_their_own(rig: Rig) -> None:
-    keys = {ANN: {"annika"}, ROOT: {"annika", "bertram"}, BOB: {"bertram"}}
+    keys: dict[str, Any] = {ANN: {"annika"}, ROOT: {"annika", "bertram"}, BOB: {"bertram"}}
     for key in (ANN, BOB):
         await send(rig, key, "/generate", **SHORT)
     answers = await asyncio.gather(*(send(rig, key, "/metrics", "GET") for key in keys))

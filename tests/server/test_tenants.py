@@ -138,7 +138,11 @@ async def test_openais_own_client_sends_both(rig: Rig) -> None:
 async def keyed(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Rig]:
     """A server for the keys of ann and bob, one that all others have, and an admin's."""
     (tmp_path / "keys").write_text(KEYS)
-    keys = {"api_key_file": str(tmp_path / "keys"), "api_key": "shared", "admin_api_key": "r0"}
+    keys: dict[str, Any] = {
+        "api_key_file": str(tmp_path / "keys"),
+        "api_key": "shared",
+        "admin_api_key": "r0",
+    }
     async with serving(model_folder, tokenizer, **keys) as rig:
         yield rig
 

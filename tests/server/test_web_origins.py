@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,7 +39,7 @@ def routes_of(rig: Rig) -> list[tuple[str, str]]:
     ]
 
 
-def local(**headers: str) -> dict[str, str]:
+def local(**headers: Any) -> dict[str, str]:
     return {"host": "127.0.0.1:30000", **{k.replace("_", "-"): v for k, v in headers.items()}}
 
 
@@ -96,7 +97,7 @@ async def test_a_get_of_a_browser_flushes_nothing(
     headers: Mapping[str, str], model_folder: Path, tokenizer: Tokenizer
 ) -> None:
     async with serving(model_folder, tokenizer) as rig:
-        answer = await rig.http.get("/flush_cache", headers=local() | headers)
+        answer = await rig.http.get("/flush_cache", headers={**local(), **headers})
         assert answer.status_code == FORBIDDEN
         tool = await rig.http.get("/flush_cache", headers={"user-agent": "python-requests/2.32"})
         assert tool.status_code == 200
@@ -129,7 +130,7 @@ async def test_own_pages_and_programs_are_served(
     headers: Mapping[str, str], model_folder: Path, tokenizer: Tokenizer
 ) -> None:
     async with serving(model_folder, tokenizer) as rig:
-        sent = local() | headers
+        sent = {**local(), **headers}
         assert (await rig.http.get("/v1/models", headers=sent)).status_code == 200
         body = {"prompt": "a", "max_tokens": 1}
         answer = await rig.http.post("/v1/completions", json=body, headers=sent)
@@ -181,7 +182,7 @@ async def test_names_that_a_page_could_point_at_this_server_are_refused(
     flags: list[str], host: str, is_served: bool, model_folder: Path, tokenizer: Tokenizer
 ) -> None:
     args = parse_server_args(["--model-path", "m", *flags], {})
-    settings = {"host": args.host, "allowed_hosts": args.allowed_hosts}
+    settings: dict[str, Any] = {"host": args.host, "allowed_hosts": args.allowed_hosts}
     async with serving(model_folder, tokenizer, **settings) as rig:
         answer = await rig.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == (200 if is_served else FORBIDDEN)
@@ -261,7 +262,7 @@ async def test_metrics_may_be_open_to_scrapers_without_a_key(
     ],
 )
 def test_a_server_for_everybody_is_warned_of(
-    host: str, settings: dict[str, str], is_warned: bool, caplog: pytest.LogCaptureFixture
+    host: str, settings: dict[str, Any], is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = ServerArgs(host=host, **settings)
     warn_if_exposed(args, ApiKeys.from_args(args))

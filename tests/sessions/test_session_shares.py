@@ -1,5 +1,7 @@
 """Sessions of several tenants: which of them close for another's, and what that frees."""
 
+from typing import Any
+
 import pytest
 
 from sgl_jax.core.messages import CloseSession, ForkSession, OpenSession, SessionTurn, Tenant
@@ -14,13 +16,13 @@ ARGS = SchedulerArgs(
 )
 
 
-def talk(**sizes: int) -> Conversations:
+def talk(**sizes: Any) -> Conversations:
     return Conversations(Driver(make_sizes(**{"num_pages": 64, **sizes}), ARGS))
 
 
-def opened(s: Conversations, session_id: str, tenant: Tenant, **fields: object) -> int:
+def opened(s: Conversations, session_id: str, tenant: Tenant, **fields: Any) -> int:
     """The status with which a session is opened; 0: it is."""
-    message = OpenSession(rid="", session_id=session_id, streaming=True, tenant=tenant, **fields)  # type: ignore[arg-type]
+    message = OpenSession(rid="", session_id=session_id, streaming=True, tenant=tenant, **fields)
     reply = s.driver.session(message)
     return 0 if reply.ok else int(reply.data["status_code"])
 

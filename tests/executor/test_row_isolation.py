@@ -106,7 +106,7 @@ def test_no_row_changes_another(make_executor, name):
     for row, values in clean.items():
         assert_same_bits(found[row], values)
     for value in (np.nan, np.inf):
-        found = run(executor, amid=lambda *given, value=value: spoiled(*given, value))
+        found = run(executor, amid=lambda *given, value=value: spoiled(*given, value))  # type: ignore[call-arg]
         # The spoiled row gets no more tokens: its results are not finite.
         assert len(found.pop(SPOILED + 1)) < len(clean[SPOILED + 1])
         for row, values in found.items():
