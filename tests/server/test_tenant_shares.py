@@ -407,6 +407,18 @@ async def test_keys_that_read_at_the_same_time_each_read_their_own(rig: Rig) -> 
         assert tenants_in(answer.text) & {"annika", "bertram"} == own
 
 
+async def test_open_metrics_name_no_tenant_to_strangers(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    settings: dict[str, Any] = {"api_key": SHARED, "open_metrics": True}
+    async with serving(model_folder, tokenizer, **settings) as rig:
+        await send(rig, SHARED, "/generate", user="u", **SHORT)
+        await send(rig, SHARED, "/generate", **SHORT)
+        exposed = (await rig.http.get("/metrics")).text
+        assert tenants_in(exposed) <= {""}
+        assert "user u" in tenants_in((await send(rig, SHARED, "/metrics", "GET")).text)
+
+
 # -- prefixes ----------------------------------------------------------------------------------
 
 

@@ -215,8 +215,8 @@ def tenant_of(request: Request, user: str | None) -> Tenant | None:
 def visible_tenant(request: Request) -> str | None:
     """The only tenant whose figures the caller may read, "" for requests without one; None: all."""
     caller, args = caller_of(request), references_of(request).args
-    has_operators = args.has_key_file or args.admin_api_key is not None
-    if caller.is_admin or not has_operators:
+    is_only_key = not (args.has_key_file or args.admin_api_key)
+    if caller.is_admin or (is_only_key and caller != _STRANGER):
         return None
     return "" if caller.tenant is None else caller.tenant.name
 
