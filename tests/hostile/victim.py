@@ -1,4 +1,4 @@
-"""Measures what an attack with one key does to a stream with another."""
+"""Measures what an attack with one key does to a stream and to short requests with another."""
 
 import http.client
 import json
@@ -6,10 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -22,76 +22,108 @@ FLAGS = (
     *("--max-running-requests", "16"),
 )
 SETTLE_S = 2.0
+SHORT_INTERVAL_S = 0.3
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+
+
+class Seen(NamedTuple):
+    """What the victim saw: times in milliseconds."""
+
+    gaps_ms: list[float]  # between two tokens of its streams
+    short_ms: list[float]  # of requests for few tokens with a small schema
 
 
 class Measured(NamedTuple):
-    """A victim's token gaps without and with an attack, and what the attack left."""
+    """What the victim saw without and with an attack, and what the attack left."""
 
     name: str
-    quiet_p99_ms: float
-    attacked_p99_ms: float
-    longest_ms: float
-    num_tokens: int
+    quiet: Seen
+    attacked: Seen
     memory_growth: float  # of the resident memory of all processes, as a share
 
     @property
     def ratio(self) -> float:
-        return self.attacked_p99_ms / self.quiet_p99_ms
+        """The 99th percentile of the gaps during the attack over the one without."""
+        return _p99(self.attacked.gaps_ms) / _p99(self.quiet.gaps_ms)
 
     def __str__(self) -> str:
+        quiet, attacked = self.quiet, self.attacked
         return (
-            f"{self.name:22}{self.quiet_p99_ms:9.1f} ms{self.attacked_p99_ms:9.1f} ms"
-            f"{self.ratio:8.2f}{self.memory_growth:+9.1%}   longest {self.longest_ms:.0f} ms, "
-            f"{self.num_tokens} tokens"
+            f"{self.name:20}{_p99(quiet.gaps_ms):9.1f}{_p99(attacked.gaps_ms):9.1f}"
+            f"{self.ratio:7.2f}{max(quiet.gaps_ms):9.0f}{max(attacked.gaps_ms):9.0f}"
+            f"{max(quiet.short_ms):9.0f}{max(attacked.short_ms):9.0f}"
+            f"{len(attacked.gaps_ms):8}{self.memory_growth:+8.1%}"
         )
 
 
-class Victim(threading.Thread):
-    """Streams generations one after another, and notes the time between two tokens."""
+HEADER = (
+    f"{'':20}{'99 % of gaps, ms':^25}{'longest gap':^18}{'slowest short':^18}\n"
+    f"{'attack':20}{'quiet':>9}{'attacked':>9}{'ratio':>7}"
+    f"{'quiet':>9}{'attacked':>9}{'quiet':>9}{'attacked':>9}{'tokens':>8}{'memory':>8}"
+)
+
+
+class Victim:
+    """Streams one generation after another, and beside them sends short requests."""
 
     def __init__(self, server: LiveServer) -> None:
-        super().__init__(daemon=True)
         host, _, port = server.url.removeprefix("http://").partition(":")
         self._address = (host, int(port))
         self._done = threading.Event()
-        self.gaps_ms: list[float] = []
+        self.seen = Seen([], [])
         self.failures: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(act,), daemon=True)
+            for act in (self._stream, self._short)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def run(self) -> None:
-        while not self._done.is_set():
+    def _repeat(self, act: Callable[[http.client.HTTPConnection], None]) -> None:
+        while not self._done.is_set() and not self.failures:
             connection = http.client.HTTPConnection(*self._address, timeout=120)
             try:
-                self._stream(connection)
+                act(connection)
             except (OSError, http.client.HTTPException) as error:
                 self.failures.append(repr(error))
-                return
             finally:
                 connection.close()
 
-    def _stream(self, connection: http.client.HTTPConnection) -> None:
-        params = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({"text": "Hello", "sampling_params": params, "stream": True})
+    def _ask(
+        self, connection: http.client.HTTPConnection, **fields: Any
+    ) -> http.client.HTTPResponse:
         headers = {"content-type": "application/json", "authorization": f"Bearer {VICTIM}"}
-        connection.request("POST", "/generate", body, headers)
+        connection.request("POST", "/generate", json.dumps({"text": "Hello", **fields}), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             self.failures.append(f"{answer.status}: {answer.read()[:200]!r}")
-            self._done.set()
-            return
+        return answer
+
+    def _stream(self, connection: http.client.HTTPConnection) -> None:
+        params = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        answer = self._ask(connection, sampling_params=params, stream=True)
         last_s = None
         while (line := answer.readline()) and not self._done.is_set():
             if line.startswith(b"data: {"):
                 now_s = time.perf_counter()
                 if last_s is not None:
-                    self.gaps_ms.append(1e3 * (now_s - last_s))
+                    self.seen.gaps_ms.append(1e3 * (now_s - last_s))
                 last_s = now_s
 
-    def stop(self) -> list[float]:
-        """End, and return the gaps in milliseconds."""
+    def _short(self, connection: http.client.HTTPConnection) -> None:
+        begin_s = time.perf_counter()
+        params = {"max_new_tokens": 8, "temperature": 0, "json_schema": SCHEMA}
+        self._ask(connection, sampling_params=params).read()
+        self.seen.short_ms.append(1e3 * (time.perf_counter() - begin_s))
+        self._done.wait(SHORT_INTERVAL_S)
+
+    def stop(self) -> Seen:
+        """End, and return what was seen."""
         self._done.set()
-        self.join(130)
+        for thread in self._threads:
+            thread.join(130)
         assert not self.failures, self.failures
-        return self.gaps_ms
+        return self.seen
 
 
 @contextmanager
@@ -106,36 +138,30 @@ def attacked_server(folder: Path) -> Iterator[LiveServer]:
 
 
 def measure(server: LiveServer, name: str, seconds: float) -> Measured:
-    """Stream for `seconds` in quiet, then for `seconds` beside the attack."""
+    """Stream for `seconds` without the attack, then for `seconds` during it."""
     before = _resident_bytes(server)
-    quiet = _gaps(server, seconds)
+    quiet = _watch(server, seconds)
     command = [sys.executable, "-m", "tests.hostile.neighbor_attacks", name, "--url", server.url]
     attacker = subprocess.Popen([*command, "--seconds", str(seconds + SETTLE_S)])
     try:
         time.sleep(SETTLE_S)  # its modules are loaded
-        attacked = _gaps(server, seconds)
+        attacked = _watch(server, seconds)
         assert attacker.wait(seconds + 120) == 0
     finally:
         attacker.kill()
     assert server.process.poll() is None, server.log.read_text()[-2000:]
     server.until_at_rest(120)
-    after = _resident_bytes(server)
-    quiet_p99, attacked_p99 = np.percentile(quiet, 99), np.percentile(attacked, 99)
-    return Measured(
-        name,
-        float(quiet_p99),
-        float(attacked_p99),
-        max(attacked),
-        len(attacked),
-        after / before - 1,
-    )
+    return Measured(name, quiet, attacked, _resident_bytes(server) / before - 1)
 
 
-def _gaps(server: LiveServer, seconds: float) -> list[float]:
+def _watch(server: LiveServer, seconds: float) -> Seen:
     victim = Victim(server)
-    victim.start()
     time.sleep(seconds)
     return victim.stop()
+
+
+def _p99(values: list[float]) -> float:
+    return float(np.percentile(values, 99))
 
 
 def _resident_bytes(server: LiveServer) -> int:
