@@ -4,10 +4,11 @@
     scripts/test --long-sample 5 --long-seed 17    # the same tests again
     scripts/test -m long --record-long-seconds     # all of them; updates the recorded times
 
-`tests/long_seconds.json` has the mean seconds of each test function's cases, in a recorded run. A
-case of more than two minutes is drawn with a probability in inverse proportion to its time. The
-sample is as many cases as fit the time of all workers; its first is drawn whatever it takes, so
-each test is drawn by some seed. Cases that have not started when the time is over are skipped.
+`tests/long_seconds.json` has the mean seconds of each test function's cases that passed in a
+recorded run; other tests are not drawn, and their number is printed. A case of more than two
+minutes is drawn with a probability in inverse proportion to its time. The sample is as many cases
+as fit the time of all workers; its first is drawn whatever it takes, so each recorded test is drawn
+by some seed. Cases that have not started when the time is over are skipped.
 """
 
 import json
@@ -21,8 +22,6 @@ from pathlib import Path
 import pytest
 
 SECONDS = Path(__file__).with_name("long_seconds.json")
-# A test without a recorded time.
-UNKNOWN_S = 20.0
 # Slower tests are drawn less often.
 SLOW_S = 120.0
 _recorded: dict[str, list[float]] = defaultdict(list)
@@ -36,7 +35,7 @@ def function_of(test_id: str) -> str:
 def draw(
     test_ids: Iterable[str], seconds: Mapping[str, float], seed: int, budget_s: float
 ) -> list[str]:
-    """Draw a sample of tests without replacement, in the order of the draw.
+    """Draw a sample of the tests in `seconds` without replacement, in the order of the draw.
 
     Each next test is drawn with weights (Efraimidis and Spirakis, 2006), and taken if it fits what
     is left of the budget; the first one is always taken.
@@ -48,7 +47,9 @@ def draw(
     rng = random.Random(seed)
     keyed = []
     for test_id in sorted(test_ids):
-        test_s = seconds.get(function_of(test_id), UNKNOWN_S)
+        test_s = seconds.get(function_of(test_id))
+        if test_s is None:
+            continue
         weight = min(1.0, SLOW_S / max(test_s, 0.1))
         keyed.append((rng.random() ** (1 / weight), test_id, test_s))
     sample: list[str] = []
@@ -91,9 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--long-sample") is None:
         return
     by_id = {item.nodeid: item for item in items if item.get_closest_marker("long")}
+    known = _known_seconds()
+    num_unknown = sum(function_of(test_id) not in known for test_id in by_id)
+    if num_unknown and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"long sample: {num_unknown} tests have no recorded time and are not drawn")
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     budget_s = _sample_s(config) * num_workers
-    sample = draw(by_id, _known_seconds(), config.option.long_seed, budget_s)
+    sample = draw(by_id, known, config.option.long_seed, budget_s)
     chosen = set(sample)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [by_id[test_id] for test_id in sample]

@@ -28,6 +28,16 @@ def test_slow_tests_are_drawn_less_often_and_are_drawn() -> None:
     assert 0.15 < share < 0.25  # a weight of 1/4 beside one of 1
 
 
+def test_tests_without_a_recorded_time_are_not_drawn() -> None:
+    assert (
+        draw([*IDS, "tests/b.py::test_new[1]"], SECONDS_OF, 3, 10_000).count(
+            "tests/b.py::test_new[1]"
+        )
+        == 0
+    )
+    assert len(draw(IDS, SECONDS_OF, 3, 10_000)) == len(IDS)
+
+
 def test_recorded_times_are_of_functions() -> None:
     recorded = json.loads(SECONDS.read_text())
     assert recorded
