@@ -5,10 +5,10 @@
     scripts/test -m long --record-long-seconds     # all of them; updates the recorded times
 
 `tests/long_seconds.json` has the mean seconds of each test function's cases that passed in a
-recorded run; other tests are not drawn, and their number is printed. A case of more than two
-minutes is drawn with a probability in inverse proportion to its time. The sample is as many cases
-as fit the time of all workers; its first is drawn whatever it takes, so each recorded test is drawn
-by some seed. Cases that have not started when the time is over are skipped.
+recorded run; other tests are not drawn. A case of more than two minutes is drawn with a probability
+in inverse proportion to its time. The sample is as many cases as fit the time of all workers; its
+first is drawn whatever it takes, so each recorded test is drawn by some seed. Cases that have not
+started when the time is over are skipped.
 """
 
 import json
@@ -93,9 +93,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     by_id = {item.nodeid: item for item in items if item.get_closest_marker("long")}
     known = _known_seconds()
-    num_unknown = sum(function_of(test_id) not in known for test_id in by_id)
-    if num_unknown and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"long sample: {num_unknown} tests have no recorded time and are not drawn")
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     budget_s = _sample_s(config) * num_workers
     sample = draw(by_id, known, config.option.long_seed, budget_s)
