@@ -2,7 +2,6 @@
 works again."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine import core as core_module
 from sgl_jax.engine import step_failures
 from sgl_jax.engine.step_failures import StepFailures
+from sgl_jax.scheduler.record.events import GrammarReady
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_faults import Rig
 from tests.faults import EVERY
@@ -66,7 +66,11 @@ def test_failures_in_a_row_end_the_engine_after_every_request_has_its_answer(
 
 
 def test_failed_draws_count_as_failed_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.core, "_grammars", SimpleNamespace(start=lambda grammar: None))
+    def begin(message: GenerateRequest) -> None:
+        if message.sampling.grammar is not None:
+            rig.core.scheduler.handle(GrammarReady(message.rid))
+
+    monkeypatch.setattr(rig.core._grammars, "begin", begin)
     monkeypatch.setattr(core_module, "step_masks", lambda *_: [])
     sampling = SamplingParams(max_new_tokens=2, temperature=0.0, regex="[0-9]+")
     message = GenerateRequest(rid="masked", input_ids=[3, 4], sampling=sampling)
@@ -121,6 +125,5 @@ def test_a_probe_comes_a_while_after_the_last_failure() -> None:
         failures.check()
     failures.note_success()
     failures.check()
-    failures.note_success()
     assert told == [1, 2, 0]
     assert failures.num_failed == 2
