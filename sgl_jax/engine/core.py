@@ -223,7 +223,8 @@ class EngineCore:
                     batch: OutputBatch = self.scheduler.handle(TakeOutputs())
                     has_stamps = self._stamps.starts or self._stamps.marks
                     channel.send(self._stamps.add_to(batch) if has_stamps else batch)
-                self._failures.check()  # once all requests of the last step have their answers
+                if self._failures.num_consecutive:
+                    self._failures.check()  # once all requests of the last step have their answers
                 if self._kv_events is not None:
                     self._kv_events.publish()
                 if after_turn is not None:
@@ -335,7 +336,8 @@ class EngineCore:
             self._stamps.note_result(plan.step_id)
         if self._transfers is not None:
             self._transfers.ended(plan)
-        self._failures.note_success()
+        if self._failures.num_consecutive:
+            self._failures.note_success()
         self.scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self.scheduler)
         return True

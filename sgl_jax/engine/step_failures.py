@@ -43,9 +43,9 @@ class StepFailures:
         self._on_change(self.num_consecutive)
 
     def note_success(self) -> None:
-        if self.num_consecutive:
-            self.num_consecutive = 0
-            self._on_change(0)
+        """Start to count anew. Needed only if `num_consecutive` is not 0."""
+        self.num_consecutive = 0
+        self._on_change(0)
 
     @property
     def is_probe_due(self) -> bool:

@@ -30,8 +30,8 @@ class StepLog:
         for rank in plan.ranks:
             if rank.num_decode < len(rank.q_lens):
                 self._prefilled += int(rank.q_lens[rank.num_decode :].sum())
-        if scheduler.num_nonfinite_rows > self._num_nonfinite:
-            self._warn(scheduler.num_nonfinite_rows)
+        if scheduler.non_finite.num_rows > self._num_nonfinite:
+            self._warn(scheduler.non_finite.num_rows)
         if self._interval and self._steps % self._interval == 0:
             self._write_line(scheduler)
 

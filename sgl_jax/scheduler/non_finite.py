@@ -33,10 +33,12 @@ class NonFiniteRows:
         self._ranks = ranks
         self._live = live
         # With the last step that may have their rows; the earliest first.
-        self._departed: deque[tuple[int, RankScheduler, Departed]] = deque()
+        self.departed: deque[tuple[int, RankScheduler, Departed]] = deque()
 
     def after_step(self, step_id: int, rows: Records, num_failed: int, num_planned: int) -> None:
         """Handle the failed rows of a step whose result was applied.
+
+        Not needed if no row failed, and `departed` is empty, here and on each rank.
 
         Args:
             step_id: of the step.
@@ -46,13 +48,13 @@ class NonFiniteRows:
         """
         for rank in self._ranks.ranks:
             if rank.departed:
-                self._departed += [(num_planned - 1, rank, each) for each in rank.departed]
+                self.departed += [(num_planned - 1, rank, each) for each in rank.departed]
                 rank.departed.clear()
         if num_failed:
             for step in rows[rows["end"] == FAILED]:
                 self._fail(step)
-        while self._departed and self._departed[0][0] <= step_id:
-            self._departed.popleft()
+        while self.departed and self.departed[0][0] <= step_id:
+            self.departed.popleft()
 
     def _fail(self, step: Records) -> None:
         rank, row = self._ranks.locate(int(step["row"]))
@@ -74,6 +76,6 @@ class NonFiniteRows:
         self, rank: RankScheduler, row: int, epoch: int
     ) -> Iterator[tuple[Int32Array, str, int]]:
         """The prefix of the request that left the row, while its lease had `epoch`."""
-        for _, its_rank, each in self._departed:
+        for _, its_rank, each in self.departed:
             if its_rank is rank and (each.row, each.epoch) == (row, epoch):
                 yield each.tokens, each.namespace, each.matched_len

@@ -104,7 +104,7 @@ class Scheduler:
         self._requests = self._live.by_rid
         self._waiting, self._gate = self._live.waiting, self._live.gate
         self._deadlines, self._sessions = self._live.deadlines, self._live.sessions
-        self._non_finite = NonFiniteRows(self._all_ranks, self._live)
+        self.non_finite = NonFiniteRows(self._all_ranks, self._live)
         self._forced_retract = ForcedRetract(args) if args.retract_interval else None
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
@@ -442,14 +442,10 @@ class Scheduler:
         done, num_failed = apply_result(ranks, plan, launched, event.results, outputs)
         for request in done:
             self._live.forget(request, succeeded=True)
-        self._non_finite.after_step(event.step_id, launched.rows, num_failed, self._steps)
+        if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):
+            self.non_finite.after_step(event.step_id, launched.rows, num_failed, self._steps)
         if self.args.check_memory == "busy":
             self.check_balance()
-
-    @property
-    def num_nonfinite_rows(self) -> int:
-        """Requests that ended since the start because their results were not finite."""
-        return self._non_finite.num_rows
 
     @property
     def has_outputs(self) -> bool:
@@ -527,6 +523,6 @@ class Scheduler:
             "accepted_draft_tokens": self._all_ranks.num_accepted,
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
-            "nonfinite_rows": self.num_nonfinite_rows,
+            "nonfinite_rows": self.non_finite.num_rows,
             "store_failures": self._num_store_failures,
         }
