@@ -40,15 +40,20 @@ module.Scheduler._apply_result = commit_and_leak
 """
 
 
+def install_in_engine(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `source` at the start of each process that is started from now on."""
+    (folder / "sitecustomize.py").write_text(source)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(root)]))
+
+
 @contextmanager
 def breakable_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> Iterator[tuple[LiveServer, Path]]:
     """A server, and the file that breaks it when it is made."""
     flag = folder / "break"
-    (folder / "sitecustomize.py").write_text(SABOTAGE.format(flag=str(flag)))
-    root = Path(__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(root)]))
+    install_in_engine(SABOTAGE.format(flag=str(flag)), folder, monkeypatch)
     dumps = ("--memory-dump-dir", str(folder / "dumps"))
     flags = (*FLAGS, *dumps, "--memory-error-action", action)
     with live_server(folder, *flags, exit_code=1 if action == "crash" else 0) as server:
