@@ -58,15 +58,10 @@ def audit_host(tier: HostTier) -> None:
 def audit_host_slices(tier: HostTier) -> Iterator[None]:
     """Walk the blocks of a rank in slices, as `ledger_slices.py` walks its pages."""
     blocks = tier.blocks
-    slices = _slices(tier, blocks)
-    while tier.blocks is blocks:
-        try:
-            next(slices)
-        except StopIteration:
-            return
-        except LedgerError as error:
-            raise _error(blocks, str(error)) from error
+    for _ in _slices(tier, blocks):
         yield
+        if tier.blocks is not blocks:
+            return
 
 
 def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
@@ -76,12 +71,15 @@ def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
     for pool in range(len(blocks.allocators)):
         _check_owners(blocks, pool)
         yield
-    while walk.has_nodes:
-        walk.check_some(_locks(blocks))
-        yield
-    for pool in range(len(blocks.allocators)):
-        walk.check_rest(pool)
-        yield
+    try:
+        while walk.has_nodes:
+            walk.check_some(_locks(blocks))
+            yield
+        for pool in range(len(blocks.allocators)):
+            walk.check_rest(pool)
+            yield
+    except LedgerError as error:
+        raise _error(blocks, str(error)) from error
 
 
 def _locks(blocks: HostBlocks) -> list[tuple[TreeNode, None]]:
