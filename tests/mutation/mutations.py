@@ -2929,6 +2929,12 @@ MUTATIONS = (
         "            prefixes = []\n",
     ),
     Mutation(
+        "not finite: keep who left the row until a row fails",
+        _SCHEDULER,
+        "        if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):\n",
+        "        if num_failed:\n",
+    ),
+    Mutation(
         "not finite: walk into a withdrawn node",
         _SHAPE,
         "            if child is None or child.is_withdrawn:\n",

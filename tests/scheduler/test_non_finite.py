@@ -116,6 +116,17 @@ def leave_by_retract(driver: Driver) -> None:
     driver.retract("bad")
 
 
+def test_requests_that_have_left_their_rows_are_forgotten() -> None:
+    driver = make_driver()
+    driver.submit(generate("long", [1, 2], 60))
+    for i in range(20):
+        driver.submit(generate(f"r{i}", [3, i], 2))
+    driver.run()
+    assert driver.finish["long"].type == "length"
+    assert not driver.scheduler.non_finite.departed
+    assert not driver.scheduler.ranks[0].departed
+
+
 @pytest.mark.parametrize("leave", [leave_by_abort, leave_by_retract])
 def test_a_request_that_has_left_its_row_meanwhile_leaves_nothing_either(
     leave: Callable[[Driver], None],
