@@ -213,7 +213,7 @@ def test_what_an_engine_recorded_is_decided_alike_again(
     """With drafts, forced retracts, a failed step, and requests that take too long."""
     now_s = [1000.0]
     clock = SimpleNamespace(
-        monotonic=lambda: now_s[0], perf_counter=time.perf_counter, sleep=time.sleep
+        monotonic=lambda: now_s[0], thread_time=time.thread_time, sleep=time.sleep
     )
     monkeypatch.setattr(core_module, "time", clock)
     path = tmp_path / "engine.events"
@@ -247,7 +247,7 @@ def test_an_engine_at_rest_records_nothing_until_a_session_has_idled_for_too_lon
 ) -> None:
     now_s = [1000.0]
     clock = SimpleNamespace(
-        monotonic=lambda: now_s[0], perf_counter=time.perf_counter, sleep=time.sleep
+        monotonic=lambda: now_s[0], thread_time=time.thread_time, sleep=time.sleep
     )
     monkeypatch.setattr(core_module, "time", clock)
     path = tmp_path / "engine.events"

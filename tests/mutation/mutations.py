@@ -2931,8 +2931,8 @@ MUTATIONS = (
     Mutation(
         "not finite: keep who left the row until a row fails",
         _SCHEDULER,
-        "        if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):\n",
-        "        if num_failed:\n",
+        "if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):",
+        "if num_failed:",
     ),
     Mutation(
         "not finite: walk into a withdrawn node",
