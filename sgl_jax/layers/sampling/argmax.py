@@ -1,4 +1,4 @@
-"""The argmax that all draws use, and the check of what it is taken from."""
+"""The argmax that all draws use, and the check whether there is one."""
 
 import jax
 import jax.numpy as jnp

@@ -67,7 +67,7 @@ def _sample_elaborately(
 ) -> tuple[jax.Array, jax.Array]:
     """`sample_tokens` by way of all changes and filters."""
     tokens, largest = _sample_in_blocks(logits, params, token_table, where)
-    # Of all changes, the mask of stop tokens alone can remove a logit.
+    # The mask of stop tokens is the only change that can remove a logit.
     masked = largest_masked(logits, params, where.num_tokens)
     return tokens, jnp.isfinite(jnp.maximum(largest, masked))
 
