@@ -168,7 +168,7 @@ def draw_step(
     )
     # The likeliest token's log-probability is finite if, and only if, the row's logits are.
     is_wrong_score = scored.valid & ~jnp.isfinite(prompt_logprobs.top_logprobs[:, 0])
-    is_wrong |= _any_between(is_wrong_score, scored.firsts, controls.num_scored)
+    is_wrong |= _any_of_row(is_wrong_score, scored.rows, len(is_wrong))
     by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     new_tokens = jnp.where(is_new & ~is_wrong[:, None], new_tokens, -1)
     new_tokens = new_tokens.at[:, 0].set(jnp.where(is_wrong, NON_FINITE, new_tokens[:, 0]))
@@ -356,18 +356,18 @@ def _has_wrong_prompt(
     """Return, for each row, whether its chunk of a prompt has a state in `hidden` [T, hidden_size]
     that is not finite: bool[B]. Later tokens attend to it, even if no logits are computed now.
     """
-    is_wrong = ~jnp.all(jnp.isfinite(hidden), axis=-1)
-    is_prompt = jnp.arange(controls.rows.shape[0]) >= controls.num_decode
-    return is_prompt & _any_between(is_wrong, batch.q_offsets[:-1], controls.q_lens)
+    is_wrong = batch.valid & ~jnp.all(jnp.isfinite(hidden), axis=-1)
+    rows = jnp.arange(controls.rows.shape[0])
+    return (rows >= controls.num_decode) & _any_of_row(is_wrong, batch.token_rows, len(rows))
 
 
-def _any_between(flags: jax.Array, firsts: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return whether any of `flags` bool[n] in [firsts[i], firsts[i] + counts[i]) is set: bool[B].
+def _any_of_row(flags: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
+    """Return for each row whether any of `flags` bool[n] is set for it: bool[num_rows].
 
-    The ranges of all rows lie one after the other.
+    `rows` int32[n] are the flags' rows. One comparison of all pairs costs a TPU less than the small
+    operations of a sum over the flags and its differences.
     """
-    before = jnp.pad(jnp.cumsum(flags, dtype=jnp.int32), (1, 0))
-    return before[jnp.minimum(firsts + counts, len(flags))] > before[firsts]
+    return jnp.any(flags & (rows == jnp.arange(num_rows)[:, None]), axis=1)
 
 
 def _count_accepted(drawn: jax.Array, drafted: jax.Array, drafts: jax.Array) -> jax.Array:

@@ -46,7 +46,9 @@ def sample(logits, admissions, samples=True, batch=8):
     drawing = np.zeros(len(padded), bool)
     drawing[:n] = samples
     where = SampledRows(jnp.asarray(rows), jnp.asarray(lengths), jnp.asarray(drawing))
-    tokens = _sample(padded, unpack_row_params(jnp.asarray(packed)), jnp.asarray(table), where)
+    params = unpack_row_params(jnp.asarray(packed))
+    tokens, are_finite = _sample(padded, params, jnp.asarray(table), where)
+    np.testing.assert_array_equal(are_finite[:n], np.isfinite(padded[:n].max(-1)))
     return np.asarray(tokens)[:n]
 
 
@@ -186,6 +188,9 @@ def test_rows_draw_alike_in_one_block_of_rows_and_in_several():
     alone = [sample(logits[i : i + 8], rows[i : i + 8]) for i in range(0, num_rows, 8)]
     np.testing.assert_array_equal(together, np.concatenate(alone))
     assert (together != logits.argmax(axis=1)).sum() > 10
+    broken, bad = logits.copy(), [3, num_rows - 9]  # the second is in both of the last blocks
+    broken[bad, 5] = np.nan
+    np.testing.assert_array_equal(np.delete(sample(broken, rows), bad), np.delete(together, bad))
 
 
 @pytest.mark.parametrize(

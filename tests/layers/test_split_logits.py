@@ -87,7 +87,7 @@ def draw_rows(logits, packed, table, rows, lengths, samples, flags):
     return draw_tokens(logits, packed, table, SampledRows(rows, lengths, samples), flags[0])
 
 
-def draw(tp, samplings, returns_logprobs, dp=1, logits=None):
+def draw(tp, samplings, returns_logprobs, dp=1, logits=None, stops=()):
     """(tokens, whether logits are finite, log-probabilities) on every chip, of as many ranks, all
     alike."""
     if logits is None:
@@ -95,7 +95,8 @@ def draw(tp, samplings, returns_logprobs, dp=1, logits=None):
     packed = np.stack(
         [
             pack_row_params(
-                RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ()), 1
+                RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, stops),
+                1,
             )
             for i, sampling in enumerate(samplings)
         ]
@@ -138,6 +139,18 @@ def test_every_chip_finds_the_rows_whose_logits_are_not_finite(tp, name, returns
         np.testing.assert_array_equal(drawn[[1, 5]], clean[0][[1, 5]])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_mask_of_stop_tokens_hides_no_row_whose_logits_are_not_finite(temperature):
+    stop, sampling = 4, {"temperature": temperature, "min_new_tokens": 9}
+    logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    logits[0, stop] = np.nan
+    logits[2, stop] = np.inf
+    logits[3, :stop] = logits[3, stop + 1 :] = -np.inf  # the mask removes the only finite one
+    logits[4] = -np.inf
+    _, are_finite, _ = draw(1, [sampling] * ROWS, False, logits=logits, stops=(stop,))
+    np.testing.assert_array_equal(are_finite[0], [False, True, False, True, False, True])
+
+
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("name", ["greedy", "random"])
 def test_masks_hide_no_row_whose_logits_are_not_finite_and_are_not_the_reason_for_one(tp, name):
@@ -153,7 +166,7 @@ def test_masks_hide_no_row_whose_logits_are_not_finite_and_are_not_the_reason_fo
         RowAdmission(i, np.zeros(3, np.int32), 3, SamplingParams(**sampling), 7 + i, ())
         for i, sampling in enumerate(SAMPLINGS[name])
     ]
-    packed = np.stack([pack_row_params(admission) for admission in admissions])
+    packed = np.stack([pack_row_params(admission, 1) for admission in admissions])
     rows, lengths = np.arange(ROWS, dtype=np.int32), np.full(ROWS, 3, np.int32)
     inputs = (packed, np.zeros((ROWS, 8), np.int32), rows, lengths, np.ones(ROWS, bool), allowed)
     tokens, are_finite, _ = on_chips(tp, draw_masked)(logits, *inputs)

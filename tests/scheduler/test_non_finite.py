@@ -217,22 +217,30 @@ def test_a_withdrawn_prefix_that_another_request_still_reads_is_not_found() -> N
         driver.check_tokens(rid)
 
 
-def test_a_copy_to_the_host_that_is_under_way_is_given_up() -> None:
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_a_copy_to_the_host_that_is_under_way_is_given_up(num_good: int) -> None:
     """With windows each chunk is published, and offered to the host, before its result is read."""
     sizes = make_sizes(
         page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, groups=WINDOWED, host_ratio=2.0
     )
     driver = Driver(sizes, SchedulerArgs(hicache_write_policy="write_through"))
-    driver.oracle.host.end_rate = 0.0
+    host = driver.oracle.host
+    (rank,) = driver.scheduler.ranks
+    assert rank.host.tier is not None
+    copies = rank.host.tier.blocks.copies
     prompt = [*COMMON, *range(20, 40)]
-    driver.oracle.rows_to_glitch = 2
+    driver.oracle.rows_to_glitch = num_good
     driver.submit(generate("bad", prompt, 3))
     while "bad" not in driver.finish:
+        # Copies of good chunks end, and that of the chunk that fails does not.
+        has_bad = any(len(copy.tokens) > 8 * num_good for copy in copies.values())
+        host.end_rate = 0.0 if has_bad else 1.0
         driver.step()
-    driver.oracle.host.end_rate = 1.0
+    ended_non_finite(driver, "bad")
+    assert [copy.is_wanted for copy in copies.values()] == [False]
+    host.end_rate = 1.0
     driver.run()
-    for rank in driver.scheduler.ranks:
-        rank.memory.cache.reset()  # only the host has it now
+    rank.memory.cache.reset()  # only the host has it now
     driver.submit(generate("next", prompt, 3))
     driver.run()
     assert driver.finish["next"].type == "length"

@@ -1,4 +1,4 @@
-"""The argmax that all draws use."""
+"""The argmax that all draws use, and the check whether there is one."""
 
 import jax
 import jax.numpy as jnp
@@ -15,3 +15,12 @@ def first_argmax(values: jax.Array) -> jax.Array:
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     largest = jnp.max(values, axis=-1, keepdims=True)
     return jnp.min(jnp.where(values == largest, index, size - 1), axis=-1)
+
+
+def finite_rows(logits: jax.Array) -> jax.Array:
+    """Return for each line of logits [..., vocab] whether a token can be drawn from it, bool[...].
+
+    False if a logit is NaN or +inf, or if all are -inf. The maximum, which is NaN if any value is,
+    shows all three, and the draws need it too.
+    """
+    return jnp.isfinite(jnp.max(logits, axis=-1))

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
+from sgl_jax.layers.sampling.argmax import finite_rows
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
-from sgl_jax.layers.sampling.split_logits import SplitLogits, finite_rows
+from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 
 def draw_tokens(
@@ -41,14 +42,16 @@ def draw_tokens(
         rows = logits.whole_rows()
         params = unpack_row_params(row_params[own.rows])
         allowed = rows if masks is None else drawable.whole_rows()
-        tokens = sample_tokens(allowed, params, token_table, own)
+        tokens, is_finite = sample_tokens(allowed, params, token_table, own)
+        if masks is not None:  # which may hide a logit, or all finite ones
+            is_finite = finite_rows(rows)
         logprobs = lax.cond(
             returns_logprobs,
             lambda: token_logprobs(rows, tokens, params.logprob_ids),
             lambda: no_logprobs(tokens.shape[0]),
         )
         results: tuple[jax.Array, jax.Array, LogprobArrays] = jax.tree.map(
-            lambda share: join_shares(share, num_rows), (tokens, finite_rows(rows), logprobs)
+            lambda share: join_shares(share, num_rows), (tokens, is_finite, logprobs)
         )
         return results
 

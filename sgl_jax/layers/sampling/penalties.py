@@ -20,7 +20,7 @@ def needs_adjusting(params: RowParams, num_tokens: jax.Array) -> jax.Array:
     return (
         _has_penalty(params)
         | (params.bias_ids[:, 0] != NO_TOKEN)
-        | (num_tokens - params.prompt_len < params.min_new_tokens)
+        | _is_too_short(params, num_tokens)
     )
 
 
@@ -40,9 +40,27 @@ def adjust_logits(
     line = jnp.arange(logits.shape[0])[:, None]
     bias_ids = jnp.where(active[:, None], params.bias_ids, NO_TOKEN)
     logits = logits.at[line, bias_ids].add(params.bias_values, mode="drop")
-    too_short = active & (where.num_tokens - params.prompt_len < params.min_new_tokens)
-    stop_ids = jnp.where(too_short[:, None], params.stop_ids, NO_TOKEN)
+    stop_ids = jnp.where(active[:, None], _masked_stop_ids(params, where.num_tokens), NO_TOKEN)
     return logits.at[line, stop_ids].set(-jnp.inf, mode="drop")
+
+
+def largest_masked(logits: jax.Array, params: RowParams, num_tokens: jax.Array) -> jax.Array:
+    """Return each row's largest logit that the mask of stop tokens removes: float32[n].
+
+    -inf if there is none, NaN if one of them is.
+    """
+    line, stop_ids = jnp.arange(logits.shape[0])[:, None], _masked_stop_ids(params, num_tokens)
+    masked = logits.at[line, stop_ids].get(mode="fill", fill_value=-jnp.inf)
+    return jnp.max(masked, axis=-1)
+
+
+def _masked_stop_ids(params: RowParams, num_tokens: jax.Array) -> jax.Array:
+    """The stop tokens of rows that may not end yet, int32[n, max_stop_ids], else NO_TOKEN."""
+    return jnp.where(_is_too_short(params, num_tokens)[:, None], params.stop_ids, NO_TOKEN)
+
+
+def _is_too_short(params: RowParams, num_tokens: jax.Array) -> jax.Array:
+    return num_tokens - params.prompt_len < params.min_new_tokens
 
 
 def _has_penalty(params: RowParams) -> jax.Array:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.layers.sampling.argmax import first_argmax
+from sgl_jax.layers.sampling.argmax import finite_rows, first_argmax
 from sgl_jax.layers.sampling.filters import keep_threshold
-from sgl_jax.layers.sampling.penalties import adjust_logits, needs_adjusting
+from sgl_jax.layers.sampling.penalties import adjust_logits, largest_masked, needs_adjusting
 from sgl_jax.layers.sampling.race import pad_to_strips, race, split_strips
 from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
@@ -29,8 +29,11 @@ BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
 
 def sample_tokens(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> jax.Array:
-    """The next token of each row: int32[n], always a valid id, even where logits are NaN.
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row, int32[n], and whether its logits are finite, bool[n].
+
+    The token is always a valid id, even where logits are NaN. Rows whose logits overflow float32
+    when divided by the temperature are not finite either.
 
     Args:
         logits: float32[n, vocab] as the model gave them.
@@ -38,12 +41,12 @@ def sample_tokens(
         token_table: int32[num_rows, max_context_len], read only if a row has penalties.
         where: which rows draw.
     """
-    tokens: jax.Array = lax.cond(
+    drawn: tuple[jax.Array, jax.Array] = lax.cond(
         jnp.any(is_elaborate(params, where)),
-        lambda: _sample_in_blocks(logits, params, token_table, where),
-        lambda: first_argmax(logits),
+        lambda: _sample_elaborately(logits, params, token_table, where),
+        lambda: (first_argmax(logits), finite_rows(logits)),
     )
-    return tokens
+    return drawn
 
 
 def is_elaborate(params: RowParams, where: SampledRows) -> jax.Array:
@@ -59,10 +62,20 @@ def _is_adjusted(params: RowParams, where: SampledRows) -> jax.Array:
     return where.samples & needs_adjusting(params, where.num_tokens)
 
 
+def _sample_elaborately(
+    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
+) -> tuple[jax.Array, jax.Array]:
+    """`sample_tokens` by way of all changes and filters."""
+    tokens, largest = _sample_in_blocks(logits, params, token_table, where)
+    # The mask of stop tokens is the only change that can remove a logit.
+    masked = largest_masked(logits, params, where.num_tokens)
+    return tokens, jnp.isfinite(jnp.maximum(largest, masked))
+
+
 def _sample_in_blocks(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> jax.Array:
-    """`sample_tokens` by blocks of `BLOCK_ROWS` rows.
+) -> tuple[jax.Array, jax.Array]:
+    """Return `_sample_block` of all rows, by blocks of `BLOCK_ROWS`.
 
     The last block overlaps the one before it if rows do not fill it, and draws the same again.
     """
@@ -70,61 +83,75 @@ def _sample_in_blocks(
     if num_rows <= size:  # a loop of one turn would take the compiler longer
         return _sample_block(logits, params, token_table, where)
 
-    def sample_block(index: jax.Array, tokens: jax.Array) -> jax.Array:
+    def sample_block(
+        index: jax.Array, drawn: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         start = jnp.minimum(index * size, num_rows - size)
         block = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (logits, params, where)
         )
-        drawn = _sample_block(block[0], block[1], token_table, block[2])
-        return lax.dynamic_update_slice_in_dim(tokens, drawn, start, axis=0)
+        tokens, largest = _sample_block(block[0], block[1], token_table, block[2])
+        return (
+            lax.dynamic_update_slice_in_dim(drawn[0], tokens, start, axis=0),
+            lax.dynamic_update_slice_in_dim(drawn[1], largest, start, axis=0),
+        )
 
-    nothing = jnp.zeros(num_rows, jnp.int32)
-    tokens: jax.Array = lax.fori_loop(0, -(-num_rows // size), sample_block, nothing)
-    return tokens
+    nothing = (jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, logits.dtype))
+    drawn: tuple[jax.Array, jax.Array] = lax.fori_loop(
+        0, -(-num_rows // size), sample_block, nothing
+    )
+    return drawn
 
 
 def _sample_block(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
+    """A token of each row, int32[n], and its largest changed logit, float32[n]."""
     random, adjusted = _is_random(params, where), _is_adjusted(params, where)
     changed = lax.cond(
         jnp.any(adjusted),
         lambda: adjust_logits(logits, params, token_table, where, adjusted),
         lambda: logits,
     )
-    tokens: jax.Array = lax.cond(
+    drawn: tuple[jax.Array, jax.Array] = lax.cond(
         jnp.any(random),
         lambda: _draw(changed, params, where.num_tokens, random),
-        lambda: first_argmax(changed),
+        lambda: (first_argmax(changed), jnp.max(changed, axis=-1)),
     )
-    return tokens
+    return drawn
 
 
 def _draw(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
-) -> jax.Array:
-    """A token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy."""
+) -> tuple[jax.Array, jax.Array]:
+    """A token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy.
+
+    Returns int32[n], and the rows' largest logits behind the temperature, float32[n].
+    """
     vocab = logits.shape[1]
     top_k = jnp.where(random, params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
     min_p = jnp.where(random, params.min_p, 0.0)
-    weights = _weights(logits, params.temperature, random)
+    weights, largest = _weights(logits, params.temperature, random)
     threshold = keep_threshold(weights, top_k, top_p, min_p)[:, None]
     strips = [jnp.where(strip >= threshold, strip, 0.0) for strip in split_strips(weights)]
     drawn = jnp.minimum(race(strips, params.seed, positions), vocab - 1)
-    return jnp.where(random, drawn, _first_one(strips, vocab))
+    return jnp.where(random, drawn, _first_one(strips, vocab)), largest
 
 
-def _weights(logits: jax.Array, temperature: jax.Array, random: jax.Array) -> jax.Array:
+def _weights(
+    logits: jax.Array, temperature: jax.Array, random: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Probabilities divided by the row's largest; of rows not `random`, 1 for the best tokens.
 
-    float32[n, columns], from `pad_to_strips`. All is behind one maximum, as each pass over the
-    logits costs a TPU as much as the noise.
+    float32[n, columns], from `pad_to_strips`, and the maximum of the scaled logits, float32[n]. All
+    is behind this one maximum, as each pass over the logits costs a TPU as much as the noise.
     """
     scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
     largest = jnp.max(scaled, axis=-1, keepdims=True)
     is_best = jnp.where(scaled == largest, 1.0, 0.0)
-    return pad_to_strips(jnp.where(random[:, None], jnp.exp(scaled - largest), is_best))
+    weights = pad_to_strips(jnp.where(random[:, None], jnp.exp(scaled - largest), is_best))
+    return weights, largest[:, 0]
 
 
 def _first_one(strips: list[jax.Array], vocab: int) -> jax.Array:

@@ -20,15 +20,6 @@ from sgl_jax.layers.mesh_axes import (
 from sgl_jax.layers.sampling.argmax import first_argmax
 
 
-def finite_rows(logits: jax.Array) -> jax.Array:
-    """Return for each line of logits [..., vocab] whether a token can be drawn from it, bool[...].
-
-    False if a logit is NaN or +inf, or if all are -inf. The maximum, which is NaN if any value is,
-    shows all three, and the draws need it too.
-    """
-    return jnp.isfinite(jnp.max(logits, axis=-1))
-
-
 class SplitLogits(NamedTuple):
     """Logits of n rows, inside `jax.shard_map`."""
 
