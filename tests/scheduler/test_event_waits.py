@@ -9,6 +9,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import (
     AwaitPrograms,
     Flush,
+    GrammarReady,
     ProgramsReady,
     Rebuild,
     Resume,
@@ -166,6 +167,7 @@ def test_a_request_at_the_gate_for_programs_may_wait_for_the_store() -> None:
     driver.scheduler.handle(AwaitPrograms())
     driver.submit(generate("first", distinct_prompt(1), 4, regex="a*"))
     driver.step()
+    driver.scheduler.handle(GrammarReady("first"))
     driver.scheduler.handle(ProgramsReady(""))
     driver.step()
     assert driver.scheduler.why_waiting("first").kind == "store"
