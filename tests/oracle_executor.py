@@ -27,7 +27,7 @@ from tests.host_oracle import HostOracle
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1
 # KV that is not finite is that of the same prefix with these bits turned: it spreads by reading.
-_NON_FINITE_BITS = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
+NON_FINITE_BITS = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 
 
 class ContentError(AssertionError):
@@ -197,7 +197,7 @@ class OracleExecutor(FakeExecutor):
             for column in pages[number].nonzero()[0].tolist():
                 held = self._kv[rank][group.pool][int(pages[number, column]) * size :][:size]
                 own = hashes[column * size :][:size] + np.uint64(number)
-                if (held == own ^ _NON_FINITE_BITS).any():
+                if (held == own ^ NON_FINITE_BITS).any():
                     return True
         return False
 
@@ -207,7 +207,7 @@ class OracleExecutor(FakeExecutor):
         kv, hashes = self._kv[rank][group.pool], self._hashes[rank][row] + np.uint64(number)
         seen = max(start + 1 - group.sliding_window, 0) if group.sliding_window else 0
         slots = self._slots(pages, seen, start)
-        is_bad = kv[slots] == hashes[seen:start] ^ _NON_FINITE_BITS
+        is_bad = kv[slots] == hashes[seen:start] ^ NON_FINITE_BITS
         wrong = np.flatnonzero((kv[slots] != hashes[seen:start]) & ~is_bad)
         if len(wrong):
             raise ContentError(
@@ -237,7 +237,7 @@ class OracleExecutor(FakeExecutor):
             state = _extend(state, draft)
             written.append(state)
         values = np.array(written, np.uint64) + np.uint64(number)
-        kv[slots] = values ^ _NON_FINITE_BITS if is_bad else values
+        kv[slots] = values ^ NON_FINITE_BITS if is_bad else values
 
     def _start(self, rank: int, plan: RankPlan, i: int) -> int:
         """Where row i's first query lies: the device knows, and the host where it says so."""

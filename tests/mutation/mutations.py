@@ -2959,6 +2959,24 @@ MUTATIONS = (
         "                self.blocks.give_up_copy(number)\n",
         "                continue\n",
     ),
+    Mutation(
+        "not finite: keep a copy whose page the failed step shares with an earlier one",
+        _TIER,
+        "num_shared = (first + 1) * self._memory.page_size",
+        "num_shared = length + self._memory.page_size",
+    ),
+    Mutation(
+        "not finite: place a fetch whose prefix was withdrawn",
+        _TIER,
+        "end.succeeded and fetch.is_wanted",
+        "end.succeeded",
+    ),
+    Mutation(
+        "not finite: load a withdrawn prefix from the store",
+        _STORE,
+        "self._flags(search, end) & self._may_load(search)",
+        "self._flags(search, end)",
+    ),
     # -- the walk in slices
     Mutation(
         "walk: visit no node that was put above a listed one",

@@ -8,6 +8,8 @@ import pytest
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.record.events import Flush
+from tests.oracle_executor import NON_FINITE_BITS
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 BAD = 41
@@ -245,3 +247,57 @@ def test_a_copy_to_the_host_that_is_under_way_is_given_up(num_good: int) -> None
     driver.run()
     assert driver.finish["next"].type == "length"
     driver.check_tokens("next")
+
+
+def host_driver(**args: Any) -> Driver:
+    """With windows, and chunks that end within pages."""
+    sizes = make_sizes(
+        page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=6, groups=WINDOWED, host_ratio=2.0
+    )
+    driver = Driver(sizes, SchedulerArgs(hicache_write_policy="write_through", **args))
+    driver.oracle.host.end_rate = 1.0  # as early as a transfer may end
+    return driver
+
+
+@pytest.mark.parametrize("length", range(10, 15))
+def test_a_copy_is_given_up_if_the_step_began_within_a_page(length: int) -> None:
+    driver = host_driver()
+    prompt = list(range(length))
+    driver.oracle.rows_to_glitch = 1  # the chunk from position 6 on
+    driver.submit(generate("bad", prompt, 3))
+    driver.run()
+    ended_non_finite(driver, "bad")
+    for rank in driver.scheduler.ranks:
+        rank.memory.cache.reset()  # only the host has it now
+    driver.submit(generate("next", prompt, 3))
+    driver.run()
+    assert driver.finish["next"].type == "length"
+    driver.check_tokens("next")
+
+
+STORE = {
+    "hicache_storage_backend": "file",
+    "hicache_fetch_policy": "always",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+
+
+@pytest.mark.parametrize("length", [10, 24])
+def test_a_prefix_that_the_store_has_damaged_is_loaded_no_more(length: int) -> None:
+    driver = host_driver(**STORE)
+    prompt = list(range(length))
+    driver.submit(generate("first", prompt, 3))
+    driver.run()
+    driver.scheduler.handle(Flush())  # only the store has it now
+    assert driver.oracle.host.store
+    for values in driver.oracle.host.store.values():
+        values ^= NON_FINITE_BITS
+    names = [f"next {i}" for i in range(4)]
+    for rid in names:
+        driver.submit(generate(rid, prompt, 3))
+        driver.run()
+        driver.scheduler.handle(Flush())
+    codes = [driver.finish[rid].status_code for rid in names]
+    assert codes[0] == 500
+    assert codes[2:] == [None, None]
+    driver.check_tokens(names[-1])

@@ -40,6 +40,7 @@ class Fetch(NamedTuple):
     lease: KVLease
     num_tokens: int  # that are fetched
     move: PageTransfer
+    is_wanted: bool = True  # False if the prefix was withdrawn
 
 
 class _Offer(NamedTuple):
@@ -276,16 +277,25 @@ class HostTier:
         release_kv_cache(self._memory, fetch.lease, fetch.tokens, insert=insert)
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """`RadixCache.withdraw` for the prefixes here, and for the copies in flight.
+        """`RadixCache.withdraw` for the prefixes here, and for the copies and fetches in flight.
 
         A copy of pages that an unread step writes is still in flight when the step's result is
-        read, so none of it reaches the store.
+        read, so none of it reaches the store. What the store has is not loaded again.
         """
+        first = length // self._memory.page_size
+        num_shared = (first + 1) * self._memory.page_size
         for number, copy in list(self.blocks.copies.items()):
-            shared = common_prefix_len(copy.tokens, tokens)
-            if copy.namespace == namespace and shared >= length + self._memory.page_size:
+            if copy.namespace == namespace and common_prefix_len(copy.tokens, tokens) >= num_shared:
                 self.blocks.give_up_copy(number)
+        for number, fetch in self.fetches.items():
+            if (
+                fetch.lease.namespace == namespace
+                and common_prefix_len(fetch.tokens, tokens) >= num_shared
+            ):
+                self.fetches[number] = fetch._replace(is_wanted=False)
         self.blocks.cache.withdraw(tokens, namespace, length)
+        if self.store is not None:
+            self.store.withdraw(tokens, namespace, first)
 
     # -- transfers --------------------------------------------------------------------------
 
@@ -377,11 +387,12 @@ class HostTier:
             self._begun.remove(number)
             if number in self.fetches:
                 fetch = self.fetches[number]
-                self._end_lease(number, insert=end.succeeded)
-                self.num_fetched_tokens += fetch.num_tokens * end.succeeded
-                if end.succeeded:
+                is_placed = end.succeeded and fetch.is_wanted
+                self._end_lease(number, insert=is_placed)
+                self.num_fetched_tokens += fetch.num_tokens * is_placed
+                if is_placed:
                     self.prices.fetch.add(end.seconds, fetch.num_tokens)
-                now = self._placed_now if end.succeeded else self._dropped_now
+                now = self._placed_now if is_placed else self._dropped_now
                 now.append(fetch.move)
             else:
                 self._dropped_now.append(self._dropped.pop(number))

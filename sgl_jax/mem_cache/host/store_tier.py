@@ -27,8 +27,8 @@ from sgl_jax.mem_cache.tree.window_component import lookback_pages
 # So many blocks may be on their way to the store; further prefixes are put there when they are
 # offered to the host again.
 _MAX_PUT_BLOCKS = 4096
-# So many pages may wait for that.
-_MAX_LEFT_OUT = 1 << 16
+# So many pages may wait for that, and so many are withdrawn.
+_MAX_LISTED_PAGES = 1 << 16
 # One in so many loads that are dearer than computing begins all the same, though no request waits
 # for it: so the price of the store stays up to date.
 _MEASURED_REFUSALS = 16
@@ -77,6 +77,8 @@ class StoreTier:
         awaited: the ids of requests for which a search or a load is under way.
         num_loaded_tokens, num_put_blocks: since the start.
         is_suspended: whether the store does not answer: nothing new is searched or put.
+        withdrawn: keys of pages that are not loaded, since the store's values may not be finite;
+            oldest first.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class StoreTier:
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
         self._left_out: dict[bytes, None] = {}
+        self.withdrawn: dict[bytes, None] = {}
         self._num_refused = 0  # loads
         self._searches_now: list[StoreTransfer] = []
         self._loads_now: list[StoreTransfer] = []
@@ -123,6 +126,7 @@ class StoreTier:
         self.num_put_blocks = before.num_put_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
         self.is_suspended = before.is_suspended
+        self.withdrawn = before.withdrawn
 
     @property
     def puts(self) -> set[int]:
@@ -205,9 +209,7 @@ class StoreTier:
         self.put(number, tokens, namespace, values)
 
     def _leave_out(self, put: _Put) -> None:
-        self._left_out.update(dict.fromkeys(key.tobytes() for key in put.pages))
-        for key in list(islice(self._left_out, max(len(self._left_out) - _MAX_LEFT_OUT, 0))):
-            del self._left_out[key]
+        _add_keys(self._left_out, put.pages)
 
     def drop_puts(self) -> None:
         """Undo the locks of all puts, none of which may still run."""
@@ -219,6 +221,15 @@ class StoreTier:
         self._restored.clear()
 
     # -- in ---------------------------------------------------------------------------------
+
+    def withdraw(self, tokens: Int32Array, namespace: str, first: int) -> None:
+        """Load no page of the prefix `tokens` from page `first` on, until its key is forgotten for
+        newer ones."""
+        _add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
+
+    def _may_load(self, search: _Load) -> BoolArray:
+        """Which pages of a search are not withdrawn, bool[pages]."""
+        return np.array([key.tobytes() not in self.withdrawn for key in search.keys[0]], np.bool_)
 
     def search(
         self,
@@ -370,7 +381,7 @@ class StoreTier:
         elif number in self._searches:
             search = self._searches.pop(number)
             self._forget_first_page(search, number)
-            is_found = self._flags(search, end)
+            is_found = self._flags(search, end) & self._may_load(search)
             if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
                 self._search_for_followers(number, follows=False)
@@ -456,6 +467,13 @@ class StoreTier:
             if blocks is None
             else tuple(blocks[numbers][is_moved[numbers]] for numbers in groups_of),
         )
+
+
+def _add_keys(listed: dict[bytes, None], keys: Keys) -> None:
+    """Add keys [n, bytes] to `listed`, of which the oldest leave when there are too many."""
+    listed.update(dict.fromkeys(key.tobytes() for key in keys))
+    for key in list(islice(listed, max(len(listed) - _MAX_LISTED_PAGES, 0))):
+        del listed[key]
 
 
 def _first_page(each: _Load) -> bytes:

@@ -96,6 +96,23 @@ def test_a_prefix_goes_out_and_comes_back() -> None:
     assert rank.tier.num_fetched_tokens == len(tokens)
 
 
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("length", [0, 6, 15])
+def test_a_withdrawn_prefix_on_its_way_to_the_device_is_not_found_there(
+    length: int, *, is_begun: bool
+) -> None:
+    rank = Rank()
+    tokens = rank.tokens(1)
+    rank.move_out(tokens)
+    assert rank.tier.begin_fetch(tokens, "") is not None
+    back = rank.take() if is_begun else None
+    rank.tier.withdraw(tokens, "", length)
+    rank.end_all(back or rank.take())
+    assert rank.memory.cache.peek(tokens) == 0
+    assert rank.num_here(tokens) == length // PAGE_SIZE * PAGE_SIZE
+    assert not rank.take().placed
+
+
 @pytest.mark.parametrize(("window", "pool"), [(9, 0), (9, 1), (6, 1)])
 def test_of_a_window_the_pages_before_the_end_go_out_and_come_back(window: int, pool: int) -> None:
     groups = (*FULL_ATTENTION, CacheGroup(window, pool))

@@ -261,7 +261,7 @@ def test_a_prefix_larger_than_all_puts_is_put_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_that_are_left_out_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "_MAX_LEFT_OUT", 3)
+    monkeypatch.setattr(store_tier, "_MAX_LISTED_PAGES", 3)
     rank = StoringRank()
     for number in (1, 2):
         rank.publish(rank.tokens(number, num_pages=2))
