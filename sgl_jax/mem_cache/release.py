@@ -153,13 +153,13 @@ def _keep_for_session(
     memory: RankMemory, lease: KVLease, added: Int32Array, num_tokens: int
 ) -> bool:
     """Keep the part of the first `num_tokens` tokens that the session's next turn can resume; False
-    if there is none.
+    if there is none, or its prefix is withdrawn: the next turn shares another copy of that.
 
     All other pages are freed: a pool of windows has pages for the windows of idle rows and for the
     chunk of one step. `added` is the result of `_hand_to_tree`.
     """
     length = resumable_len(memory, lease, num_tokens)
-    if length < 1:
+    if length < 1 or not memory.cache.finds(lease.node):
         memory.sessions.unbind(lease)
         return False
     memory.lock(added)

@@ -1,14 +1,18 @@
 """Rows whose results are not finite: their requests end, and nothing that they computed stays.
 
 A step reads all earlier tokens of its rows, so a row with finite results proves that the KV before
-it is finite. If a row fails, the KV that it computed before the step is good. If the step was the
-row's first, the prefix that it found may be the cause, too. So the prefix is withdrawn from the
-caches from the step's first token on, or as a whole. Requests that read it already fail by their
-own results.
+it is finite. If a row fails, the KV that it computed before the step is good, so its prefix is
+withdrawn from the caches from the step's first token on. If the step was the row's first, the
+prefix that it found may be the cause, but the row's own tokens are the likelier one, and many
+requests may share the prefix. It is withdrawn once another row fails in its first step on a page of
+it, unless a row has read it in its first step since, with finite results. Requests that read a
+withdrawn prefix already fail by their own results.
 """
 
 from collections import deque
 from collections.abc import Iterator
+
+import numpy as np
 
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.step_plan import Int32Array
@@ -18,6 +22,8 @@ from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 
+# Prefixes on which rows have failed; of more, the oldest is forgotten.
+_MAX_PREFIXES = 64
 _CODE = "internal_server_error"
 _TEXT = (
     "the model computed values that are not finite (NaN or infinity) for this request; "
@@ -34,6 +40,9 @@ class NonFiniteRows:
         self._live = live
         # With the last step that may have their rows; the earliest first.
         self.departed: deque[tuple[int, RankScheduler, Departed]] = deque()
+        # Rank, namespace and tokens of prefixes on which a row failed in its first step.
+        self._failed_on: dict[tuple[int, str, bytes], None] = {}
+        self._page_size = ranks.ranks[0].memory.page_size
 
     def after_step(self, step_id: int, rows: Records, num_failed: int, num_planned: int) -> None:
         """Handle the failed rows of a step whose result was applied.
@@ -50,6 +59,8 @@ class NonFiniteRows:
             if rank.departed:
                 self.departed += [(num_planned - 1, rank, each) for each in rank.departed]
                 rank.departed.clear()
+        if self._failed_on:
+            self._forget_read(rows[rows["end"] != FAILED])
         if num_failed:
             for step in rows[rows["end"] == FAILED]:
                 self._fail(step)
@@ -70,7 +81,41 @@ class NonFiniteRows:
             rank.drop_session_lease(row)
         for tokens, namespace, matched_len in prefixes:
             start = int(step["kv_start"])
-            rank.withdraw(tokens, namespace, start if start > matched_len else 0)
+            if start <= matched_len and self._has_failed_before(
+                rank, tokens[:matched_len], namespace
+            ):
+                start = 0
+            rank.withdraw(tokens, namespace, start)
+
+    def _has_failed_before(self, rank: RankScheduler, prefix: Int32Array, namespace: str) -> bool:
+        """Return whether a row has failed on a page of the cached `prefix` before; remember it
+        otherwise."""
+        prefix = prefix[: len(prefix) // self._page_size * self._page_size]
+        if not len(prefix) or rank.memory.cache.peek(prefix, namespace) < len(prefix):
+            return False  # nothing was read, or it is withdrawn already
+        own, page = (rank.dp_rank, namespace), prefix[: self._page_size].tobytes()
+        for key in self._failed_on:
+            if key[:2] == own and key[2].startswith(page):
+                del self._failed_on[key]
+                return True
+        if len(self._failed_on) == _MAX_PREFIXES:
+            del self._failed_on[next(iter(self._failed_on))]
+        self._failed_on[*own, prefix.tobytes()] = None
+        return False
+
+    def _forget_read(self, rows: Records) -> None:
+        """Forget the prefixes that one of these `rows`, with finite results, has read in its first
+        step."""
+        lens = [len(prefix) // 4 for _, _, prefix in self._failed_on]  # of int32
+        starts = rows["kv_start"] // self._page_size * self._page_size
+        may_read = self._ranks.tables.epoch[rows["row"]] == rows["epoch"]
+        may_read &= np.isin(starts, lens)
+        for step, start in zip(rows[may_read], starts[may_read].tolist(), strict=True):
+            rank, row = self._ranks.locate(int(step["row"]))
+            request = rank.running.request(row)
+            if step["kv_start"] <= request.matched_len:
+                prefix = rank.running.known_tokens(row)[:start]
+                self._failed_on.pop((rank.dp_rank, request.namespace, prefix.tobytes()), None)
 
     def _left(
         self, rank: RankScheduler, row: int, epoch: int

@@ -396,9 +396,15 @@ class RankScheduler:
         self.departed.clear()
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Let no request find more than `length` tokens of the prefix `tokens` in any cache."""
+        """Let no request find more than `length` tokens of the prefix `tokens` in any cache.
+
+        Idle sessions that keep more of it lose their memory.
+        """
         self.memory.cache.withdraw(tokens, namespace, length)
         self.host.withdraw(tokens, namespace, length)
+        for session_id, lease in list(self.memory.sessions.idle()):
+            if not self.memory.cache.finds(lease.node):
+                release_idle_lease(self.memory, session_id)
 
     def drop_session_lease(self, row: int) -> None:
         """End the lease in `row` if an idle session keeps it."""

@@ -298,7 +298,7 @@ class Driver:
         for dp_rank, rank in enumerate(self.scheduler.ranks):
             tree = rank.memory.cache.tree
             for node in tree.nodes():
-                if tree.finds(node):
+                if not node.is_withdrawn:
                     tokens = np.concatenate([step.key for step in tree.path_to(node)])
                     pages = rank.memory.cache.pages_to(node)
                     assert not self.oracle.held_non_finite(dp_rank, tokens, pages), node

@@ -73,19 +73,76 @@ def test_what_it_has_published_is_not_found_and_what_was_good_before_is(name: st
     driver.check_replay()
 
 
-def test_the_prefix_that_was_found_is_computed_again_if_the_first_step_fails() -> None:
-    """It may be the cause: KV that was damaged since."""
-    driver = make_driver()
-    driver.submit(generate("first", [*COMMON, 20], 3))
-    driver.run()
+def finish(driver: Driver, rid: str, prompt: list[int]) -> None:
+    """Run a request to its end. Damaged prefixes may still be cached then."""
+    driver.submit(generate(rid, prompt, 3))
+    while rid not in driver.finish:
+        driver.step()
+
+
+def fail_at_once(driver: Driver, rid: str, prompt: list[int]) -> None:
+    """Run a request whose first step is not finite."""
     driver.oracle.rows_to_glitch = 0
-    driver.submit(generate("bad", [*COMMON, 21], 3))
+    finish(driver, rid, prompt)
+    ended_non_finite(driver, rid)
+
+
+def cached_of(driver: Driver, rid: str, prompt: list[int]) -> int:
+    """Run a request; the number of its tokens that were cached."""
+    driver.submit(generate(rid, prompt, 3))
     driver.run()
-    for rid, cached in (("next", 0), ("last", len(COMMON))):
-        driver.submit(generate(rid, [*COMMON, 22], 3))
+    assert driver.finish[rid].type == "length"
+    driver.check_tokens(rid)
+    return driver.cached[rid]
+
+
+def test_the_prefix_that_was_found_is_computed_again_if_two_first_steps_fail_on_it() -> None:
+    """Then it is the likelier cause: KV that was damaged since."""
+    driver = make_driver()
+    assert cached_of(driver, "first", [*COMMON, 20]) == 0
+    fail_at_once(driver, "bad", [*COMMON, 21])
+    fail_at_once(driver, "too", [*COMMON[:12], 22, 23, 24, 25, 26])
+    assert cached_of(driver, "next", [*COMMON, 27]) == 0
+    assert cached_of(driver, "last", [*COMMON, 28]) == len(COMMON)
+    driver.check_replay()
+
+
+def test_a_prompt_that_is_never_finite_does_not_take_a_shared_prefix_from_others() -> None:
+    driver = make_driver()
+    cached_of(driver, "first", [*COMMON, 20])
+    driver.oracle.bad_token = BAD
+    for i in range(4):
+        driver.submit(generate(f"bad {i}", [*COMMON, BAD], 3))
         driver.run()
-        assert driver.cached[rid] == cached
-        driver.check_tokens(rid)
+        ended_non_finite(driver, f"bad {i}")
+        assert cached_of(driver, f"next {i}", [*COMMON, 21 + i]) == len(COMMON)
+    driver.check_replay()
+
+
+def damage(driver: Driver) -> None:
+    """All that the device's pages hold is not finite now."""
+    for rank in driver.oracle._kv:
+        for values in rank:
+            values ^= NON_FINITE_BITS
+
+
+def test_a_damaged_prefix_is_found_no_more_although_a_session_keeps_it() -> None:
+    driver = make_driver()
+    driver.session(OpenSession(rid="open", session_id="s", streaming=True))
+    turn = SessionTurn(id="s")
+    driver.submit(generate("one", [*COMMON, 20], 3, session=turn))
+    driver.run()
+    damage(driver)
+    for i in range(2):
+        finish(driver, f"bad {i}", [*COMMON, 21 + i])
+        ended_non_finite(driver, f"bad {i}")
+    assert cached_of(driver, "next", [*COMMON, 23]) == 0
+    assert cached_of(driver, "last", [*COMMON, 24]) == len(COMMON)
+    driver.submit(generate("two", [1], 3, session=turn), [*COMMON, 20, *driver.tokens["one"]])
+    driver.run()
+    assert driver.finish["two"].type == "length"
+    driver.check_tokens("two")
+    assert driver.cached["two"] == len(COMMON)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -200,23 +257,37 @@ def test_windows_publish_each_chunk_and_none_that_is_not_finite_is_found() -> No
     assert driver.cached["next"] == len(COMMON)
 
 
-def test_a_withdrawn_prefix_that_another_request_still_reads_is_not_found() -> None:
-    driver = make_driver()
-    driver.submit(generate("holder", [*COMMON, 20], 40))
-    for _ in range(6):
-        driver.step()
-    driver.oracle.rows_to_glitch = 1  # behind the holder's row
-    driver.submit(generate("bad", [*COMMON, 21], 3))
-    while "bad" not in driver.finish:
-        driver.step()
-    ended_non_finite(driver, "bad")
+@pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED])
+def test_a_withdrawn_prefix_that_another_request_reads_makes_room_for_a_new_one(
+    groups: tuple[CacheGroup, ...],
+) -> None:
+    driver = make_driver(groups=groups)
+    for rid, length in (("holder", 40), ("publishes", 60)):
+        driver.submit(generate(rid, [*COMMON, 20], length))
+        for _ in range(6):
+            driver.step()
+    for i in range(2):
+        driver.oracle.rows_to_glitch = 2  # behind the holders' rows
+        driver.submit(generate(f"bad {i}", [*COMMON, 21], 3))
+        while f"bad {i}" not in driver.finish:
+            driver.step()
+        ended_non_finite(driver, f"bad {i}")
     assert "holder" not in driver.finish
-    driver.submit(generate("next", [*COMMON, 22], 3))
+    for rid, cached in (("next", 0), ("last", len(COMMON))):
+        driver.submit(generate(rid, [*COMMON, 22], 3))
+        while rid not in driver.finish:
+            driver.step()
+        assert driver.cached[rid] == cached
+        assert "holder" not in driver.finish
+    for rank in driver.scheduler.ranks:
+        assert any(node.is_withdrawn for node in rank.memory.cache.nodes())
     driver.run()
-    assert driver.cached["next"] == 0
-    for rid in ("holder", "next"):
+    for rid in ("holder", "publishes", "next", "last"):
         assert driver.finish[rid].type == "length"
         driver.check_tokens(rid)
+    for rank in driver.scheduler.ranks:
+        assert not any(node.is_withdrawn for node in rank.memory.cache.nodes())
+    driver.check_replay()
 
 
 @pytest.mark.parametrize("num_good", [0, 2])
@@ -294,9 +365,10 @@ def test_a_prefix_that_the_store_has_damaged_is_loaded_no_more(length: int) -> N
         values ^= NON_FINITE_BITS
     names = [f"next {i}" for i in range(4)]
     for rid in names:
-        driver.submit(generate(rid, prompt, 3))
-        driver.run()
-        driver.scheduler.handle(Flush())
+        finish(driver, rid, prompt)
+        for rank in driver.scheduler.ranks:
+            rank.memory.cache.reset()  # only the host and the store have it now
+    driver.run()
     codes = [driver.finish[rid].status_code for rid in names]
     assert codes[0] == 500
     assert codes[2:] == [None, None]

@@ -155,6 +155,8 @@ class RadixCache:
         another request.
         """
         parent = node or self.tree.root
+        if parent.is_withdrawn:
+            return False
         return next_key in parent.children or self.cursors.has_filed(parent, next_key)
 
     def awaited_lens(
@@ -202,10 +204,9 @@ class RadixCache:
         """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
 
         Returns the prefix as the cache now holds it, or None if it keeps nothing, since it cannot,
-        or a withdrawn prefix that is still locked is in the way. The prefix is
-        locked: any lock of `offer.node` moves there, and `pages` are the pages behind that node. If
-        the returned page differs from the offered page, or is 0, the offered page stays with the
-        lease.
+        or `offer.node` is withdrawn. The prefix is locked: any lock of `offer.node` moves there,
+        and `pages` are the pages behind that node. If the returned page differs from the offered
+        page, or is 0, the offered page stays with the lease.
         """
         start = offer.node
         node = self.tree.insert(_contiguous(tokens), offer, start)
@@ -230,7 +231,7 @@ class RadixCache:
 
     def finds(self, node: TreeNode | None) -> bool:
         """Return whether matches find the prefix that ends at `node`, which a lease has locked."""
-        return node is None or self.tree.finds(node)
+        return node is None or not node.is_withdrawn
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by
@@ -304,8 +305,9 @@ class RadixCache:
         return list(self.tree.nodes())
 
     def held_blocks(self) -> set[int]:
-        """The hashes of all pages of tokens that the cache holds, as in `BlockLog`."""
-        return {block for node in self.nodes() for block in node.page_hashes.tolist()}
+        """The hashes of all pages of tokens that matches find, as in `BlockLog`."""
+        found = (node for node in self.nodes() if not node.is_withdrawn)
+        return {block for node in found for block in node.page_hashes.tolist()}
 
     def held_pages(self, pool: int = 0) -> Int32Array:
         """All pages of the pool that the cache holds, in no particular order."""

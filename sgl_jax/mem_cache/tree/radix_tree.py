@@ -11,7 +11,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front, parent_of
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, front, is_on_tree, parent_of
 from sgl_jax.mem_cache.tree.tree_shape import TreeShape
 
 
@@ -132,14 +132,12 @@ class RadixTree(TreeShape):
         Components take the pages they lack. `start` is a locked node on that path: only nodes below
         it are visited, so a long conversation costs no more to continue than a short one. Returns
         the node that ends exactly at len(tokens), not locked. `settle` ends the change, after a
-        lock. Returns None, changing nothing, if a withdrawn node is in the way.
+        lock. Returns None, changing nothing, if `start` is withdrawn.
         """
         start = start or self.root
-        node, length = self._walk(tokens, offer.namespace, start)
-        rest = tokens[length:]
-        is_at_end = length == node.end and len(rest) > 0
-        if is_at_end and self.child_key(node, rest, offer.namespace) in node.children:
+        if start.is_withdrawn:
             return None
+        node, length = self._walk(tokens, offer.namespace, start)
         node = self._node_at(node, length)
         self._touch(node, start)
         is_new = length < len(tokens)
@@ -163,31 +161,33 @@ class RadixTree(TreeShape):
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
         """Let no walk find the path of `tokens` past its first `length`, whole pages.
 
-        Nodes there, and below, stay only while leases have them locked. `settle` ends the change.
+        Nodes there, and below, stay only while leases have them locked, under a key that no lookup
+        has: another path of the same tokens may take their place. `settle` ends the change.
         """
         node, matched = self._walk(tokens, namespace)
         if matched <= length:
             return
         above = self._node_at(node, length)
         top = above.children[self.child_key(above, tokens[length:], namespace)]
-        top.is_withdrawn = True
-        self._withdrawn += (top,)
         for each in self.nodes(top):
+            if not each.is_withdrawn and self.block_log is not None:
+                self.block_log.removed(each.page_hashes)
+            each.is_withdrawn = True
             self.cursors.leaf_trimmed(each, above)
-
-    def finds(self, node: TreeNode) -> bool:
-        """Return whether walks find `node`: no part of its path is withdrawn."""
-        return not self._withdrawn or not any(step.is_withdrawn for step in self.path_to(node))
+        del above.children[top.child_key]
+        top.child_key = self.own_key(top)
+        above.children[top.child_key] = top
+        self._withdrawn += (top,)
 
     def _drop_withdrawn(self) -> None:
         """Remove the withdrawn nodes that no lease has locked any more."""
         tops, self._withdrawn = self._withdrawn, ()
         for top in tops:
             for node in reversed(list(self.nodes(top))):
-                is_on_tree = parent_of(node).children.get(node.child_key) is node
-                if is_on_tree and not node.children and not node.locks[self.full.index]:
+                is_unused = not node.children and not node.locks[self.full.index]
+                if is_unused and is_on_tree(node):
                     self._trim(node, 0)
-            if parent_of(top).children.get(top.child_key) is top:
+            if is_on_tree(top):
                 self._withdrawn += (top,)
         for component in self.components:
             component.flush_dropped()
@@ -241,10 +241,11 @@ class RadixTree(TreeShape):
         parent = parent_of(leaf)
         for component in self.components:
             component.drop(leaf, keep_tokens)
-        self._policy.drop(leaf, keep_tokens, self._clock)
         keep_pages = keep_tokens // self.page_size
-        if self.block_log is not None:
-            self.block_log.removed(leaf.page_hashes[keep_pages:])
+        if not leaf.is_withdrawn:  # else another node may have these tokens by now
+            self._policy.drop(leaf, keep_tokens, self._clock)
+            if self.block_log is not None:
+                self.block_log.removed(leaf.page_hashes[keep_pages:])
         leaf.page_hashes = front(leaf.page_hashes, keep_pages)
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens

@@ -51,9 +51,9 @@ class TreeNode:
     `child_key` is its key in its parent's `children`. `namespace` applies to its whole path.
     `page_hashes` has a hash for each page of the edge: of the prefix to the page's end. The
     eviction policy owns `num_uses`; `last_access` is the tree's clock. Walks end before a node that
-    `is_withdrawn`. The components own `values` and `locks`, each at its index. With windows,
-    `resumable.py` owns `read`, `is_usable` (whether the end of each page of the edge is resumable)
-    and `runs`.
+    `is_withdrawn`, as are all nodes below it. The components own `values` and `locks`, each at its
+    index. With windows, `resumable.py` owns `read`, `is_usable` (whether the end of each page of
+    the edge is resumable) and `runs`.
     """
 
     __slots__ = (

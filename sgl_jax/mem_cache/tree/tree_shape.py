@@ -83,10 +83,10 @@ class TreeShape:
             stack.extend(node.children.values())
 
     def is_listed(self, node: TreeNode) -> bool:
-        """Return whether a lookup by `node`'s namespace and tokens finds it, below its own
-        namespace."""
+        """Return whether `node` is where a lookup by its namespace and tokens finds it, or where
+        it finds none if it is withdrawn, below its own namespace."""
         parent = parent_of(node)
-        key = self.child_key(parent, node.key, node.namespace)
+        key = self.own_key(node)
         is_of_parent = parent is self.root or parent.namespace == node.namespace
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
 
@@ -96,6 +96,15 @@ class TreeShape:
         The first page has a fixed length, so no two pairs of page and namespace share a key.
         """
         return self.key_at(parent.end, tokens, namespace)
+
+    def own_key(self, node: TreeNode) -> bytes:
+        """The `child_key` that `node` must have. Of the highest withdrawn node of a path, it is its
+        own: behind the first page it is no text, as a namespace is."""
+        parent = parent_of(node)
+        key = self.child_key(parent, node.key, node.namespace)
+        if node.is_withdrawn and not parent.is_withdrawn:
+            key += b"\xff%d" % node.node_id
+        return key
 
     def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
         """The `child_key` for a parent that ends at `start`."""

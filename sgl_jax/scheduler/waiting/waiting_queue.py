@@ -98,7 +98,7 @@ class WaitingQueue:
         for memory in self._memories:
             # The locked tokens of a session's lease need no second walk.
             lease = request.session_lease(memory)
-            known = lease.node if lease and memory.cache.finds(lease.node) else None
+            known = lease.node if lease is not None else None
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
         columns.num_tokens[line] = len(request.tokens)
