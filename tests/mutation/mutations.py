@@ -1067,8 +1067,8 @@ MUTATIONS = (
     Mutation(
         "keep what was generated past a stop string",
         _RELEASE,
-        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1:\n        mem",
-        "    length = lease.kv_committed_len\n    if length < 1:\n        mem",
+        "    length = resumable_len(memory, lease, num_tokens)\n    if length < 1 or",
+        "    length = lease.kv_committed_len\n    if length < 1 or",
     ),
     Mutation(
         "tell the prompt of a turn twice",
@@ -2682,7 +2682,7 @@ MUTATIONS = (
     Mutation(
         "host: publish a fetch that failed",
         _TIER,
-        "                self._end_lease(number, insert=end.succeeded)\n",
+        "                self._end_lease(number, insert=is_placed)\n",
         "                self._end_lease(number, insert=True)\n",
     ),
     Mutation(
@@ -2913,14 +2913,26 @@ MUTATIONS = (
     Mutation(
         "not finite: leave what was published on the tree",
         _NON_FINITE,
-        "            rank.withdraw(tokens, namespace, start if start > matched_len else 0)\n",
+        "            rank.withdraw(tokens, namespace, start)\n",
         "            pass\n",
     ),
     Mutation(
-        "not finite: trust the prefix that a row's first step read",
+        "not finite: trust the prefix that the first steps of two rows read",
         _NON_FINITE,
-        "start if start > matched_len else 0",
-        "start",
+        "                start = 0\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "not finite: withdraw a shared prefix for one row's sake",
+        _NON_FINITE,
+        "                del self._failed_on[key]\n                return True\n        if len",
+        "                return True\n        return True\n        if len",
+    ),
+    Mutation(
+        "not finite: never forget that a row failed on a prefix",
+        _NON_FINITE,
+        "                self._failed_on.pop((rank.dp_rank, request",
+        "                self._failed_on.get((rank.dp_rank, request",
     ),
     Mutation(
         "not finite: forget who left the row",
@@ -2947,11 +2959,46 @@ MUTATIONS = (
         "                    continue\n",
     ),
     Mutation(
-        "not finite: replace a withdrawn node that is locked",
+        "not finite: leave a withdrawn node under its key",
+        _SHAPE,
+        '            key += b"\\xff%d" % node.node_id\n',
+        "            pass\n",
+    ),
+    Mutation(
+        "not finite: insert below a withdrawn node",
         _TREE,
-        "        if is_at_end and self.child_key(node, rest, offer.namespace) in node.children:\n"
-        "            return None\n",
+        "        if start.is_withdrawn:\n            return None\n",
         "",
+    ),
+    Mutation(
+        "not finite: withdraw the top of a path alone",
+        _TREE,
+        "            each.is_withdrawn = True\n",
+        "            top.is_withdrawn = True\n",
+    ),
+    Mutation(
+        "not finite: report the end of another path's blocks",
+        _TREE,
+        "        if not leaf.is_withdrawn:  #",
+        "        if True:  #",
+    ),
+    Mutation(
+        "not finite: publish below a withdrawn node again and again",
+        _CACHE,
+        "        if parent.is_withdrawn:\n            return False\n",
+        "",
+    ),
+    Mutation(
+        "not finite: leave an idle session on a withdrawn prefix",
+        _RANK,
+        "            if not self.memory.cache.finds(lease.node):\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "not finite: keep a withdrawn prefix for a session",
+        _RELEASE,
+        "if length < 1 or not memory.cache.finds(lease.node):",
+        "if length < 1:",
     ),
     Mutation(
         "not finite: keep a copy in flight",
@@ -2979,6 +3026,12 @@ MUTATIONS = (
     ),
     # -- the walk in slices
     Mutation(
+        "walk: visit nothing above a node that was removed",
+        _CACHE_WALK,
+        "(*node.children.values(), parent_of(node))",
+        "node.children.values()",
+    ),
+    Mutation(
         "walk: visit no node that was put above a listed one",
         _CACHE_WALK,
         "        while node.parent is not None and node.parent.node_id not in self._visited_ids:\n"
@@ -2988,8 +3041,8 @@ MUTATIONS = (
     Mutation(
         "walk: lose what was merged into the child of a listed node",
         _CACHE_WALK,
-        "            self._next.extend(node.children.values())\n            return\n",
-        "            return\n",
+        "(*node.children.values(), parent_of(node))",
+        "(parent_of(node),)",
     ),
     Mutation(
         "walk: compare with pages that a node had once",

@@ -222,6 +222,29 @@ def test_a_session_keeps_its_history_and_no_kv_of_the_turn_that_failed() -> None
     driver.check_tokens("two")
 
 
+def test_a_turn_that_reads_a_withdrawn_prefix_ends_well_and_its_session_shares_the_new_one() -> (
+    None
+):
+    driver = make_driver()
+    cached_of(driver, "first", [*COMMON, 19])
+    driver.session(OpenSession(rid="open", session_id="s", streaming=True))
+    turn = SessionTurn(id="s")
+    driver.submit(generate("one", [*COMMON, 20], 20, session=turn))
+    for _ in range(3):
+        driver.step()
+    for i in range(2):
+        driver.oracle.rows_to_glitch = 1  # behind the turn's row
+        finish(driver, f"bad {i}", [*COMMON, 21])
+    assert "one" not in driver.finish
+    assert cached_of(driver, "next", [*COMMON, 22]) == 0
+    driver.check_tokens("one")
+    assert all(view.session_rows == 0 for view in driver.scheduler.memory_views())
+    driver.submit(generate("two", [1], 3, session=turn), [*COMMON, 20, *driver.tokens["one"]])
+    driver.run()
+    driver.check_tokens("two")
+    assert driver.cached["two"] == len(COMMON)
+
+
 def test_neither_the_host_nor_the_store_keeps_it() -> None:
     sizes = make_sizes(page_size=4, num_rows=6, num_pages=60, max_chunk_tokens=8, host_ratio=2.0)
     args = SchedulerArgs(hicache_storage_backend="file", hicache_write_policy="write_through")

@@ -21,7 +21,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, TreeComponent
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, is_on_tree
+from sgl_jax.mem_cache.tree.tree_node import TreeNode, is_on_tree, parent_of
 
 _NODES = 128  # of a slice
 
@@ -71,8 +71,10 @@ class CacheWalk:
         if node.node_id in self._visited_ids:
             return
         if not is_on_tree(node):
-            # It was removed, without children, or merged into its only child.
-            self._next.extend(node.children.values())
+            # It was removed, without children, or merged into its only child. Before that, a part
+            # of its edge may have moved to a new node above it.
+            self._visited_ids.add(node.node_id)
+            self._next.extend((*node.children.values(), parent_of(node)))
             return
         while node.parent is not None and node.parent.node_id not in self._visited_ids:
             node = node.parent

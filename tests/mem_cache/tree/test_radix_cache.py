@@ -10,6 +10,8 @@ from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.block_log import BlockLog
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
@@ -209,9 +211,9 @@ TestAdaptiveEviction = AdaptiveRadixCacheMachine.TestCase
 TestAdaptiveEviction.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def cache_with(*sequences: Tokens) -> RadixCache:
+def cache_with(*sequences: Tokens, allocator: PageAllocator | None = None) -> RadixCache:
     """Pages of one token; nothing is locked."""
-    allocator = PageAllocator(100)
+    allocator = allocator or PageAllocator(100)
     cache = RadixCache(FULL_ATTENTION, [allocator], 1, eviction_policy="lru")
     for tokens in sequences:
         offered = allocator.alloc(len(tokens), ROW)
@@ -270,3 +272,79 @@ def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
     assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
     assert match.node is not None
     cache.audit([(match.node, None)])
+
+
+def accept_again(cache: RadixCache, allocator: PageAllocator, tokens: Tokens) -> TreeNode:
+    """Offer fresh pages for `tokens`; the node that ends there is locked."""
+    pages = allocator.alloc(len(tokens), ROW)
+    kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, pages[None]))
+    assert kept is not None
+    assert kept.node is not None
+    allocator.free(pages[pages != kept.pages[0]], ROW)
+    return kept.node
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_beside_a_withdrawn_path_that_is_locked_another_one_takes_its_place(length: int) -> None:
+    allocator = PageAllocator(100)
+    cache = cache_with((1, 2, 3, 4), (1, 2, 5), allocator=allocator)
+    log = cache.tree.block_log = BlockLog()
+    old = cache.match_prefix(array_of((1, 2, 3, 4))).node
+    assert old is not None
+    cache.withdraw(array_of((1, 2, 3, 4)), "", length)
+    assert not cache.finds(old)
+    assert cache.peek(array_of((1, 2, 3, 4))) == length
+    assert cache.peek(array_of((1, 2, 5))) == (3 if length else 0)
+    assert sum(len(each.hashes) for each in log.take()) == (2 if length else 5)
+    cache.audit([(old, None)])
+    new = accept_again(cache, allocator, (1, 2, 3, 4))
+    assert cache.match_prefix(array_of((1, 2, 3, 4))).node is new
+    assert len(cache.held_blocks()) == (5 if length else 4)
+    locks = [(old, None), (new, None), (new, None)]
+    cache.audit(locks)
+    walk = CacheWalk(cache, [allocator])
+    while walk.has_nodes:
+        walk.check_some(locks)
+    walk.check_rest(0)
+    log.take()
+    cache.unlock(old)
+    assert not log.take(), "the blocks are the new path's"
+    assert not any(node.is_withdrawn for node in cache.nodes())
+    cache.audit(locks[1:])
+    assert cache.evict(99) == (1 if length else 0)
+
+
+def test_nothing_joins_a_withdrawn_path() -> None:
+    allocator = PageAllocator(100)
+    cache = cache_with((1, 2, 3, 4), allocator=allocator)
+    upper = cache.match_prefix(array_of((1, 2))).node
+    lower = cache.match_prefix(array_of((1, 2, 3, 4))).node
+    assert upper is not None
+    assert lower is not None
+    cache.withdraw(array_of((1, 2, 3, 4)), "", 0)
+    locks = [(upper, None), (lower, None)]
+    tokens = array_of((1, 2, 3, 4, 5))
+    assert cache.accept(tokens, LeaseOffer(ROW, 4, np.zeros((1, 5), np.int32), lower)) is None
+    assert cache.peek(tokens, "", upper) == 2, "what is below is withdrawn, too"
+    key = cache.next_key(upper, tokens[2:], "")
+    assert not cache.is_awaited(upper, key), "nor is it published again and again"
+    cache.audit(locks)
+    again = accept_again(cache, allocator, (1, 2, 3))
+    cache.withdraw(tokens, "", 1)  # of the new path, all but a page
+    assert cache.peek(tokens) == 1
+    cache.audit([*locks, (again, None)])
+    for node in (upper, again, lower):
+        cache.unlock(node)
+    cache.audit([])
+    assert cache.evict(99) == 1
+
+
+def test_a_walk_visits_the_rest_of_an_edge_whose_end_was_split_off_and_evicted() -> None:
+    allocator = PageAllocator(100)
+    cache = cache_with((1, 2, 3, 4), allocator=allocator)
+    walk = CacheWalk(cache, [allocator])  # lists the edge
+    match = cache.match_prefix(array_of((1, 2)))
+    assert cache.evict(99) == 2
+    while walk.has_nodes:
+        walk.check_some([(match.node, None)])
+    walk.check_rest(0)
