@@ -476,9 +476,8 @@ class EngineCore:
 
     def flush(self, message: FlushCache) -> Reply | None:
         """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
-        store. The reply is sent then."""
+        store. The reply is sent then, at the earliest in this turn of the loop."""
         self._flushes.append((message, time.monotonic() + _FLUSH_LIMIT_S))
-        self._answer_flushes()
         return None
 
     def _answer_flushes(self) -> None:
@@ -486,7 +485,14 @@ class EngineCore:
         # Taken first: a flush that finds a defect of the memory is not tried again.
         flushes, self._flushes = self._flushes, []
         is_running = self.scheduler.num_running > 0
-        if not is_running and not self.scheduler.is_moving_out and self.scheduler.handle(Flush()):
+        may_flush = not is_running and not self.scheduler.is_moving_out
+        try:
+            is_flushed = may_flush and self.scheduler.handle(Flush())
+        except MemoryDefectError:
+            for message, _ in flushes:
+                self._channel.send(refusal(message, _REBUILT, status_code=500))
+            raise
+        if is_flushed:
             for message, _ in flushes:
                 self._channel.send(answer(message, Flushed()))
             return
