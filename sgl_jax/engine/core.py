@@ -183,11 +183,12 @@ class EngineCore:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
                 may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
+                is_moving = may_wait and self._is_moving()
                 poll_s = 0.0
                 if may_wait:
-                    poll_s = _MOVING_POLL_S if self._is_moving() else _IDLE_POLL_S
+                    poll_s = _MOVING_POLL_S if is_moving else _IDLE_POLL_S
                 messages = channel.poll(poll_s)
-                is_idle = may_wait and not messages
+                is_idle = may_wait and not is_moving and not messages
                 now_s = time.monotonic()
                 # A message must see the current time. Without one, a tick is made only if due,
                 # since each is recorded.
