@@ -126,7 +126,12 @@ class EngineCore:
             self.scheduler = Scheduler(sizes, args)
         else:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
-        self._grammars = RequestGrammars(self.scheduler, compiler, args.max_queued_requests)
+        self._grammars = RequestGrammars(
+            self.scheduler,
+            compiler,
+            args.max_queued_requests,
+            has_shares=args.share_part < 1,
+        )
         memories = [rank.memory for rank in self.scheduler.ranks]
         self._kv_events = open_kv_events(kv_events, memories)
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
@@ -209,8 +214,7 @@ class EngineCore:
                         self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
                         self._look_for_programs()
-                    if self._grammars.queue.ended:
-                        self._grammars.hand_out()
+                    self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
                     if self._flushes:
@@ -251,7 +255,7 @@ class EngineCore:
     def _is_moving(self) -> bool:
         """Return whether work beside the loop may end soon, while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
-        return is_restoring or bool(self._flushes) or bool(self._grammars.queue)
+        return is_restoring or bool(self._flushes) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
         """When the background compilation has ended, start the requests that waited for it."""
