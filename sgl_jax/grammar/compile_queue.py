@@ -43,8 +43,8 @@ class Job:
 class CompileQueue:
     """A queue of grammars to compile.
 
-    Only one thread may use it. Tenants are the holders of shares (`core.shares`): "" are all clients
-    without a share of their own.
+    Only one thread may use it. Tenants are the holders of shares (`core.shares`): "" are all
+    clients without a share of their own.
 
     Attributes:
         ended: jobs at their end, to be taken by `take`.
@@ -100,8 +100,10 @@ class CompileQueue:
         """Compile a grammar for request `rid`; False if the tenant has too many in the queue."""
         job = self._jobs.get(grammar)
         if job is None or tenant not in job.tenants:
-            num_left = self._max_queued - sum(self._num_queued.values())
-            if self._num_queued[tenant] >= (num_left if tenant or self._has_shares else self._max_queued):
+            most = self._max_queued
+            if tenant or self._has_shares:
+                most -= sum(self._num_queued.values())
+            if self._num_queued[tenant] >= most:
                 return False
         self._add(grammar, rid, tenant)
         return True

@@ -15,9 +15,6 @@ Left to `audit`: the cursors of waiting requests, and the sums and order of the 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-import numpy as np
-
-from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import defect_error, find_imbalance, find_suspects
 from sgl_jax.mem_cache.ledger_walk import (
     Finding,

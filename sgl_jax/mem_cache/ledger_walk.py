@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def walk_failure(error: Exception) -> Finding:
-    """What a walk found that ended with `error`; inconsistent records may raise anything."""
+    """Return the finding of a walk that an error ended; inconsistent records may raise anything."""
     if isinstance(error, LedgerError):
         return Finding(str(error), np.array(error.pages, np.int32))
     return Finding(f"the walk itself failed: {type(error).__name__}: {error}")

@@ -198,9 +198,9 @@ def test_no_full_walk_of_the_memory_runs_in_front_of_a_new_grammar(
     make_core: Callable[..., EngineCore], held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core()
-    audits = []
+    audits: list[None] = []
     audit = core.scheduler.audit
-    monkeypatch.setattr(core.scheduler, "audit", lambda: audits.append(1) or audit())
+    monkeypatch.setattr(core.scheduler, "audit", lambda: audits.append(audit()))
 
     def script() -> Iterator[list[FrontMessage]]:
         yield [plain("first")]

@@ -26,8 +26,9 @@ class Rig:
         self.waiting: dict[str, Any] = {}
         self.ready: list[str] = []
         self.refusals: dict[str, FinishReason] = {}
-        scripted: Any = SimpleNamespace(compile=self.compiler.compile, follow=lambda matcher: matcher)
-        self.grammars = RequestGrammars(self, scripted, max_queued, has_shares=has_shares)  # type: ignore[arg-type]
+        compiler: Any = SimpleNamespace(compile=self.compiler.compile, follow=str)
+        scheduler: Any = self
+        self.grammars = RequestGrammars(scheduler, compiler, max_queued, has_shares=has_shares)
 
     def awaits_grammar(self, rid: str) -> Any:
         return self.waiting.get(rid)

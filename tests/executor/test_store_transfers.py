@@ -176,11 +176,10 @@ def test_a_put_into_a_busy_store_has_failed_and_the_store_stays_in_use(tmp_path:
     rig.transfers = StoreTransfers(
         FolderStore(tmp_path, 10**6), [rig.contents], "ab", rig.ends.append
     )
-    with patch.object(folder_store, "_LOCK_LIMIT_S", 0.0):
-        with open(tmp_path / "size") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            rig.transfers.begin([], [], [rig.move(1, [1, 2])])
-            assert not rig.wait().succeeded, "it is put again only if it is known to have failed"
+    with patch.object(folder_store, "_LOCK_LIMIT_S", 0.0), open(tmp_path / "size") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rig.transfers.begin([], [], [rig.move(1, [1, 2])])
+        assert not rig.wait().succeeded, "it is put again only if it is known to have failed"
     assert rig.transfers.look(time.monotonic()) == []
     rig.transfers.begin([], [], [rig.move(2, [1, 2])])
     assert rig.wait().succeeded

@@ -207,7 +207,7 @@ def test_records_of_blocks_that_the_walk_cannot_read_are_a_defect() -> None:
         load.step()
     tier = load.driver.scheduler.ranks[1].host.tier
     assert tier is not None
-    tier.blocks.copies[10**6] = None  # type: ignore[assignment]
+    tier.blocks.copies[10**6] = None
     slices = load.driver.scheduler.audit_slices()
     with pytest.raises(LedgerError, match="host memory of rank 1: the walk itself failed: Attri"):
         exhaust(slices)
