@@ -214,7 +214,8 @@ class EngineCore:
                         self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
                         self._look_for_programs()
-                    self._grammars.hand_out()
+                    if self._grammars.queue.ended or self._grammars.ended:
+                        self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
                     if self._flushes:

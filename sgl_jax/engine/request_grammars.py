@@ -25,7 +25,8 @@ class RequestGrammars:
     """The grammars of the requests of `scheduler`.
 
     Attributes:
-        queue: the grammars to compile.
+        queue: the grammars to compile; `hand_out` is needed while `queue.ended` has any.
+        ended: requests whose grammar has ended, and is to be handed out.
     """
 
     def __init__(
@@ -40,15 +41,15 @@ class RequestGrammars:
         self._scheduler = scheduler
         self._compiler = compiler
         self._has_shares = has_shares
-        self._ended: deque[tuple[str, Job]] = deque()  # requests to hand out to
+        self.ended: deque[tuple[str, Job]] = deque()
         self.queue = CompileQueue(
             compiler.compile, scheduler.awaits_grammar, max_queued, has_shares=has_shares
         )
 
     @property
     def is_busy(self) -> bool:
-        """True while `hand_out` is needed: a request waits for its grammar."""
-        return bool(self._ended) or bool(self.queue)
+        """True while a request waits for its grammar."""
+        return bool(self.ended) or bool(self.queue)
 
     def begin(self, message: GenerateRequest) -> None:
         """Compile the grammar of a request that the scheduler has just got, if it has one."""
@@ -69,9 +70,9 @@ class RequestGrammars:
         """Pass on compiled grammars, and end requests whose grammar is refused, `_MAX_HANDED_OUT`
         at most."""
         if self.queue.ended:
-            self._ended += [(rid, job) for job in self.queue.take() for rid, _ in job.requests]
-        for _ in range(min(len(self._ended), _MAX_HANDED_OUT)):
-            rid, job = self._ended.popleft()
+            self.ended += [(rid, job) for job in self.queue.take() for rid, _ in job.requests]
+        for _ in range(min(len(self.ended), _MAX_HANDED_OUT)):
+            rid, job = self.ended.popleft()
             if job.matcher is not None:
                 self._pass_on(rid, job.matcher)
             else:

@@ -152,8 +152,8 @@ class SessionService(Generic[T]):
         `compose_turn`."""
         session = request.session
         assert session is not None, "a held turn has a session"
-        replaced = self._note_replaced(session, session.replaced_by_held(request.rid))
         displaced = self.store.room_for_held(session, request.rid)
+        replaced = self._note_replaced(session, session.replaced_by_held(request.rid))
         return ComposedTurn(session, request.tokens, displaced, replaced)
 
     def enter_turn(self, turn: ComposedTurn[T], rid: str) -> None:

@@ -203,6 +203,18 @@ def test_a_turn_whose_parent_is_gone_when_it_passes_is_refused() -> None:
     rig.end()
 
 
+def test_a_turn_whose_running_parent_is_aborted_is_refused() -> None:
+    rig = Rig()
+    rig.send("p", [6], rig.a, rid="a", num_tokens=12)
+    rig.driver.step()
+    known = rig.driver.prompts["p"] + rig.driver.tokens["p"]
+    rig.send("c", [7], known, rid="p", replace=True, regex="a+")
+    rig.driver.abort("p")
+    rig.ready("c")
+    assert "no turn 'p'" in rig.refused("c")
+    rig.end()
+
+
 def test_a_turn_whose_parent_is_cut_is_refused() -> None:
     rig = Rig()
     rig.send("c", [7], rig.b, rid="b", regex="a+")
