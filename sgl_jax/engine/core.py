@@ -126,7 +126,12 @@ class EngineCore:
             self.scheduler = Scheduler(sizes, args)
         else:
             self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
-        self._grammars = RequestGrammars(self.scheduler, compiler, args.max_queued_requests)
+        self._grammars = RequestGrammars(
+            self.scheduler,
+            compiler,
+            args.max_queued_requests,
+            has_shares=args.share_part < 1,
+        )
         memories = [rank.memory for rank in self.scheduler.ranks]
         self._kv_events = open_kv_events(kv_events, memories)
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
@@ -183,11 +188,12 @@ class EngineCore:
                 is_resting = self.scheduler.is_resting and not self._in_flight
                 self.watchdog.feed()
                 may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
+                is_moving = may_wait and self._is_moving()
                 poll_s = 0.0
                 if may_wait:
-                    poll_s = _MOVING_POLL_S if self._is_moving() else _IDLE_POLL_S
+                    poll_s = _MOVING_POLL_S if is_moving else _IDLE_POLL_S
                 messages = channel.poll(poll_s)
-                is_idle = may_wait and not messages
+                is_idle = may_wait and not is_moving and not messages
                 now_s = time.monotonic()
                 # A message must see the current time. Without one, a tick is made only if due,
                 # since each is recorded.
@@ -208,7 +214,7 @@ class EngineCore:
                         self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
                         self._look_for_programs()
-                    if self._grammars.queue.ended:
+                    if self._grammars.queue.ended or self._grammars.ended:
                         self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
@@ -250,7 +256,7 @@ class EngineCore:
     def _is_moving(self) -> bool:
         """Return whether work beside the loop may end soon, while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
-        return is_restoring or bool(self._flushes) or bool(self._grammars.queue)
+        return is_restoring or bool(self._flushes) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
         """When the background compilation has ended, start the requests that waited for it."""
@@ -476,9 +482,8 @@ class EngineCore:
 
     def flush(self, message: FlushCache) -> Reply | None:
         """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
-        store. The reply is sent then."""
+        store. The reply is sent then, at the earliest in this turn of the loop."""
         self._flushes.append((message, time.monotonic() + _FLUSH_LIMIT_S))
-        self._answer_flushes()
         return None
 
     def _answer_flushes(self) -> None:
@@ -486,7 +491,14 @@ class EngineCore:
         # Taken first: a flush that finds a defect of the memory is not tried again.
         flushes, self._flushes = self._flushes, []
         is_running = self.scheduler.num_running > 0
-        if not is_running and not self.scheduler.is_moving_out and self.scheduler.handle(Flush()):
+        may_flush = not is_running and not self.scheduler.is_moving_out
+        try:
+            is_flushed = may_flush and self.scheduler.handle(Flush())
+        except MemoryDefectError:
+            for message, _ in flushes:
+                self._channel.send(refusal(message, _REBUILT, status_code=500))
+            raise
+        if is_flushed:
             for message, _ in flushes:
                 self._channel.send(answer(message, Flushed()))
             return

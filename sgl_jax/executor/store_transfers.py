@@ -22,7 +22,7 @@ import numpy as np
 from sgl_jax.core.daemon_thread import DaemonThread
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd
-from sgl_jax.executor.block_stores.block_store import BlockStore
+from sgl_jax.executor.block_stores.block_store import BlockStore, StoreBusyError
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +219,12 @@ class StoreTransfers:
 
     def wait(self) -> None:
         """Wait until all transfers have ended, or a call is overdue."""
+        answers: list[bool] = []
         while not all(job.has_ended for job in self._jobs):
-            self._answers += self.look(time.monotonic())
+            answers += self.look(time.monotonic())
             time.sleep(_POLL_S)
+        with self._lock:
+            self._answers = answers + self._answers  # for the next look
 
     def close(self) -> None:
         """Wait for the transfers, for a while. Cannot be used again."""
@@ -285,6 +288,8 @@ class StoreTransfers:
                 found, succeeded = transfer(job), True
         except _GivenUpError:
             return
+        except StoreBusyError as error:  # its blocks are put again when they are used
+            logger.warning("a transfer of the store failed: %s", error)
         except Exception:  # of any type: a disk is full, a master has gone
             if job.has_ended:
                 return

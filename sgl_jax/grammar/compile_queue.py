@@ -43,7 +43,8 @@ class Job:
 class CompileQueue:
     """A queue of grammars to compile.
 
-    Only one thread may use it. The tenant of requests without one is "".
+    Only one thread may use it. Tenants are the holders of shares (`core.shares`): "" are all
+    clients without a share of their own.
 
     Attributes:
         ended: jobs at their end, to be taken by `take`.
@@ -55,6 +56,8 @@ class CompileQueue:
         compile_grammar: Callable[[Grammar], LLMatcher],
         is_wanted: Callable[[str], object],
         max_queued: int,
+        *,
+        has_shares: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -63,10 +66,12 @@ class CompileQueue:
             is_wanted: return whether request `rid` still waits; called on the thread.
             max_queued: jobs at most. A tenant may queue no more jobs than there are places left, so
                 that none can take all of them.
+            has_shares: this counts for "" as well, beside which others have shares of their own.
         """
         self._compile = compile_grammar
         self._is_wanted = is_wanted
         self._max_queued = max_queued
+        self._has_shares = has_shares
         self._jobs: dict[Grammar, Job] = {}
         self._num_queued: Counter[str] = Counter()  # jobs by tenant
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -95,8 +100,10 @@ class CompileQueue:
         """Compile a grammar for request `rid`; False if the tenant has too many in the queue."""
         job = self._jobs.get(grammar)
         if job is None or tenant not in job.tenants:
-            num_left = self._max_queued - sum(self._num_queued.values())
-            if self._num_queued[tenant] >= (num_left if tenant else self._max_queued):
+            most = self._max_queued
+            if tenant or self._has_shares:
+                most -= sum(self._num_queued.values())
+            if self._num_queued[tenant] >= most:
                 return False
         self._add(grammar, rid, tenant)
         return True

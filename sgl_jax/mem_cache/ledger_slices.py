@@ -15,9 +15,6 @@ Left to `audit`: the cursors of waiting requests, and the sums and order of the 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-import numpy as np
-
-from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import defect_error, find_imbalance, find_suspects
 from sgl_jax.mem_cache.ledger_walk import (
     Finding,
@@ -28,6 +25,7 @@ from sgl_jax.mem_cache.ledger_walk import (
     check_rows,
     live_leases,
     locks_of,
+    walk_failure,
 )
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
@@ -48,10 +46,8 @@ def audit_slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator
     for findings in _slices(memory, num_running):
         try:
             found = list(findings)
-        except LedgerError as error:
-            found = [Finding(str(error), np.array(error.pages, np.int32))]
-        except Exception as error:  # inconsistent records may raise anything
-            found = [Finding(f"the walk itself failed: {type(error).__name__}: {error}")]
+        except Exception as error:  # of any type
+            found = [walk_failure(error)]
         if found:
             raise defect_error(memory, [*found, *find_suspects(memory)])
         yield

@@ -36,6 +36,13 @@ class Finding(NamedTuple):
     pool: int = 0
 
 
+def walk_failure(error: Exception) -> Finding:
+    """Return the finding of a walk that an error ended; inconsistent records may raise anything."""
+    if isinstance(error, LedgerError):
+        return Finding(str(error), np.array(error.pages, np.int32))
+    return Finding(f"the walk itself failed: {type(error).__name__}: {error}")
+
+
 def find_defects(memory: RankMemory) -> Iterator[Finding]:
     """Find all defects in the rows, the leases, the cache and the owners of pages."""
     yield from check_holders(memory)
@@ -43,7 +50,7 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
     try:
         memory.cache.audit(locks_of(memory))
     except LedgerError as error:
-        yield Finding(str(error), np.array(error.pages, np.int32))
+        yield walk_failure(error)
     leases = live_leases(memory)
     for lease in leases:
         yield from check_prefix(memory, lease)

@@ -22,7 +22,7 @@ from sgl_jax.scheduler.record.events import Expect, GrammarReady
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
-from sgl_jax.sessions.service import SessionService
+from sgl_jax.sessions.service import ComposedTurn, SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
 # Waiting requests that end at once, of all that are aborted or past their limits: some milliseconds
@@ -159,9 +159,7 @@ class LiveRequests:
         param: str | None = None,
     ) -> None:
         """Answer a request that never entered the queue."""
-        finish = FinishReason(
-            "abort", message=text, status_code=status_code, code=code, param=param
-        )
+        finish = _refusal(text, status_code, code, param)
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
@@ -311,12 +309,30 @@ class LiveRequests:
         turn = self.sessions.compose_turn(message)
         session, prompt = turn.session, turn.prompt
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
-        for request in turn.replaced:
-            self._replace(request)
-        self.sessions.begin_turn(turn, message)
+        self.sessions.hold_turn(turn, message)
+        if message.sampling.grammar is None:  # else it may be refused, and enters when it passes
+            self._enter_turn(turn, message.rid)
         return Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
 
+    def _enter_turn(self, turn: ComposedTurn[Request], rid: str) -> None:
+        """End the turns that a held turn replaces, and put it into its session."""
+        for request in turn.replaced:
+            self._replace(request)
+        self.sessions.enter_turn(turn, rid)
+
     def _pass_gate(self, request: Request) -> None:
+        """Queue a held request; a turn is refused if its session cannot take it any more."""
+        if request not in self.gate:  # a turn that passed just now has replaced it
+            return
+        try:
+            if request.session is not None:
+                self._enter_turn(self.sessions.compose_held(request), request.rid)
+        except InvalidRequestError as error:
+            self.end(request, _refusal(str(error), 400, error.code, error.param))
+            return
+        except SessionsFullError as error:
+            self.end(request, _refusal(str(error), error.status_code, error.code))
+            return
         self._leave_gate(request)
         self.waiting.add(request)
 
@@ -356,6 +372,12 @@ class LiveRequests:
     def _time_out(self, rid: str, text: str, status_code: int) -> None:
         self.num_timed_out += 1
         self.end(self.by_rid[rid], FinishReason("abort", message=text, status_code=status_code))
+
+
+def _refusal(
+    text: str, status_code: int, code: str | None = None, param: str | None = None
+) -> FinishReason:
+    return FinishReason("abort", message=text, status_code=status_code, code=code, param=param)
 
 
 def _last_output(request: Request, finish: FinishReason) -> RequestOutput:

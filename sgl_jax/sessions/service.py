@@ -138,17 +138,39 @@ class SessionService(Generic[T]):
         """
         turn = turn_of(message)
         found = self.store.find(turn.id)
-        replaced = [] if found is None else [self._requests[r] for r in found.replaced_by(turn)]
-        for request in replaced:
-            assert isinstance(found, RegularSession)
-            found.note_so_far(request.rid, self._known_tokens(request))
+        replaced = [] if found is None else self._note_replaced(found, found.replaced_by(turn))
         return ComposedTurn(*self.store.compose_turn(message), replaced)
 
-    def begin_turn(self, turn: ComposedTurn[T], message: GenerateRequest) -> None:
-        """Record that a turn, as composed, is accepted."""
-        session = turn.session
+    def hold_turn(self, turn: ComposedTurn[T], message: GenerateRequest) -> None:
+        """Record that a turn, as composed, has arrived. It may still be refused, so it closes no
+        session and replaces no turn until `enter_turn`."""
+        turn.session.hold(message, turn.prompt)
+        self._note_turn(turn.session)
+
+    def compose_held(self, request: T) -> ComposedTurn[T]:
+        """A held turn that can enter its session now. Changes no session, and raises as
+        `compose_turn`."""
+        session = request.session
+        assert session is not None, "a held turn has a session"
+        displaced = self.store.room_for_held(session, request.rid)
+        replaced = self._note_replaced(session, session.replaced_by_held(request.rid))
+        return ComposedTurn(session, request.tokens, displaced, replaced)
+
+    def enter_turn(self, turn: ComposedTurn[T], rid: str) -> None:
+        """Record that a held turn is accepted."""
         self._displace(turn.displaced)
-        session.begin(message, turn.prompt)
+        turn.session.enter(rid)
+        self._note_turn(turn.session)
+
+    def _note_replaced(self, session: Session, rids: Sequence[str]) -> list[T]:
+        """The turns in flight that are to be replaced, whose output so far the session gets."""
+        replaced = [self._requests[rid] for rid in rids]
+        for request in replaced:
+            assert isinstance(session, RegularSession)
+            session.note_so_far(request.rid, self._known_tokens(request))
+        return replaced
+
+    def _note_turn(self, session: Session) -> None:
         self.store.note_use(session)
         home = self._home(session.session_id)
         if home is not None:

@@ -168,6 +168,15 @@ class SessionStore:
         num_needed = session.num_tokens + num_added
         return session, whole, self._room_for(session.holder, num_added, num_needed)
 
+    def room_for_held(self, session: Session, rid: str) -> list[str]:
+        """The ids of sessions that the caller must close for a held turn to enter. Changes nothing.
+
+        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
+        """
+        session.require_entry(rid)
+        num_added = session.num_added(rid)
+        return self._room_for(session.holder, num_added, session.num_tokens + num_added)
+
     def note_use(self, session: Session) -> None:
         """A turn of `session` began or ended. Closes the session if it was to close after it."""
         self.recount(session)

@@ -62,6 +62,7 @@ class StreamingSession:
         self.rollbacks: deque[tuple[int, int]] = deque(maxlen=_ROLLBACKS_KEPT)
         self._is_whole = False  # the running turn brought the whole conversation
         self._pending: Int32Array = NO_TOKENS  # whole prompt of the running turn
+        self._is_held = False  # the running turn has not entered
 
     def outline(self, most: int) -> list[TurnOutline]:
         """The last turns, at most so many, oldest first; each continues the one before."""
@@ -78,7 +79,8 @@ class StreamingSession:
         """Tokens kept on the host: the history or the longer prompt of the running turn, and the
         tokens that the last turn replaced."""
         replaced = 0 if self._replaced is None else len(self._replaced.tokens)
-        return max(len(self.tokens), len(self._pending)) + replaced
+        num_pending = 0 if self._is_held else len(self._pending)
+        return max(len(self.tokens), num_pending) + replaced
 
     @property
     def num_turns(self) -> int:
@@ -105,10 +107,26 @@ class StreamingSession:
         """No turn is ever replaced: a streaming session takes none while one runs."""
         return []
 
-    def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn starts, with the prompt that `compose` made."""
+    def hold(self, message: GenerateRequest, prompt: Int32Array) -> None:
+        """A turn arrives, with the prompt that `compose` made; it counts as no kept tokens until it
+        enters."""
         self.running, self._name, self._pending = message.rid, turn_name(message), prompt
-        self._is_whole = turn_of(message).is_whole
+        self._is_whole, self._is_held = turn_of(message).is_whole, True
+
+    def replaced_by_held(self, rid: str) -> list[str]:
+        """No turn is ever replaced."""
+        return []
+
+    def require_entry(self, rid: str) -> None:
+        """A held turn can always enter: no other one may arrive before it ends."""
+
+    def num_added(self, rid: str) -> int:
+        """Tokens by which a held turn is longer than the history; may be negative."""
+        return len(self._pending) - len(self.tokens)
+
+    def enter(self, rid: str) -> None:
+        """The held turn starts."""
+        self._is_held = False
 
     def kept_len(self) -> int:
         """Length of the common prefix of the running turn's prompt and the history."""
@@ -128,6 +146,7 @@ class StreamingSession:
             self.turns = [*turns, EndedTurn(rid, self._name, len(self._pending), len(tokens))]
             self.tokens = tokens.copy()
         self.running, self._pending = None, NO_TOKENS
+        self._is_held = False
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
         """The running turn, if its prompt has tokens that `message` removes from the turn before.

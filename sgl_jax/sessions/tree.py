@@ -40,6 +40,8 @@ class _Node:
     parent: "_Node | None"
     kept_len: int
     added: Int32Array
+    serial: int = 0  # order of arrival
+    replaces: bool = False  # the turns that continue its parent, and arrived before it
     output: Int32Array | None = None
     so_far: Int32Array = field(default_factory=lambda: NO_TOKENS)
     children: "dict[str, _Node]" = field(default_factory=dict)  # by name
@@ -99,8 +101,9 @@ class RegularSession:
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
         self.holder = holder_of(opened.tenant)  # the tenant in whose share it counts
-        self.num_running = 0  # turns of the tree in flight
         self._nodes: dict[str, _Node] = {}
+        self._held: dict[str, _Node] = {}  # turns outside the tree, by request id
+        self._num_held = 0  # since the opening
         self._in_flight: dict[str, _Node] = {}  # by request id
         self.num_kept = 0  # tokens that it keeps on the host, over all nodes
         self._longest: int | None = 0  # `num_tokens`; None: to be counted again
@@ -136,7 +139,7 @@ class RegularSession:
         nodes: list[_Node] = []
         for each in saved:
             parent = None if each.parent < 0 else nodes[each.parent]
-            node = _Node(each.rid, each.name, parent, each.kept_len, each.added, each.output)
+            node = _Node(each.rid, each.name, parent, each.kept_len, each.added, output=each.output)
             nodes.append(node)
             self._nodes[node.name] = node
             self.num_kept += node.num_kept
@@ -155,7 +158,12 @@ class RegularSession:
     @property
     def num_turns(self) -> int:
         """Number of finished turns."""
-        return len(self._nodes) - self.num_running
+        return len(self._nodes) - len(self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Number of turns in flight, the held ones included."""
+        return len(self._in_flight) + len(self._held)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
         """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
@@ -168,9 +176,9 @@ class RegularSession:
             )
         parent = None if turn.rid is None else self._finished(turn.rid, may_run=turn.replace)
         dropped = self._below(parent) if turn.replace else {}
-        if name in self._nodes and name not in dropped:
-            raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
-        self._require_room(len(message.input_ids), dropped)
+        replaced = self._held_below(parent, dropped, self._num_held + 1) if turn.replace else []
+        held = [each.name for each in self._held.values() if each not in replaced]
+        self._require_place(name, len(message.input_ids), dropped, held)
         history = NO_TOKENS if parent is None else parent.tokens(_kept_len(parent, turn))
         return append_turn(history, message)
 
@@ -180,37 +188,75 @@ class RegularSession:
         parent = None if turn.rid is None else self._nodes.get(turn.rid)
         if not turn.replace or (turn.rid is not None and parent is None):
             return []
-        nodes = [*self._below(parent).values(), *([] if parent is None else [parent])]
-        return [node.rid for node in nodes if node.output is None]
+        return self._replaced(parent, self._num_held + 1)
+
+    def replaced_by_held(self, rid: str) -> list[str]:
+        """The same for a held turn, which replaces none that arrived after it."""
+        node = self._held[rid]
+        return self._replaced(node.parent, node.serial) if node.replaces else []
 
     def note_so_far(self, rid: str, tokens: Int32Array) -> None:
         """Record the output so far of a turn in flight, since another is about to replace it."""
-        node = self._in_flight[rid]
-        node.so_far = tokens[node.prompt_len :].copy()
+        node = self._in_flight.get(rid)
+        if node is not None:  # else it is held, and has none
+            node.so_far = tokens[node.prompt_len :].copy()
 
-    def begin(self, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn starts, with the prompt that `compose` made; the turns it replaces have ended."""
-        rid, turn = message.rid, turn_of(message)
+    def hold(self, message: GenerateRequest, prompt: Int32Array) -> None:
+        """A turn arrives, with the prompt that `compose` made. Until it enters the tree it changes
+        no other turn, none can continue it, and it counts as no kept tokens."""
+        turn = turn_of(message)
         parent = None if turn.rid is None else self._nodes[turn.rid]
-        if turn.replace:
-            self._drop(parent)
         kept_len = 0 if parent is None else _kept_len(parent, turn)
-        node = _Node(rid, turn_name(message), parent, kept_len, prompt[kept_len:].copy())
-        self._nodes[node.name] = self._in_flight[rid] = node
-        self.num_running += 1
-        self.num_kept += node.num_kept
+        self._num_held += 1
+        self._held[message.rid] = _Node(
+            message.rid,
+            turn_name(message),
+            parent,
+            kept_len,
+            prompt[kept_len:].copy(),
+            self._num_held,
+            turn.replace,
+        )
+
+    def require_entry(self, rid: str) -> None:
+        """Raise `InvalidRequestError` if a held turn can no longer enter the tree."""
+        node, parent = self._held[rid], self._held[rid].parent
         if parent is not None:
-            parent.children[node.name] = node
+            if self._nodes.get(parent.name) is not parent:
+                raise InvalidRequestError(
+                    f"session {self.session_id!r} has no turn {parent.name!r}", "session_params"
+                )
+            if node.kept_len > parent.prompt_len + len(parent.known_output):
+                raise InvalidRequestError(
+                    f"turn {parent.name!r} of session {self.session_id!r} was cut; send the turn "
+                    "again",
+                    "session_params",
+                )
+        self._require_place(node.name, len(node.added), self._dropped_by(node), [])
+
+    def num_added(self, rid: str) -> int:
+        """Tokens that a held turn adds to the tree."""
+        return len(self._held[rid].added)
+
+    def enter(self, rid: str) -> None:
+        """A held turn enters the tree; the turns in flight that it replaces have ended."""
+        node = self._held.pop(rid)
+        self._drop(self._dropped_by(node))
+        self._nodes[node.name] = self._in_flight[rid] = node
+        self.num_kept += node.num_kept
+        if node.parent is not None:
+            node.parent.children[node.name] = node
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
         """Record the end of a turn: `tokens` are all its tokens; None if it failed, which removes
-        it."""
+        it. A held one leaves nothing."""
+        if self._held.pop(rid, None) is not None:
+            return
         node = self._in_flight.pop(rid)
         if tokens is None:
             self._remove(node)
         else:
             node.output = tokens[node.prompt_len :].copy()
-            self.num_running -= 1
             self.num_kept += node.num_output_tokens
             if self._longest is not None:
                 self._longest = max(self._longest, node.num_tokens)
@@ -223,7 +269,8 @@ class RegularSession:
         standing = -1  # a turn cannot continue a removed one, even if it kept none of its tokens
         if isinstance(message, StopRequest):
             standing = node.prompt_len + message.num_output_tokens
-        children = node.children.values()
+        held = (each for each in self._held.values() if each.parent is node)
+        children = [*node.children.values(), *held]
         return [c.rid for c in children if c.output is None and c.kept_len > standing]
 
     def amend(self, message: StopRequest | AbortRequest) -> None:
@@ -263,18 +310,24 @@ class RegularSession:
 
     def _finished(self, name: str, *, may_run: bool) -> _Node:
         node = self._nodes.get(name)
-        if node is None:
+        is_held = node is None and any(each.name == name for each in self._held.values())
+        if node is None and not is_held:
             raise InvalidRequestError(
                 f"session {self.session_id!r} has no turn {name!r}", "session_params"
             )
-        if node.output is None and not may_run:
+        if node is None or (node.output is None and not may_run):
             raise InvalidRequestError(
                 f"turn {name!r} of session {self.session_id!r} has not finished", "session_params"
             )
         return node
 
-    def _require_room(self, num_new: int, dropped: dict[str, _Node]) -> None:
-        """Raise `InvalidRequestError` if the session, without `dropped`, would keep too much."""
+    def _require_place(
+        self, name: str, num_new: int, dropped: dict[str, _Node], held: list[str]
+    ) -> None:
+        """Raise `InvalidRequestError` if the session, without `dropped`, has a turn `name`, as
+        those in `held`, or would keep too much."""
+        if name in held or (name in self._nodes and name not in dropped):
+            raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
         num_kept = self.num_kept - sum(node.num_kept for node in dropped.values())
         if len(self._nodes) - len(dropped) < MAX_TURNS and num_kept + num_new <= MAX_KEPT_TOKENS:
             return
@@ -285,33 +338,60 @@ class RegularSession:
             "session_params",
         )
 
-    def _below(self, node: _Node | None) -> dict[str, _Node]:
-        """All descendants of a turn, or all turns, by name."""
+    def _below(self, node: _Node | None, before: int | None = None) -> dict[str, _Node]:
+        """All descendants of a turn, or all turns, by name. With `before`, only the children with a
+        lower serial and all that continue them."""
         if node is None:
-            return self._nodes
-        below: dict[str, _Node] = {}
-        stack = [node]
+            if before is None:
+                return self._nodes
+            stack = [each for each in self._nodes.values() if each.parent is None]
+        else:
+            stack = list(node.children.values())
+        stack = [each for each in stack if before is None or each.serial < before]
+        below = {each.name: each for each in stack}
         while stack:
             children = stack.pop().children
             below.update(children)
             stack.extend(children.values())
         return below
 
-    def _drop(self, parent: _Node | None) -> None:
-        """Remove the descendants of a turn, or all turns; none of them runs."""
-        self._longest = None
-        dropped = dict(self._below(parent))
+    def _dropped_by(self, node: _Node) -> dict[str, _Node]:
+        """The turns that a held one drops when it enters."""
+        return self._below(node.parent, node.serial) if node.replaces else {}
+
+    def _replaced(self, parent: _Node | None, before: int) -> list[str]:
+        """Request ids of the turns in flight that end when one with the serial `before` replaces
+        all that continue `parent`: the held ones that arrived earlier, too."""
+        dropped = self._below(parent, before)
+        held = self._held_below(parent, dropped, before)
+        nodes = [*dropped.values(), *([] if parent is None else [parent]), *held]
+        return [node.rid for node in nodes if node.output is None]
+
+    def _held_below(
+        self, parent: _Node | None, dropped: dict[str, _Node], before: int
+    ) -> list[_Node]:
+        """The held turns with a lower serial that continue `parent` or one of `dropped`."""
+        return [
+            each
+            for each in self._held.values()
+            if each.serial < before
+            and (parent in (None, each.parent) or (each.parent and each.parent.name in dropped))
+        ]
+
+    def _drop(self, dropped: dict[str, _Node]) -> None:
+        """Remove turns and all that continue them; none of them runs."""
+        if dropped:
+            self._longest = None
         for name, node in dropped.items():
             del self._nodes[name]
             self.num_kept -= node.num_kept
-        if parent is not None:
-            parent.children.clear()
+            if node.parent is not None:
+                node.parent.children.pop(name, None)
 
     def _remove(self, node: _Node) -> None:
         """Remove a turn that no other continues."""
         self._longest = None
         del self._nodes[node.name]
-        self.num_running -= node.output is None
         self.num_kept -= node.num_kept
         if node.parent is not None:
             node.parent.children.pop(node.name, None)

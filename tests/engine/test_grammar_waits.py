@@ -194,6 +194,32 @@ def test_what_clients_have_left_is_not_compiled(
     assert held.num_begun == 2
 
 
+def test_no_full_walk_of_the_memory_runs_in_front_of_a_new_grammar(
+    make_core: Callable[..., EngineCore], held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core()
+    audits: list[None] = []
+    audit = core.scheduler.audit
+    monkeypatch.setattr(core.scheduler, "audit", lambda: audits.append(audit()))
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [plain("first")]
+        yield from turns_until(lambda: audits, "the engine rests")
+        audits.clear()
+        held.may_run.clear()
+        yield [structured("x")]
+        for _ in range(5):
+            yield []
+        assert core.state()["waiting_for"]["grammar"] == 1
+        assert len(audits) == 0
+        held.may_run.set()
+        yield from turns_until(lambda: audits, "the engine rests again")
+        yield []
+        assert len(audits) == 1
+
+    assert run(core, script()).ends()["x"].type == "stop"
+
+
 def test_a_key_that_floods_is_refused_and_others_are_served(
     make_core: Callable[..., EngineCore], held: Held
 ) -> None:

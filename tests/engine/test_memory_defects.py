@@ -307,6 +307,37 @@ def test_a_flush_that_finds_a_leaked_lock_is_answered(
     assert all(view.cached_pages == 0 for view in core.scheduler.memory_views())
 
 
+@pytest.mark.parametrize("is_found_by", ["a later flush", "the loop"])
+def test_all_flushes_are_answered_when_one_finds_a_defect(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch, is_found_by: str
+) -> None:
+    core = make_core("off", "repair")
+    is_moving = [True]
+    moving = property(lambda scheduler: is_moving[0])
+    monkeypatch.setattr(type(core.scheduler), "is_moving_out", moving)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield requests("a")
+        for _ in range(50):
+            yield []
+        for rank in core.scheduler.ranks:
+            rank.memory.cache.match_prefix(np.array(prompt(0), np.int32))
+        yield [FlushCache(rid="1")]
+        yield [FlushCache(rid="2")]
+        is_moving[0] = False
+        yield [FlushCache(rid="3")] if is_found_by == "a later flush" else []
+        yield [FlushCache(rid="afterwards")]
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    replies = [reply for reply in channel.sent if isinstance(reply, Reply)]
+    refused = ["1", "2", "3"][: 3 if is_found_by == "a later flush" else 2]
+    assert [reply.rid for reply in replies] == [*refused, "afterwards"]
+    assert [reply.ok for reply in replies] == [False] * len(refused) + [True]
+    assert all("started afresh" in reply.message for reply in replies[:-1])
+    assert core.state()["counters"]["memory_errors"] == 1
+
+
 def test_a_recording_with_a_repair_plays_again(
     make_core: Callable[..., EngineCore], tmp_path: Path
 ) -> None:

@@ -1,16 +1,21 @@
 """Transfers to and from a store that fails, hangs or loses values."""
 
+import fcntl
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd
+from sgl_jax.executor.block_stores import folder_store
+from sgl_jax.executor.block_stores.folder_store import FolderStore
 from sgl_jax.executor.store_transfers import StoreTransfers
 from tests.waiting import until
 
@@ -153,6 +158,33 @@ def test_a_store_that_fails_is_left_alone_for_a_while() -> None:
 
 
 CALLS = ("exists", "get", "put")
+
+
+def test_a_wait_keeps_each_answer_once_for_the_next_look() -> None:
+    rig = Rig()
+    rig.store.values, rig.store.seconds = {f"ab/{'01' * 17}": b"c"}, 0.1
+    rig.store.is_broken = True  # searches alone
+    rig.transfers.begin([], [rig.move(1, [1])._replace(is_awaited=True)], [])
+    rig.transfers.begin([rig.move(2, [1])], [], [])
+    rig.wait()
+    assert sorted((end.number, end.succeeded) for end in rig.ends) == [(1, True), (2, False)]
+    assert rig.transfers.look(time.monotonic()) == [False]
+
+
+def test_a_put_into_a_busy_store_has_failed_and_the_store_stays_in_use(tmp_path: Path) -> None:
+    rig = Rig()
+    rig.transfers = StoreTransfers(
+        FolderStore(tmp_path, 10**6), [rig.contents], "ab", rig.ends.append
+    )
+    with patch.object(folder_store, "_LOCK_LIMIT_S", 0.0), open(tmp_path / "size") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rig.transfers.begin([], [], [rig.move(1, [1, 2])])
+        assert not rig.wait().succeeded, "it is put again only if it is known to have failed"
+    assert rig.transfers.look(time.monotonic()) == []
+    rig.transfers.begin([], [], [rig.move(2, [1, 2])])
+    assert rig.wait().succeeded
+    rig.transfers.begin([rig.move(3, [1, 2])], [], [])
+    assert rig.wait().found[0].tolist() == [True, True]
 
 
 class HangingRig(Rig):

@@ -1052,6 +1052,30 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "a turn of a tree drops those that arrived after it",
+        _REGULAR,
+        "        stack = [each for each in stack if before is None or each.serial < before]\n",
+        "",
+    ),
+    Mutation(
+        "a turn of a tree ends held ones that arrived after it",
+        _REGULAR,
+        "            if each.serial < before\n            and ",
+        "            if ",
+    ),
+    Mutation(
+        "a turn enters its session though a grammar may be refused",
+        _LIVE_REQUESTS,
+        "        if message.sampling.grammar is None:",
+        "        if True:",
+    ),
+    Mutation(
+        "a held turn closes sessions for its room although it is refused",
+        _DESK,
+        "        turn.session.hold(message, turn.prompt)\n",
+        "        turn.session.hold(message, turn.prompt)\n        self._displace(turn.displaced)\n",
+    ),
+    Mutation(
         "count a shared page for every session that reads it",
         _LOCKED,
         "        self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]\n",

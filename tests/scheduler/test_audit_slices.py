@@ -201,6 +201,18 @@ def test_a_defect_under_load_is_found_by_the_next_walk(
     assert not load.driver.scheduler.is_idle
 
 
+def test_records_of_blocks_that_the_walk_cannot_read_are_a_defect() -> None:
+    load = Load(0)
+    for _ in range(25):
+        load.step()
+    tier = load.driver.scheduler.ranks[1].host.tier
+    assert tier is not None
+    tier.blocks.copies[10**6] = None
+    slices = load.driver.scheduler.audit_slices()
+    with pytest.raises(LedgerError, match="host memory of rank 1: the walk itself failed: Attri"):
+        exhaust(slices)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_walk_under_load_finds_nothing_in_sound_records(seed: int) -> None:
     load = Load(seed)

@@ -1,7 +1,11 @@
-"""The protocol of a store of blocks."""
+"""The protocol of a store of blocks, and the error of one that is busy."""
 
 from collections.abc import Sequence
 from typing import Protocol
+
+
+class StoreBusyError(OSError):
+    """A put came too early: the store serves searches and reads, but writes nothing just now."""
 
 
 class BlockStore(Protocol):
@@ -21,7 +25,8 @@ class BlockStore(Protocol):
         ...
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Keep each value, if there is room or others give way."""
+        """Keep each value, if there is room or others give way. After an error, values may be
+        missing. Raises `StoreBusyError` if they can be put again soon."""
         ...
 
     def close(self) -> None:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgl_jax.core.private_files import make_private_folder, open_private
+from sgl_jax.executor.block_stores.block_store import StoreBusyError
 from sgl_jax.executor.block_stores.sealed import HEAD_BYTES, head, unsealed
 
 logger = logging.getLogger(__name__)
 
-# An engine that was stopped may hold the lock: blocks are not put then.
+# An engine that was stopped may hold the lock: puts fail then.
 _LOCK_LIMIT_S = 2.0
 _POLL_S = 0.002
 _KEY = re.compile(r"[0-9a-f]+/[0-9a-f]+")
@@ -66,13 +67,13 @@ class FolderStore:
         return [self._get(key) for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Write each value that is no larger than the store."""
+        """Write each value that is no larger than the store. Raises `StoreBusyError` while another
+        engine holds the lock."""
         for key, value in zip(keys, values, strict=True):
             if HEAD_BYTES + len(value) <= self._max_bytes:
                 with self._count() as count:
                     if count is None:
-                        logger.warning("%s: another engine holds the lock", self._folder)
-                        return
+                        raise StoreBusyError(f"{self._folder}: another engine holds the lock")
                     self._put(key, value, count)
 
     def _put(self, key: str, value: bytes, count: "_Count") -> None:

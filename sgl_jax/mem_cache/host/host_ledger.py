@@ -8,6 +8,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.host.host_tier import HostTier
+from sgl_jax.mem_cache.ledger_walk import walk_failure
 from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 from sgl_jax.mem_cache.tree.tree_node import TreeNode
@@ -58,10 +59,15 @@ def audit_host(tier: HostTier) -> None:
 def audit_host_slices(tier: HostTier) -> Iterator[None]:
     """Walk the blocks of a rank in slices, as `ledger_slices.py` walks its pages."""
     blocks = tier.blocks
-    for _ in _slices(tier, blocks):
-        yield
-        if tier.blocks is not blocks:
-            return
+    try:
+        for _ in _slices(tier, blocks):
+            yield
+            if tier.blocks is not blocks:
+                return
+    except LedgerError:
+        raise
+    except Exception as error:  # of any type
+        raise _error(blocks, walk_failure(error).what) from error
 
 
 def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:

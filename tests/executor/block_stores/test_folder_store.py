@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_jax.executor.block_stores import folder_store
+from sgl_jax.executor.block_stores.block_store import StoreBusyError
 from sgl_jax.executor.block_stores.folder_store import FolderStore
 
 GIGABYTE = 10**9
@@ -156,7 +157,8 @@ def test_an_engine_that_holds_the_lock_for_ever_stops_no_other(
     store.put([key(1)], [value(1)])
     monkeypatch.setattr(folder_store, "_LOCK_LIMIT_S", 0.01)
     with store._count():
-        store.put([key(2)], [value(2)])
+        with pytest.raises(StoreBusyError, match=str(tmp_path)):
+            store.put([key(2)], [value(2)])
         path = path_of(tmp_path, key(1))
         other = FolderStore(tmp_path, GIGABYTE)
         assert other.get([key(1), key(2)]) == [value(1), None]
