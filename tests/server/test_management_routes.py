@@ -160,11 +160,29 @@ async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "fate"),
     [
-        ("/pause_generation", {"mode": "in_place"}, "undone"),
-        ("/continue_generation", {}, "undone"),
-        ("/set_internal_state", {"server_args": {"request_timeout": 5.0}}, "undone"),
-        ("/flush_cache", {}, "made nevertheless"),
-        ("/update_weights_from_disk", {"model_path": "other"}, "made nevertheless"),
+        ("/pause_generation", {"mode": "in_place"}, "undone if it had begun"),
+        (
+            "/pause_generation",
+            {"mode": "retract"},
+            "undone if it had begun, and the requests that it retracted are in the queue",
+        ),
+        (
+            "/pause_generation",
+            {},
+            "undone if it had begun, but the requests that it aborted stay ended",
+        ),
+        ("/continue_generation", {}, "undone if it had begun"),
+        (
+            "/set_internal_state",
+            {"server_args": {"request_timeout": 5.0}},
+            "undone if it had begun",
+        ),
+        ("/flush_cache", {}, "made nevertheless if it had begun"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "other"},
+            "made nevertheless if it had begun",
+        ),
     ],
 )
 async def test_a_call_answered_with_503_takes_no_effect_later(
@@ -185,7 +203,7 @@ async def test_a_call_answered_with_503_takes_no_effect_later(
     assert rig.engine.info == before
     error = answer.json()["error"]
     assert error["code"] == "call_cancelled"
-    assert f"the call is cancelled, or {fate} if it had begun" in error["message"]
+    assert error["message"].endswith(f"; the call is cancelled, or {fate}")
 
 
 @pytest.mark.parametrize(
