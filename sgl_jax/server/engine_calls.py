@@ -70,7 +70,7 @@ async def call_engine(
 
 
 def _fate(message: CallMessage) -> str:
-    """What becomes of a cancelled call that the engine had begun."""
+    """Describe the effect of a cancelled call, for its caller."""
     if not CALL_OF[type(message)].is_undone:
         return "made nevertheless if it had begun"
     match message:

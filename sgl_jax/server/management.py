@@ -294,8 +294,9 @@ _STATUS_OF_CODE = {
 
 
 def health_answer(check: Callable[[], None], health: EngineHealth, status: str) -> Response:
-    """200 and `status` if `check` passes; else the error that it raises, and if the engine is stuck, since when
-    (ISO 8601 in UTC). Either has the progress of loading or compiling (`core.progress`)."""
+    """200 and `status` if `check` passes; else the error that it raises, and if the engine is
+    stuck, since when (ISO 8601 in UTC). Either has the progress of loading or compiling
+    (`core.progress`)."""
     report = health.progress
     progress = {} if report is None else {"progress": report}
     try:
@@ -305,7 +306,8 @@ def health_answer(check: Callable[[], None], health: EngineHealth, status: str) 
         if error.code not in _STATUS_OF_CODE:
             raise
         since = {} if stuck_since is None else {"since": stuck_since.isoformat(timespec="seconds")}
-        body = {"status": _STATUS_OF_CODE[error.code], **since, **progress, "error": error_body(error)}
+        status = _STATUS_OF_CODE[error.code]
+        body = {"status": status, **since, **progress, "error": error_body(error)}
         headers = dict(error.headers or {})
         return Response(msgspec.json.encode(body), error.status_code, headers, "application/json")
     return json_response({"status": status, **progress})
