@@ -126,8 +126,8 @@ class SchedulerArgs:
     check_memory: str = setting(
         "background",
         "when the page ledger of every rank is checked: never; by a full walk while idle; while "
-        "busy also by a walk in slices every 20 s, in a hundredth of the host's time; or also by "
-        "its counts after every step",
+        "busy also by a walk in slices every 20 s, in less than a hundredth of the host's time; or "
+        "also by its counts after every step",
         ("off", "idle", "background", "busy"),
     )
     test_retract: bool = setting(

@@ -7,7 +7,7 @@ import asyncio
 
 from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.engine_messages import Reply
-from sgl_jax.core.messages import CallMessage
+from sgl_jax.core.messages import CallMessage, PauseGeneration
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 
@@ -61,10 +61,21 @@ async def call_engine(
     finally:
         if not answer.done():
             refs.frontend.cancel_call(rid)
-    fate = "undone" if CALL_OF[type(message)].is_undone else "made nevertheless"
     raise ApiError(
         503,
         f"the engine gave no answer within {waited_s:g} s; the call is cancelled, "
-        f"or {fate} if it had begun",
+        f"or {_fate(message)}",
         code="call_cancelled",
     )
+
+
+def _fate(message: CallMessage) -> str:
+    """Describe the effect of a cancelled call, for its caller."""
+    if not CALL_OF[type(message)].is_undone:
+        return "made nevertheless if it had begun"
+    match message:
+        case PauseGeneration(mode="abort"):
+            return "undone if it had begun, but the requests that it aborted stay ended"
+        case PauseGeneration(mode="retract"):
+            return "undone if it had begun, and the requests that it retracted are in the queue"
+    return "undone if it had begun"

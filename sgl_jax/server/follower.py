@@ -165,10 +165,11 @@ class _FollowerServer:
         os._exit(KILLED_BY_SIGNAL + number)
 
     async def _answer_health(self, request: Request) -> Response:
-        return health_answer(self._check, self._health)
+        return health_answer(self._check, self._health, "ready")
 
     async def _answer_liveness(self, request: Request) -> Response:
-        return health_answer(self._check_live, self._health)
+        status = "ready" if self._is_ready else "starting"
+        return health_answer(self._check_live, self._health, status)
 
     def _check_live(self) -> None:
         if self._ended.done():

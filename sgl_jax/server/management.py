@@ -61,7 +61,7 @@ async def health(request: Request) -> Response:
     """200 while the server takes requests and its steps succeed; else 503 and why. It calls no
     engine and needs no key. Hosting platforms call it `/ping`."""
     refs = references_of(request)
-    return health_answer(refs.check_ready, refs.health, is_paused=refs.is_paused)
+    return health_answer(refs.check_ready, refs.health, _status(refs))
 
 
 @router.get("/liveness", responses=answers())
@@ -69,7 +69,12 @@ async def liveness(request: Request) -> Response:
     """200 unless the engine has ended, or its process is silent: then the server should be started
     again. Load, draining and failing steps, which end the engine themselves, are no reason."""
     refs = references_of(request)
-    return health_answer(refs.check_live, refs.health, is_paused=refs.is_paused)
+    return health_answer(refs.check_live, refs.health, _status(refs))
+
+
+def _status(refs: References) -> str:
+    """The status in a health answer of 200."""
+    return "paused" if refs.is_paused else "ready"
 
 
 @router.get("/health_generate", responses=answers())
@@ -288,11 +293,10 @@ _STATUS_OF_CODE = {
 }
 
 
-def health_answer(
-    check: Callable[[], None], health: EngineHealth, *, is_paused: bool = False
-) -> Response:
-    """200 if `check` passes; else the error that it raises, and if the engine is stuck, since when
-    (ISO 8601 in UTC). Either has the progress of loading or compiling (`core.progress`)."""
+def health_answer(check: Callable[[], None], health: EngineHealth, status: str) -> Response:
+    """200 and `status` if `check` passes; else the error that it raises, and if the engine is
+    stuck, since when (ISO 8601 in UTC). Either has the progress of loading or compiling
+    (`core.progress`)."""
     report = health.progress
     progress = {} if report is None else {"progress": report}
     try:
@@ -306,11 +310,11 @@ def health_answer(
         body = {"status": status, **since, **progress, "error": error_body(error)}
         headers = dict(error.headers or {})
         return Response(msgspec.json.encode(body), error.status_code, headers, "application/json")
-    return json_response({"status": "paused" if is_paused else "ready", **progress})
+    return json_response({"status": status, **progress})
 
 
 class Gate:
-    """The application in front of uvicorn: refuses everything until `open`.
+    """The application in front of uvicorn: refuses everything but `/liveness` until `open`.
 
     So a client reads that the server is starting, rather than waiting.
     """
@@ -325,10 +329,15 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is not None:
             await self._app(scope, receive, send)
-        elif scope["type"] == "http" and scope["path"] == "/health":
-            await health_answer(self._refuse, self._health)(scope, receive, send)
         elif scope["type"] == "http":
-            await error_response(starting_error(), scope["path"])(scope, receive, send)
+            await self._answer(scope["path"])(scope, receive, send)
+
+    def _answer(self, path: str) -> Response:
+        if path == "/liveness":
+            return health_answer(self._health.check, self._health, "starting")
+        if path in ("/health", "/ping"):
+            return health_answer(self._refuse, self._health, "starting")
+        return error_response(starting_error(), path)
 
     def _refuse(self) -> None:
         self._health.check()

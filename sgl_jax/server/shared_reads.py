@@ -2,7 +2,8 @@
 
 A read gets the reply to a call to the engine that begins after the read has arrived, so it is never
 older than its request. Reads that wait for the same call share it, and the bytes that are written
-from it. Calls of a kind begin at most ten times a second, and further apart if they are expensive.
+from it. Calls of a kind begin at most ten times a second, and if they are expensive, up to a second
+apart.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ _MIN_INTERVAL_S = 0.1
 # From the begin of a call to the next, as a multiple of the processor time that it took in engine
 # and server together: 1/100 of a core.
 _REST = 100
+# The most, so that no answers for many keys make a scrape miss its time.
+_MAX_INTERVAL_S = 1.0
 
 T = TypeVar("T")
 
@@ -136,7 +139,8 @@ class EngineReads:
 
 
 def _interval_s(last: Snapshot | None) -> float:
-    return _MIN_INTERVAL_S if last is None else max(_MIN_INTERVAL_S, _REST * last.cost_s)
+    cost_s = 0.0 if last is None else last.cost_s
+    return max(_MIN_INTERVAL_S, min(_REST * cost_s, _MAX_INTERVAL_S))
 
 
 def reads_of(request: Request) -> EngineReads:

@@ -141,11 +141,13 @@ class SessionStore:
         return session
 
     def fork(self, session: StreamingSession, message: ForkSession) -> list[str]:
-        """Open a session with the history of `session`. Returns and raises as `open`."""
+        """Open a session with the history of `session`, which no other replaces. Returns and raises
+        as `open`."""
         self._require_free(message.new_session_id)
         holder = holder_of(message.tenant)
-        replaced = self._place_for(holder)
-        replaced += self._room_for(holder, session.num_tokens, session.num_tokens)
+        num_tokens, source = session.num_tokens, session.session_id
+        replaced = self._place_for(holder, source)
+        replaced += self._room_for(holder, num_tokens, num_tokens, source)
         self._add(session.fork(message.new_session_id, holder))
         return list(dict.fromkeys(replaced))
 
@@ -278,9 +280,12 @@ class SessionStore:
         if session_id in self._sessions:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
 
-    def _place_for(self, holder: str) -> list[str]:
-        """The sessions to close so that the tenant may open one. Raises `SessionsFullError`."""
-        replaced = self._replaced_for(self._opened, holder, 1, lambda session_id: 1)
+    def _place_for(self, holder: str, source: str | None = None) -> list[str]:
+        """The sessions to close so that the tenant may open one, which may be a fork of `source`.
+
+        Raises `SessionsFullError`.
+        """
+        replaced = self._replaced_for(self._opened, holder, 1, lambda session_id: 1, source)
         if replaced is not None:
             return replaced
         if len(self._sessions) >= self._opened.total:
@@ -294,9 +299,11 @@ class SessionStore:
             is_of_tenant=True,
         )
 
-    def _room_for(self, holder: str, num_added: int, num_needed: int) -> list[str]:
+    def _room_for(
+        self, holder: str, num_added: int, num_needed: int, source: str | None = None
+    ) -> list[str]:
         """The sessions to close so that one of the tenant may grow by `num_added` tokens to
-        `num_needed`.
+        `num_needed`. It may be a fork of `source`.
 
         Raises `SessionsFullError` if all sessions together, or the tenant's, would hold too many,
         and `InvalidRequestError` if this one alone would.
@@ -311,7 +318,8 @@ class SessionStore:
                 "may hold together (--max-session-tokens)",
                 "input_ids",
             )
-        replaced = self._replaced_for(kept, holder, num_added, self._num_kept_of.__getitem__)
+        size_of = self._num_kept_of.__getitem__
+        replaced = self._replaced_for(kept, holder, num_added, size_of, source)
         if replaced is not None:
             return replaced
         if kept.num_held + num_added > kept.total:
@@ -329,20 +337,26 @@ class SessionStore:
         )
 
     def _replaced_for(
-        self, shares: Shares, holder: str, num_added: int, size_of: Callable[[str], int]
+        self,
+        shares: Shares,
+        holder: str,
+        num_added: int,
+        size_of: Callable[[str], int],
+        spared: str | None,
     ) -> list[str] | None:
         """Idle sessions to close so that a tenant may hold so many more units of `shares`; None if
         no closing makes room for them.
 
         Args:
             size_of: a session's units by its id.
+            spared: a session that stays open.
         """
         if shares.may_add(holder, num_added):
             return []
         for other in shares.larger_than(shares.held_by(holder) + num_added):
             replaced, num_freed = [], 0
             for session_id in self._idle.get(other, ()):
-                size = size_of(session_id)
+                size = 0 if session_id == spared else size_of(session_id)
                 if size:
                     replaced.append(session_id)
                     num_freed += size

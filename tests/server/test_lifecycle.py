@@ -182,12 +182,15 @@ def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once
     server = start("--random-seed", str(SLOW_START_SEED), "--api-key", "hush")
     url = server.wait_line(r"listening at (http://\S+);")
     second = start("--port", url.rpartition(":")[2])
-    for path, told in (("/health", {"status": "starting"}), ("/v1/models", {})):
+    starting = {"status": "starting"}
+    for path, told in (("/health", starting), ("/ping", starting), ("/v1/models", {})):
         answer = httpx.get(url + path, timeout=2)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "starting"
         assert answer.json().items() >= told.items()
         assert "retry-after" in answer.headers
+    alive = httpx.get(url + "/liveness", timeout=2)
+    assert (alive.status_code, alive.json()["status"]) == (200, "starting")
     assert httpx.get(url + "/" + "a" * 9000, timeout=2).status_code == 414
 
     def progress() -> dict[str, Any]:

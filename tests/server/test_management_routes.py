@@ -9,7 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_jax.core.calls import Call
-from sgl_jax.core.engine_messages import EngineMessage, Heartbeat
+from sgl_jax.core.engine_messages import (
+    EngineMessage,
+    FinishReason,
+    Heartbeat,
+    OutputBatch,
+    RequestOutput,
+)
 from sgl_jax.core.messages import (
     GenerateRequest,
     PauseGeneration,
@@ -112,6 +118,33 @@ async def test_probes_at_the_same_time_share_one_request(rig: Rig) -> None:
     assert len([m for m in rig.engine.seen if isinstance(m, GenerateRequest)]) == 1
 
 
+class FailingEngine(ScriptedEngine):
+    """Every request ends with an error, as on a device that fails every step."""
+
+    is_failing = True
+
+    def admit(self, request: GenerateRequest) -> EngineMessage | None:
+        if not self.is_failing:
+            return super().admit(request)
+        finish = FinishReason("abort", message="the step failed", status_code=500)
+        return OutputBatch(outputs=[RequestOutput(request.rid, [], 0, 0, finish)])
+
+
+async def test_probes_of_a_failing_device_cost_it_one_step_in_seconds(
+    model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would bring it to the limit of failed steps at once."""
+    monkeypatch.setattr(management, "_HEALTH_TIMEOUT_S", 0.5)
+    engine = FailingEngine(tokenizer_folder=str(model_folder))
+    async with serving(model_folder, tokenizer, engine=engine) as rig:
+        for _ in range(3):
+            assert (await rig.http.get("/health_generate")).status_code == 503
+        assert len([m for m in engine.seen if isinstance(m, GenerateRequest)]) == 1
+        engine.is_failing = False
+        monkeypatch.setattr(health_probe, "_INTERVAL_AFTER_ERROR_S", 0.1)
+        assert (await rig.http.get("/health_generate")).status_code == 200
+
+
 async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
     rig.refs.draining = True
     for answer in (
@@ -127,11 +160,29 @@ async def test_a_draining_server_refuses_new_work(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "fate"),
     [
-        ("/pause_generation", {"mode": "in_place"}, "undone"),
-        ("/continue_generation", {}, "undone"),
-        ("/set_internal_state", {"server_args": {"request_timeout": 5.0}}, "undone"),
-        ("/flush_cache", {}, "made nevertheless"),
-        ("/update_weights_from_disk", {"model_path": "other"}, "made nevertheless"),
+        ("/pause_generation", {"mode": "in_place"}, "undone if it had begun"),
+        (
+            "/pause_generation",
+            {"mode": "retract"},
+            "undone if it had begun, and the requests that it retracted are in the queue",
+        ),
+        (
+            "/pause_generation",
+            {},
+            "undone if it had begun, but the requests that it aborted stay ended",
+        ),
+        ("/continue_generation", {}, "undone if it had begun"),
+        (
+            "/set_internal_state",
+            {"server_args": {"request_timeout": 5.0}},
+            "undone if it had begun",
+        ),
+        ("/flush_cache", {}, "made nevertheless if it had begun"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "other"},
+            "made nevertheless if it had begun",
+        ),
     ],
 )
 async def test_a_call_answered_with_503_takes_no_effect_later(
@@ -152,7 +203,7 @@ async def test_a_call_answered_with_503_takes_no_effect_later(
     assert rig.engine.info == before
     error = answer.json()["error"]
     assert error["code"] == "call_cancelled"
-    assert f"the call is cancelled, or {fate} if it had begun" in error["message"]
+    assert error["message"].endswith(f"; the call is cancelled, or {fate}")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,22 @@ async def test_a_client_that_reads_on_and_on_gets_ten_answers_a_second(
     assert num_calls(rig, GetState) == 1
 
 
+async def test_an_expensive_reading_delays_the_next_by_a_second_at_most(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else many keys, for each of which an answer is written, would delay an operator's scrape."""
+    monkeypatch.setattr(shared_reads, "_REST", 1e9)
+    rig.refs.answer_timeout_s = 10.0
+    for num_sessions in range(2):
+        told = (await rig.http.get("/get_server_info")).json()
+        assert told["num_sessions"] == num_sessions
+        await rig.http.post("/open_session", json={})
+    rig.engine.scheduler = Driver(make_sizes()).scheduler
+    for _ in range(2):
+        found = await rig.http.post("/memory/find", json={"input_ids": [1]})
+        assert found.status_code == 200
+
+
 async def test_an_answer_is_never_older_than_its_request(rig: Rig) -> None:
     for number in range(4):
         await rig.http.post("/open_session", json={"session_id": f"s{number}"})
@@ -136,5 +152,7 @@ def test_bytes_are_written_once_and_what_they_cost_delays_the_next_call() -> Non
     assert bodies == {msgspec.json.encode({"a": 1})}
     assert made == [{"a": 1}]
     assert snapshot.cost_s > 0.5
-    assert shared_reads._interval_s(snapshot) >= 50
+    assert shared_reads._interval_s(snapshot) == 1.0
+    cheap = Snapshot(Reply(rid="r", ok=True, data={}, cost_s=0.005))
+    assert shared_reads._interval_s(cheap) == 0.5
     assert shared_reads._interval_s(None) == 0.1

@@ -93,7 +93,7 @@ def test_a_turn_displaces_only_once_it_is_accepted() -> None:
     assert {"a1", "a2", "b"} == set(s.listed())
 
 
-def test_a_fork_counts_for_who_forks_and_may_displace_its_own_origin() -> None:
+def test_a_fork_counts_for_who_forks_and_never_displaces_its_source() -> None:
     s = talk()
     for number in range(6):
         assert opened(s, f"a{number}", ANN) == 0
@@ -106,11 +106,26 @@ def test_a_fork_counts_for_who_forks_and_may_displace_its_own_origin() -> None:
     fork = ForkSession(rid="", session_id="a0", new_session_id="fork", tenant=BOB)
     reply = s.driver.session(fork)
     assert (reply.ok, reply.data["num_tokens"]) == (True, 12)
-    assert set(s.listed()) == {"a1", "a2", "a3", "a4", "a5", "b", "fork"}
+    # The next one after the source, which was used longest ago.
+    assert set(s.listed()) == {"a0", "a2", "a3", "a4", "a5", "b", "fork"}
     turn = generate("t", [3], 2, session=SessionTurn(id="fork"))
     s.driver.submit(turn, [*s.driver.prompts["0"], *s.driver.tokens["0"]])
     s.driver.run()
     s.driver.check_tokens("t")
+
+
+def test_a_fork_never_displaces_its_source_for_the_room_of_its_tokens() -> None:
+    s = talk()
+    for number, length in enumerate((23, 14, 14, 14)):
+        assert opened(s, f"a{number}", ANN) == 0
+        turn = generate(f"{number}", [1] * length, 1, session=SessionTurn(id=f"a{number}"))
+        s.driver.submit(turn)
+        s.driver.run()
+    assert s.driver.scheduler._sessions.store.num_kept == 24 + 3 * 15
+    fork = ForkSession(rid="", session_id="a0", new_session_id="fork", tenant=BOB)
+    assert s.driver.session(fork).ok
+    assert set(s.listed()) == {"a0", "a3", "fork"}
+    s.driver.scheduler.audit()
 
 
 @pytest.mark.parametrize("tenant", [ANN, BOB])
