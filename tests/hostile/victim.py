@@ -51,7 +51,7 @@ class Measured(NamedTuple):
         return (
             f"{self.name:20}{_p99(quiet.gaps_ms):9.1f}{_p99(attacked.gaps_ms):9.1f}"
             f"{self.ratio:7.2f}{max(quiet.gaps_ms):9.0f}{max(attacked.gaps_ms):9.0f}"
-            f"{max(quiet.short_ms):9.0f}{max(attacked.short_ms):9.0f}"
+            f"{max(quiet.short_ms):9.0f}{max(attacked.short_ms, default=np.inf):9.0f}"
             f"{len(attacked.gaps_ms):8}{self.memory_growth:+8.1%}"
         )
 
@@ -64,7 +64,7 @@ HEADER = (
 
 
 class Victim:
-    """Streams one generation after another, and beside them sends short requests."""
+    """Reads a stream that began before the attack, and beside it sends short requests."""
 
     def __init__(self, server: LiveServer) -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -78,6 +78,13 @@ class Victim:
         ]
         for thread in self._threads:
             thread.start()
+        while not (self.seen.gaps_ms and self.seen.short_ms) and not self.failures:
+            time.sleep(0.05)
+
+    def forget(self) -> None:
+        """Begin to measure again."""
+        self.seen.gaps_ms.clear()
+        self.seen.short_ms.clear()
 
     def _repeat(self, act: Callable[[http.client.HTTPConnection], None]) -> None:
         while not self._done.is_set() and not self.failures:
@@ -100,7 +107,7 @@ class Victim:
         return answer
 
     def _stream(self, connection: http.client.HTTPConnection) -> None:
-        params = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        params = {"max_new_tokens": 8000, "temperature": 0, "ignore_eos": True}
         answer = self._ask(connection, sampling_params=params, stream=True)
         last_s = None
         while (line := answer.readline()) and not self._done.is_set():
@@ -140,24 +147,24 @@ def attacked_server(folder: Path) -> Iterator[LiveServer]:
 def measure(server: LiveServer, name: str, seconds: float) -> Measured:
     """Stream for `seconds` without the attack, then for `seconds` during it."""
     before = _resident_bytes(server)
-    quiet = _watch(server, seconds)
+    victim = Victim(server)
+    victim.forget()
+    time.sleep(seconds)
+    quiet = victim.stop()
+    victim = Victim(server)
     command = [sys.executable, "-m", "tests.hostile.neighbor_attacks", name, "--url", server.url]
     attacker = subprocess.Popen([*command, "--seconds", str(seconds + SETTLE_S)])
     try:
         time.sleep(SETTLE_S)  # its modules are loaded
-        attacked = _watch(server, seconds)
+        victim.forget()
+        time.sleep(seconds)
+        attacked = victim.stop()
         assert attacker.wait(seconds + 120) == 0
     finally:
         attacker.kill()
     assert server.process.poll() is None, server.log.read_text()[-2000:]
     server.until_at_rest(120)
     return Measured(name, quiet, attacked, _resident_bytes(server) / before - 1)
-
-
-def _watch(server: LiveServer, seconds: float) -> Seen:
-    victim = Victim(server)
-    time.sleep(seconds)
-    return victim.stop()
 
 
 def _p99(values: list[float]) -> float:
