@@ -106,7 +106,7 @@ class LiveRequests:
             self._refuse(message, self.gate.error, 500)
             return
         try:
-            request = self._make_request(message)
+            request, turn = self._make_request(message)
         except InvalidRequestError as error:
             self._refuse(message, str(error), 400, error.code, error.param)
             return
@@ -122,9 +122,12 @@ class LiveRequests:
         else:
             self._shares.add(holder_of(message.tenant), 1)
         self.deadlines.add(request.rid)
+        # A held request may be refused, so a turn enters its session when it passes the gate.
         if self.gate.holds(request):
             self._tenants.queue(request.tenant, 1)
         else:
+            if turn is not None:
+                self._enter_turn(turn, request.rid)
             self.waiting.add(request)
 
     @property
@@ -301,18 +304,22 @@ class LiveRequests:
             return request.tokens
         return self.ranks[request.dp_rank].running.known_tokens(request.lease.row)
 
-    def _make_request(self, message: GenerateRequest) -> Request:
-        """A request from its message. Raises `InvalidRequestError`, `SessionsFullError`."""
+    def _make_request(
+        self, message: GenerateRequest
+    ) -> tuple[Request, ComposedTurn[Request] | None]:
+        """Make a request from its message, and hold it if it is a turn.
+
+        Raises `InvalidRequestError`, `SessionsFullError`.
+        """
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
-            return Request(message, self.num_arrived, max_len)
+            return Request(message, self.num_arrived, max_len), None
         turn = self.sessions.compose_turn(message)
         session, prompt = turn.session, turn.prompt
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
         self.sessions.hold_turn(turn, message)
-        if message.sampling.grammar is None:  # else it may be refused, and enters when it passes
-            self._enter_turn(turn, message.rid)
-        return Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
+        request = Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
+        return request, turn
 
     def _enter_turn(self, turn: ComposedTurn[Request], rid: str) -> None:
         """End the turns that a held turn replaces, and put it into its session."""

@@ -1066,8 +1066,9 @@ MUTATIONS = (
     Mutation(
         "a turn enters its session though a grammar may be refused",
         _LIVE_REQUESTS,
-        "        if message.sampling.grammar is None:",
-        "        if True:",
+        "        if self.gate.holds(request):\n",
+        "        if turn is not None:\n            self._enter_turn(turn, request.rid)\n"
+        "        if self.gate.holds(request):\n",
     ),
     Mutation(
         "a held turn closes sessions for its room although it is refused",

@@ -15,7 +15,8 @@ from sgl_jax.core.messages import (
     Tenant,
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import GrammarReady
+from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.scheduler.record.events import GrammarReady, Rebuild
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 REFUSALS = [
@@ -201,6 +202,25 @@ def test_a_turn_whose_parent_is_gone_when_it_passes_is_refused() -> None:
     rig.ready("d")
     assert "no turn 'b'" in rig.refused("d")
     rig.end()
+
+
+def test_a_defect_that_a_replaced_turn_shows_at_its_end_leaves_no_turn_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.send("running", [6], rig.a, rid="a", num_tokens=12)
+    rig.driver.step()
+
+    def finish(*args: Any, **options: Any) -> None:
+        raise LedgerError("the records are wrong")
+
+    monkeypatch.setattr(rig.driver.scheduler.ranks[0], "finish", finish)
+    with pytest.raises(LedgerError):
+        rig.send("c", [7], rig.a, rid="a", replace=True)
+    rig.driver.scheduler.handle(Rebuild("rebuilt"))
+    rig.driver.collect()
+    assert rig.driver.finish["c"].status_code == 500
+    assert rig.sessions()["s"]["num_running"] == 0
 
 
 def test_a_turn_whose_running_parent_is_aborted_is_refused() -> None:
