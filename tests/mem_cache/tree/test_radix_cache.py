@@ -295,7 +295,8 @@ def test_beside_a_withdrawn_path_that_is_locked_another_one_takes_its_place(leng
     assert not cache.finds(old)
     assert cache.peek(array_of((1, 2, 3, 4))) == length
     assert cache.peek(array_of((1, 2, 5))) == (3 if length else 0)
-    assert sum(len(each.hashes) for each in log.take()) == (2 if length else 5)
+    lengths: list[int] = [len(each.hashes) for each in log.take()]
+    assert sum(lengths) == (2 if length else 5)
     cache.audit([(old, None)])
     new = accept_again(cache, allocator, (1, 2, 3, 4))
     assert cache.match_prefix(array_of((1, 2, 3, 4))).node is new
