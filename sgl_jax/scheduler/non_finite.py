@@ -41,13 +41,14 @@ class NonFiniteRows:
         # With the last step that may have their rows; the earliest first.
         self.departed: deque[tuple[int, RankScheduler, Departed]] = deque()
         # Rank, namespace and tokens of prefixes on which a row failed in its first step.
-        self._failed_on: dict[tuple[int, str, bytes], None] = {}
+        self.failed_on: dict[tuple[int, str, bytes], None] = {}
         self._page_size = ranks.ranks[0].memory.page_size
 
     def after_step(self, step_id: int, rows: Records, num_failed: int, num_planned: int) -> None:
         """Handle the failed rows of a step whose result was applied.
 
-        Not needed if no row failed, and `departed` is empty, here and on each rank.
+        Not needed if no row failed, and `departed`, here and on each rank, and `failed_on` are
+        empty.
 
         Args:
             step_id: of the step.
@@ -59,7 +60,7 @@ class NonFiniteRows:
             if rank.departed:
                 self.departed += [(num_planned - 1, rank, each) for each in rank.departed]
                 rank.departed.clear()
-        if self._failed_on:
+        if self.failed_on:
             self._forget_read(rows[rows["end"] != FAILED])
         if num_failed:
             for step in rows[rows["end"] == FAILED]:
@@ -94,19 +95,19 @@ class NonFiniteRows:
         if not len(prefix) or rank.memory.cache.peek(prefix, namespace) < len(prefix):
             return False  # nothing was read, or it is withdrawn already
         own, page = (rank.dp_rank, namespace), prefix[: self._page_size].tobytes()
-        for key in self._failed_on:
+        for key in self.failed_on:
             if key[:2] == own and key[2].startswith(page):
-                del self._failed_on[key]
+                del self.failed_on[key]
                 return True
-        if len(self._failed_on) == _MAX_PREFIXES:
-            del self._failed_on[next(iter(self._failed_on))]
-        self._failed_on[*own, prefix.tobytes()] = None
+        if len(self.failed_on) == _MAX_PREFIXES:
+            del self.failed_on[next(iter(self.failed_on))]
+        self.failed_on[*own, prefix.tobytes()] = None
         return False
 
     def _forget_read(self, rows: Records) -> None:
         """Forget the prefixes that one of these `rows`, with finite results, has read in its first
         step."""
-        lens = [len(prefix) // 4 for _, _, prefix in self._failed_on]  # of int32
+        lens = [len(prefix) // 4 for _, _, prefix in self.failed_on]  # of int32
         starts = rows["kv_start"] // self._page_size * self._page_size
         may_read = self._ranks.tables.epoch[rows["row"]] == rows["epoch"]
         may_read &= np.isin(starts, lens)
@@ -115,7 +116,7 @@ class NonFiniteRows:
             request = rank.running.request(row)
             if step["kv_start"] <= request.matched_len:
                 prefix = rank.running.known_tokens(row)[:start]
-                self._failed_on.pop((rank.dp_rank, request.namespace, prefix.tobytes()), None)
+                self.failed_on.pop((rank.dp_rank, request.namespace, prefix.tobytes()), None)
 
     def _left(
         self, rank: RankScheduler, row: int, epoch: int

@@ -442,8 +442,10 @@ class Scheduler:
         done, num_failed = apply_result(ranks, plan, launched, event.results, outputs)
         for request in done:
             self._live.forget(request, succeeded=True)
-        if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):
-            self.non_finite.after_step(event.step_id, launched.rows, num_failed, self._steps)
+        failed = self.non_finite
+        has_records = failed.departed or failed.failed_on
+        if num_failed or has_records or any(rank.departed for rank in self.ranks):
+            failed.after_step(event.step_id, launched.rows, num_failed, self._steps)
         if self.args.check_memory == "busy":
             self.check_balance()
 

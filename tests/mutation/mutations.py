@@ -2950,14 +2950,14 @@ MUTATIONS = (
     Mutation(
         "not finite: withdraw a shared prefix for one row's sake",
         _NON_FINITE,
-        "                del self._failed_on[key]\n                return True\n        if len",
+        "                del self.failed_on[key]\n                return True\n        if len",
         "                return True\n        return True\n        if len",
     ),
     Mutation(
         "not finite: never forget that a row failed on a prefix",
         _NON_FINITE,
-        "                self._failed_on.pop((rank.dp_rank, request",
-        "                self._failed_on.get((rank.dp_rank, request",
+        "                self.failed_on.pop((rank.dp_rank, request",
+        "                self.failed_on.get((rank.dp_rank, request",
     ),
     Mutation(
         "not finite: forget who left the row",
@@ -2968,7 +2968,7 @@ MUTATIONS = (
     Mutation(
         "not finite: keep who left the row until a row fails",
         _SCHEDULER,
-        "if num_failed or self.non_finite.departed or any(rank.departed for rank in self.ranks):",
+        "if num_failed or has_records or any(rank.departed for rank in self.ranks):",
         "if num_failed:",
     ),
     Mutation(

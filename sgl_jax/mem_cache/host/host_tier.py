@@ -280,7 +280,8 @@ class HostTier:
         """`RadixCache.withdraw` for the prefixes here, and for the copies and fetches in flight.
 
         A copy of pages that an unread step writes is still in flight when the step's result is
-        read, so none of it reaches the store. What the store has is not loaded again.
+        read, so none of it reaches the store. The store keeps the pages that it has, but they are
+        not loaded again.
         """
         first = length // self._memory.page_size
         num_shared = (first + 1) * self._memory.page_size

@@ -77,8 +77,8 @@ class StoreTier:
         awaited: the ids of requests for which a search or a load is under way.
         num_loaded_tokens, num_put_blocks: since the start.
         is_suspended: whether the store does not answer: nothing new is searched or put.
-        withdrawn: keys of pages that are not loaded, since the store's values may not be finite;
-            oldest first.
+        withdrawn: keys of pages, oldest first. Their values in the store may not be finite, so no
+            load reads them.
     """
 
     def __init__(

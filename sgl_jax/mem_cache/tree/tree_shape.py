@@ -98,8 +98,8 @@ class TreeShape:
         return self.key_at(parent.end, tokens, namespace)
 
     def own_key(self, node: TreeNode) -> bytes:
-        """The `child_key` that `node` must have. Of the highest withdrawn node of a path, it is its
-        own: behind the first page it is no text, as a namespace is."""
+        """The `child_key` that `node` must have. The highest withdrawn node of a path has a key of
+        its own, in which bytes that no namespace has follow the first page."""
         parent = parent_of(node)
         key = self.child_key(parent, node.key, node.namespace)
         if node.is_withdrawn and not parent.is_withdrawn:
