@@ -135,6 +135,15 @@ async def session_flood(target: Target) -> None:
     await many(target, one, 16)
 
 
+async def full_batch(target: Target) -> None:
+    """No attack: as many ordinary requests as run at once."""
+
+    async def one(number: int) -> None:
+        await target.post(GENERATE, generation(f"{number}: tell me more.", 200, ignore_eos=True))
+
+    await many(target, one, 15)
+
+
 async def queue_flood(target: Target) -> None:
     async def one(number: int) -> None:
         await target.post(GENERATE, generation(f"{number} " * 100, 500, ignore_eos=True))
@@ -274,6 +283,8 @@ ATTACKS: dict[str, Attack] = {
         cross_site_requests,
     )
 }
+# They compute on all rows: what they do is compared with ordinary requests on all rows.
+COMPUTING = {"queue_flood", "tenant_flood", "choices_flood", "logprob_flood", "slow_readers"}
 
 
 async def _attack(name: str, url: str, seconds: float) -> None:
@@ -281,13 +292,16 @@ async def _attack(name: str, url: str, seconds: float) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=seconds + 30)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as own:
-        await ATTACKS[name](Target(url, own, time.monotonic() + seconds))
+        run = full_batch if name == full_batch.__name__ else ATTACKS[name]
+        await run(Target(url, own, time.monotonic() + seconds))
 
 
 def main(arguments: list[str]) -> int:
     """Run the attacks on a new server, or with `--url` one attack on a running one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*ATTACKS, []], help="default: all")
+    parser.add_argument(
+        "names", nargs="*", choices=[*ATTACKS, "full_batch", []], help="default: all"
+    )
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--url", help="attack this server once, and do not measure")
     words = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from tests.hostile.neighbor_attacks import ADMIN, ATTACKER, VICTIM
+from tests.hostile.neighbor_attacks import ADMIN, ATTACKER, COMPUTING, VICTIM
 from tests.live.live_server import WARM, LiveServer, live_server
 
 FLAGS = (
@@ -145,26 +145,36 @@ def attacked_server(folder: Path) -> Iterator[LiveServer]:
 
 
 def measure(server: LiveServer, name: str, seconds: float) -> Measured:
-    """Stream for `seconds` without the attack, then for `seconds` during it."""
+    """Watch the victim for `seconds` without the attack, then for `seconds` during it.
+
+    Without an attack that computes on all rows, ordinary requests do.
+    """
     before = _resident_bytes(server)
+    quiet = _watch(server, "full_batch" if name in COMPUTING else None, seconds)
+    attacked = _watch(server, name, seconds)
+    server.until_at_rest(120)
+    return Measured(name, quiet, attacked, _resident_bytes(server) / before - 1)
+
+
+def _watch(server: LiveServer, name: str | None, seconds: float) -> Seen:
+    """Return what the victim sees for `seconds` during the attack with this name, if any."""
     victim = Victim(server)
-    victim.forget()
-    time.sleep(seconds)
-    quiet = victim.stop()
-    victim = Victim(server)
+    if name is None:
+        victim.forget()
+        time.sleep(seconds)
+        return victim.stop()
     command = [sys.executable, "-m", "tests.hostile.neighbor_attacks", name, "--url", server.url]
     attacker = subprocess.Popen([*command, "--seconds", str(seconds + SETTLE_S)])
     try:
         time.sleep(SETTLE_S)  # its modules are loaded
         victim.forget()
         time.sleep(seconds)
-        attacked = victim.stop()
+        seen = victim.stop()
         assert attacker.wait(seconds + 120) == 0
     finally:
         attacker.kill()
     assert server.process.poll() is None, server.log.read_text()[-2000:]
-    server.until_at_rest(120)
-    return Measured(name, quiet, attacked, _resident_bytes(server) / before - 1)
+    return seen
 
 
 def _p99(values: list[float]) -> float:
