@@ -36,13 +36,12 @@ class SizedExecutor(OracleModelExecutor):
         }
 
 
-class OracleEngine:
-    """What `serving` runs in place of a scripted engine."""
+class CoreEngine:
+    """Lets `serving` run an engine's core in place of a scripted engine."""
 
-    def __init__(self, monkeypatch: Any, **settings: Any) -> None:
-        monkeypatch.setattr(core_module, "ModelExecutor", SizedExecutor)
-        self.core = EngineCore(ServerArgs(model_path="none", check_memory="busy", **settings))
-        self.running: dict[str, object] = {}
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.running: dict[str, Any] = {}
 
     @property
     def info(self) -> dict[str, Any]:
@@ -58,3 +57,9 @@ class OracleEngine:
 
     def run(self, channel: Channel) -> None:
         self.core.run(channel)
+
+
+def oracle_engine(monkeypatch: Any, **settings: Any) -> CoreEngine:
+    """Make an engine whose executor is the oracle."""
+    monkeypatch.setattr(core_module, "ModelExecutor", SizedExecutor)
+    return CoreEngine(EngineCore(ServerArgs(model_path="none", check_memory="busy", **settings)))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
+from tests.server.oracle_engine import CoreEngine
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
@@ -22,37 +22,18 @@ WHOLE_PAGES = 32
 KEYS = {"annika": "a1", "bertram": "b2", "clara": "c3"}
 
 
-class DemoEngine:
-    """The engine of the demonstration model, as `serving` takes it."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.core = EngineCore(
-            ServerArgs(
-                model_path=DEMO,
-                device="cpu",
-                context_length=128,
-                max_running_requests=2,
-                warmup="none",
-                check_memory="busy",
-                **settings,
-            )
-        )
-        self.running: dict[str, Any] = {}
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return self.core.info
-
-    @property
-    def stopped(self) -> bool:
-        return self.core._is_shutting_down
-
-    @stopped.setter
-    def stopped(self, stopped: bool) -> None:
-        self.core._is_shutting_down = stopped
-
-    def run(self, channel: Channel) -> None:
-        self.core.run(channel)
+def demo_engine(**settings: Any) -> CoreEngine:
+    """Make the engine of the demonstration model, as `serving` takes it."""
+    args = ServerArgs(
+        model_path=DEMO,
+        device="cpu",
+        context_length=128,
+        max_running_requests=2,
+        warmup="none",
+        check_memory="busy",
+        **settings,
+    )
+    return CoreEngine(EngineCore(args))
 
 
 @asynccontextmanager
@@ -61,7 +42,7 @@ async def served(folder: Path, settings: dict[str, Any]) -> AsyncIterator[Rig]:
     keys = folder / "keys"
     keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
     own: dict[str, Any] = {"api_key_file": str(keys), "isolate_tenants": True} | settings
-    engine = await asyncio.to_thread(lambda: DemoEngine(**own))
+    engine = await asyncio.to_thread(lambda: demo_engine(**own))
     tokenizer = Tokenizer.load(DEMO)
     async with serving(Path(DEMO), tokenizer, engine=engine, **own) as rig:
         scheduler = engine.core.scheduler

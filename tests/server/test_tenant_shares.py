@@ -18,7 +18,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.guards.keys import ApiKeys, Caller, SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUED, Rig, serving
-from tests.server.oracle_engine import SIZES, OracleEngine
+from tests.server.oracle_engine import SIZES, CoreEngine, oracle_engine
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ def serve(
             "max_session_tokens": MAX_SESSION_TOKENS,
             "max_queued_requests": MAX_QUEUED,
         } | settings
-        engine = OracleEngine(monkeypatch, **settings) if is_real else None
+        engine = oracle_engine(monkeypatch, **settings) if is_real else None
         return serving(model_folder, tokenizer, engine=engine, **settings)  # type: ignore[arg-type]
 
     return start
@@ -129,7 +129,7 @@ async def test_the_client_of_a_session_that_made_room_reads_that_it_is_closed(ri
     assert (gone.status_code, never.status_code) == (400, 400)
     assert gone.text.replace(oldest, "never") == never.text
     engine = rig.engine
-    assert isinstance(engine, OracleEngine)
+    assert isinstance(engine, CoreEngine)
     assert engine.core.scheduler.counters()["sessions_displaced"] >= 1
     info = (await send(rig, ROOT, "/get_server_info", "GET")).json()
     assert info["num_sessions"] == len(await sessions_of(rig, ROOT)) < MAX_SESSIONS
@@ -198,7 +198,7 @@ async def test_a_key_cannot_fill_the_queue(
     serve: Serve, is_real: bool, settings: dict[str, str]
 ) -> None:
     async with serve(is_real=is_real, **settings) as rig:
-        if isinstance(rig.engine, OracleEngine):
+        if isinstance(rig.engine, CoreEngine):
             await send(rig, ROOT, "/pause_generation", mode="in_place")
         else:
             rig.engine.stand_still()
@@ -215,7 +215,7 @@ async def test_a_key_cannot_fill_the_queue(
             asyncio.create_task(send(rig, key, "/generate", **SHORT)) for key in (BOB, ROOT, SHARED)
         ]
         await meanwhile_until(lambda: rig.front.num_open == most + 3, "all others are taken")
-        if isinstance(rig.engine, OracleEngine):
+        if isinstance(rig.engine, CoreEngine):
             await send(rig, ROOT, "/continue_generation")
         else:
             rig.engine.go_on()
@@ -273,7 +273,7 @@ async def test_a_server_that_tells_no_tenants_apart_has_no_shares(
     model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"max_sessions": MAX_SESSIONS, "api_key": SHARED}
-    engine = OracleEngine(monkeypatch, **settings)
+    engine = oracle_engine(monkeypatch, **settings)
     async with serving(model_folder, tokenizer, engine=engine, **settings) as rig:
         refused = await open_all(rig, SHARED)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_sessions")
@@ -472,7 +472,7 @@ async def test_a_key_is_known_by_its_name_when_it_changes(
 ) -> None:
     (tmp_path / "keys").write_text("bertram b9\nannika a9\n")
     (tmp_path / "old").write_text("annika a1\nbertram b2\n")
-    engine = OracleEngine(monkeypatch)
+    engine = oracle_engine(monkeypatch)
     for file, keys in (("old", ("a1", "b2")), ("keys", ("a9", "b9"))):
         settings: dict[str, Any] = {"api_key_file": str(tmp_path / file), "isolate_tenants": True}
         engine.stopped = False
