@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_jax.core.calls import CALL_OF, CacheSaved, Flushed
+from sgl_jax.core.calls import CALL_OF, CacheSaved
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
@@ -46,6 +46,7 @@ from sgl_jax.engine.grammar_masks import step_masks
 from sgl_jax.engine.host_transfers import HostTransfers
 from sgl_jax.engine.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.memory_defect import DefectRecord
+from sgl_jax.engine.pending_flushes import PendingFlushes
 from sgl_jax.engine.request_grammars import RequestGrammars
 from sgl_jax.engine.request_stamps import RequestStamps
 from sgl_jax.engine.saved_cache import CacheSaver
@@ -77,8 +78,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
 _MOVING_POLL_S = 0.005  # instead, while prefixes are loaded or put, or grammars are compiled
-# A flush is refused if prefixes have not reached the store by then.
-_FLUSH_LIMIT_S = 20.0
 # Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
 # would gain nothing.
 _STARVED_POLL_S = 0.001
@@ -154,7 +153,7 @@ class EngineCore:
         self._undo = CallUndo()
         self._controls = Controls(self, self._undo)
         self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
-        self._flushes: list[tuple[FlushCache, float]] = []  # that wait, and until when they may
+        self._flushes = PendingFlushes(self.scheduler)
         self._is_shutting_down = False
         self._is_audited = True
         self._has_slices = args.check_memory in ("background", "busy")
@@ -172,7 +171,6 @@ class EngineCore:
         after_turn: Callable[[bool], object] | None = None,
     ) -> None:
         """Serve until a `Shutdown` message. Raises errors that the engine cannot recover from.
-
 
         Args:
             on_stall: called from another thread if a step takes longer than the watchdog allows.
@@ -218,8 +216,8 @@ class EngineCore:
                         self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
-                    if self._flushes:
-                        self._answer_flushes()
+                    if self._flushes.calls:
+                        self._flushes.answer_all(channel.send, _REBUILT)
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     self._step()
@@ -256,7 +254,7 @@ class EngineCore:
     def _is_moving(self) -> bool:
         """Return whether work beside the loop may end soon, while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
-        return is_restoring or bool(self._flushes) or self._grammars.is_busy
+        return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
         """When the background compilation has ended, start the requests that waited for it."""
@@ -439,10 +437,8 @@ class EngineCore:
 
     def cancel(self, message: CancelCall) -> None:
         """Undo a call whose caller no longer waits; `run` skips one that it has not begun."""
-        for flush, _ in self._flushes:
-            if flush.rid == message.call:
-                self._channel.send(refusal(flush, _NOT_AWAITED))
-        self._flushes = [each for each in self._flushes if each[0].rid != message.call]
+        for flush in self._flushes.take(message.call):
+            self._channel.send(refusal(flush, _NOT_AWAITED))
         self._undo.undo(message.call)
 
     def _call_sessions(self, message: SessionMessage) -> Reply:
@@ -480,36 +476,10 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self._channel.send(self.scheduler.handle(TakeOutputs()))
 
-    def flush(self, message: FlushCache) -> Reply | None:
+    def flush(self, message: FlushCache) -> None:
         """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
         store. The reply is sent then, at the earliest in this turn of the loop."""
-        self._flushes.append((message, time.monotonic() + _FLUSH_LIMIT_S))
-        return None
-
-    def _answer_flushes(self) -> None:
-        """Flush if that is possible now, and reply to the calls that need wait no longer."""
-        # Taken first: a flush that finds a defect of the memory is not tried again.
-        flushes, self._flushes = self._flushes, []
-        is_running = self.scheduler.num_running > 0
-        may_flush = not is_running and not self.scheduler.is_moving_out
-        try:
-            is_flushed = may_flush and self.scheduler.handle(Flush())
-        except MemoryDefectError:
-            for message, _ in flushes:
-                self._channel.send(refusal(message, _REBUILT, status_code=500))
-            raise
-        if is_flushed:
-            for message, _ in flushes:
-                self._channel.send(answer(message, Flushed()))
-            return
-        what = "requests are running" if is_running else "the store still writes prefixes"
-        now_s = time.monotonic()
-        for message, until_s in flushes:
-            if is_running or until_s < now_s:
-                text = f"{what}; the cache was not flushed"
-                self._channel.send(refusal(message, text, code="busy"))
-            else:
-                self._flushes.append((message, until_s))
+        self._flushes.add(message)
 
     def save_cache(self, message: SaveCache) -> Reply | None:
         """Save the cache beside the loop, and reply when that has ended."""
