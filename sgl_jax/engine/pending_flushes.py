@@ -16,7 +16,11 @@ _LIMIT_S = 20.0
 
 
 class PendingFlushes:
-    """The flushes of one engine. `calls` have no reply yet; each may wait until the time beside it."""
+    """The flushes of one engine.
+
+    Attributes:
+        calls: those without a reply so far, each with the `time.monotonic()` until which it waits.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
