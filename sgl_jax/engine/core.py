@@ -476,10 +476,11 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self._channel.send(self.scheduler.handle(TakeOutputs()))
 
-    def flush(self, message: FlushCache) -> None:
+    def flush(self, message: FlushCache) -> Reply | None:
         """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
         store. The reply is sent then, at the earliest in this turn of the loop."""
         self._flushes.add(message)
+        return None
 
     def save_cache(self, message: SaveCache) -> Reply | None:
         """Save the cache beside the loop, and reply when that has ended."""
