@@ -65,6 +65,7 @@ class LiveRequests:
             ranks.tables,
             self._max_requests + 1,  # a probe
             ranks.tenants,
+            ranks.output_lengths,
             lambda request: any(rank.host.awaits_store(request) for rank in ranks.ranks),
             max_passed_over,
         )
@@ -179,7 +180,7 @@ class LiveRequests:
                 for row in rank.running.active.tolist()
             ]
             for request in sorted(running, key=lambda request: request.arrival):
-                self.end(request, FinishReason("abort", message=message.message))
+                self.end(request, FinishReason("abort", message=message.message), is_own=False)
             self.aborted, self._abort_message = deque(self.by_rid.values()), message.message
             self._end_aborted()
         elif message.rid in self.by_rid:
@@ -263,13 +264,20 @@ class LiveRequests:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def end(self, request: Request, finish: FinishReason, *, insert: bool = True) -> None:
-        """End a request before its time, in any state, with its reason."""
+    def end(
+        self,
+        request: Request,
+        finish: FinishReason,
+        *,
+        insert: bool = True,
+        is_own: bool = True,
+    ) -> None:
+        """End a request before its time, in any state, with its reason (`RankScheduler.end`)."""
         self.forget(request)
         # Stated before the release, which may raise: the request then has its answer.
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
-            self._rank_of(request).end(_row(request), insert=insert)
+            self._rank_of(request).end(_row(request), insert=insert, is_own=is_own)
 
     def end_unservable(self, builder: StepBuilder) -> None:
         """End the requests that do not fit their rank even alone."""
@@ -281,7 +289,7 @@ class LiveRequests:
                 f"{view.leased_pages} of {view.total_pages} pages are its own"
             )
             reason = FinishReason("abort", message=text, status_code=500)
-            self.end(rank.running.request(row), reason)
+            self.end(rank.running.request(row), reason, is_own=False)
 
     def forget(self, request: Request, *, succeeded: bool = False) -> None:
         del self.by_rid[request.rid]

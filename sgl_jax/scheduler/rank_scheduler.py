@@ -28,7 +28,6 @@ from sgl_jax.mem_cache.release import (
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
-from sgl_jax.scheduler.admission.reserve import AdmissionReserve
 from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.rank_host import RankHost
@@ -51,7 +50,6 @@ class RankScheduler:
         tables: RowTables,
         columns: RowColumns,
         output_lengths: OutputLengths,
-        reserve: AdmissionReserve,
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -64,7 +62,6 @@ class RankScheduler:
         self.host = RankHost(self.memory, args)
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
-        self.reserve = reserve
         self.on_retract: Callable[[Request], None] | None = None
         self.num_retracted = 0
         self.num_evicted_sessions = 0
@@ -132,11 +129,6 @@ class RankScheduler:
         """Return whether a row is free, or available from an idle session."""
         return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
 
-    def num_pages_to_give(self) -> int:
-        """Pages that a new request may take, including idle sessions' pages, excluding the
-        reserve."""
-        return self.memory.num_reclaimable_pages - self.reserve.pages(self.memory, self.running)
-
     def num_pages_at_most(self, request: Request) -> int:
         """Pages that `request` would take if no running request read its prefix."""
         return self.memory.request_pages(len(request.tokens) + 1)
@@ -160,19 +152,16 @@ class RankScheduler:
         tokens."""
         return self.running.expected_steps_to_ends(self.running.active)
 
-    def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int | None = None) -> int:
+    def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Give a fitting request a row and the cached part of its prefix; return the row.
 
-        Idle sessions are evicted for it as needed, used longest ago first. `num_reserved` pages are
-        the reserve, if the caller has computed it.
+        Idle sessions are evicted for it as needed, used longest ago first.
         """
         memory = self.memory
         num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
         needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
-        if num_reserved is None:
-            num_reserved = self.reserve.pages(memory, self.running)
-        self.evict_sessions_for(needed + num_reserved)
+        self.evict_sessions_for(needed)
         request.lease, request.dp_rank = lease, self.dp_rank
         request.matched_len = lease.kv_committed_len
         request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
@@ -315,21 +304,29 @@ class RankScheduler:
         """End the request in `row` normally; its first `num_tokens` tokens (all by default) are
         kept."""
         running = self.running
-        output_len = int((num_tokens or running.known_len[row]) - running.prompt_len[row])
         has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]
-        number = int(running.length_class[row])
-        self._output_lengths.add(number, max(output_len, 0), has_ended=has_ended)
+        self._count_output(row, num_tokens or int(running.known_len[row]), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
 
-    def end(self, row: int, *, insert: bool = True) -> Request:
+    def _count_output(self, row: int, num_tokens: int, *, has_ended: bool) -> None:
+        """Count the output of a request that leaves with so many tokens."""
+        output_len = max(num_tokens - int(self.running.prompt_len[row]), 0)
+        number = int(self.running.length_class[row])
+        self._output_lengths.add(number, output_len, has_ended=has_ended)
+
+    def end(self, row: int, *, insert: bool = True, is_own: bool = True) -> Request:
         """End the request in `row` before its output is complete.
 
         If it is a session's turn, the session keeps the KV of the history before it. `insert` is
-        False if the device failed: then no KV of the request is kept.
+        False if the device failed: then no KV of the request is kept. `is_own` is False if the
+        engine, not the request's client or its limits, ends it: then its output is no longer one
+        that has ended, but one that was cut off.
         """
+        if insert:
+            self._count_output(row, int(self.running.known_len[row]), has_ended=is_own)
         request = self.running.request(row)
         assert request.lease is not None, "a running request holds a lease"
         kept = request.kept_len if request.kept_by is not None else None

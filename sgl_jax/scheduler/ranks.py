@@ -7,6 +7,7 @@ row. Owns the columns; other files decide their contents.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,18 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
+from sgl_jax.scheduler.admission.forecast import Forecast
 from sgl_jax.scheduler.admission.output_lengths import OutputLengths
-from sgl_jax.scheduler.admission.reserve import AdmissionReserve, Forecast
 from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR, ROOM, Rooms
 from sgl_jax.scheduler.waiting.tenants import Tenants
+
+
+# A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: about
+# the operations per byte of a TPU's peak rates (166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e).
+STEP_PRICE = 256
 
 
 class Outlook(NamedTuple):
@@ -29,7 +36,6 @@ class Outlook(NamedTuple):
 
     soonest_end: int | None  # steps until the first may end (`expected_steps_to_ends`), if any run
     most_growth: int  # pages that they may come to take, or more
-    longest: int  # tokens of the youngest at most; 0 if none runs
 
 
 class Ranks:
@@ -43,15 +49,12 @@ class Ranks:
         self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len, sizes.max_stop_ids)
         self.output_lengths = OutputLengths()
-        self.reserve = AdmissionReserve(self.output_lengths, args.schedule_conservativeness)
         self.ranks = []
         for dp_rank, first in enumerate(range(0, num_rows, sizes.num_rows)):
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
             self.ranks.append(
-                RankScheduler(
-                    dp_rank, sizes, args, tables, columns, self.output_lengths, self.reserve
-                )
+                RankScheduler(dp_rank, sizes, args, tables, columns, self.output_lengths)
             )
         self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size
@@ -66,6 +69,14 @@ class Ranks:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
+        self._chunk_size = sizes.max_chunk_tokens
+        self._empty_rooms: Rooms = np.zeros(sizes.dp_size, ROOM)
+        self._empty_rooms["total"] = sizes.pool_pages[0] - 1
+        self._empty_rooms["conservativeness"] = args.schedule_conservativeness
+        self._empty_rooms["page_size"] = sizes.page_size
+        self._empty_rooms["chunk_size"] = self._chunk_size
+        self._empty_rooms["step_price"] = STEP_PRICE
+        self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
@@ -88,7 +99,22 @@ class Ranks:
 
     def forecast(self) -> Forecast:
         """A forecast of the ranks' needs, to which their running requests are to be added."""
-        return Forecast(self.reserve, self.memories, self.tables, self.running)
+        return Forecast(
+            self.output_lengths, self.memories, self.tables, self.running, self._chunk_size
+        )
+
+    def rooms(self) -> Rooms:
+        """A room of each rank, ROOM[ranks], without its requests yet."""
+        return self._empty_rooms.copy()
+
+    def forecast_rooms(self) -> Rooms:
+        """What each rank has for another request: ROOM[ranks]."""
+        forecast, rooms = self.forecast(), self.rooms()
+        forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))
+        for dp_rank, rank in enumerate(self.ranks):
+            forecast.write(dp_rank, rooms[dp_rank : dp_rank + 1])
+            rooms[dp_rank].num_running = len(rank.running)
+        return rooms
 
     def outlooks(self) -> list[Outlook]:
         """Each rank's `Outlook`."""
@@ -103,8 +129,8 @@ class Ranks:
         )
         num_tables = len(self.memories[0].first_tables[0])
         return [
-            Outlook(None if soonest < 0 else soonest, num_tables * most_growth, longest)
-            for soonest, most_growth, longest in columns.tolist()
+            Outlook(None if soonest < 0 else soonest, num_tables * most_growth)
+            for soonest, most_growth in columns.tolist()
         ]
 
     def states(self) -> list[dict[str, Any]]:
@@ -112,23 +138,22 @@ class Ranks:
 
         - num_running: requests.
         - session_pages: that idle sessions alone hold, the tree's included.
-        - forecast_pages: the reserve for the output of running requests, and one more.
-        - most_growth_pages: that these may come to take at most.
+        - forecast_pages: by which running requests are forecast to grow, at the peak.
+        - most_growth_pages: that they may come to take at most.
         - host_pools: `HostPoolView` of each pool, if the host's memory holds prefixes.
         - host_copies_waiting: prefixes that wait to be copied there.
         - counters: of this rank.
         """
         states = []
-        for rank, outlook in zip(self.ranks, self.outlooks(), strict=True):
+        for rank, room in zip(self.ranks, self.forecast_rooms(), strict=True):
             memory, running = rank.memory, rank.running
-            most_growth = outlook.most_growth + memory.request_pages(outlook.longest)
             states.append(
                 {
                     **memory.view().as_dict(),
                     "num_running": len(running),
                     "session_pages": memory.num_session_pages,
-                    "forecast_pages": rank.reserve.pages(memory, running),
-                    "most_growth_pages": most_growth,
+                    "forecast_pages": ceil(room.pages[room.peak]) - int(room.num_in_use),
+                    "most_growth_pages": int(room.most - room.num_in_use),
                     "host_pools": [view._asdict() for view in rank.host.views()],
                     "host_copies_waiting": rank.host.num_waiting_copies,
                     "counters": rank.counters(),
@@ -150,21 +175,20 @@ def _outlooks(
     allocated_len: Int32Array,
     page_size: int,
 ) -> IntpArray:
-    """The fields of each rank's `Outlook` with one page table, int64[ranks, 3]; -1 for the first,
-    and 0, for a rank without rows."""
-    outlooks = np.zeros((len(bounds) - 1, 3), np.int64)
+    """The fields of each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 for a rank
+    without rows."""
+    outlooks = np.zeros((len(bounds) - 1, 2), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
     assert len(records) == len(allocated_len)
     for rank in range(len(outlooks)):
-        soonest, most_growth, longest = -1, 0, 0
+        soonest, most_growth = -1, 0
         for i in range(bounds[rank], bounds[rank + 1]):
             assert 0 <= rows[i] < len(records)
             row = records[rows[i]]
-            longest = row.max_len
-            steps = (longest - row.planned_len) // 2
+            steps = (row.max_len - row.planned_len) // 2
             if soonest < 0 or steps < soonest:
                 soonest = steps
-            beyond = longest - allocated_len[rows[i]]
+            beyond = row.max_len - allocated_len[rows[i]]
             most_growth += max(beyond + page_size - 1, 0) // page_size
-        outlooks[rank, 0], outlooks[rank, 1], outlooks[rank, 2] = soonest, most_growth, longest
+        outlooks[rank, 0], outlooks[rank, 1] = soonest, most_growth
     return outlooks

@@ -9,7 +9,7 @@ it reads the result of the last: input tokens come from the device, so nothing w
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, assert_never
 
@@ -67,6 +67,7 @@ from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.waiting.fits import Rooms
 from sgl_jax.scheduler.waiting.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
@@ -331,7 +332,8 @@ class Scheduler:
         """Number of waiting requests by reason (`WaitReason`), as of the last planned step."""
         if self.is_paused:
             return {"paused": self.num_waiting}
-        counts = self._admission.count_waiting(self.ranks, self._room(), self._steps)
+        rooms = self._all_ranks.forecast_rooms()
+        counts = self._admission.count_waiting(self._all_ranks, rooms, self._steps)
         num_without_grammar = self._gate.num_without_grammar
         num_without_program = len(self._gate) - num_without_grammar
         return counts | {"grammar": num_without_grammar, "program": num_without_program}
@@ -341,24 +343,21 @@ class Scheduler:
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
-        return self._why_waiting(request, self._room())
+        return self._why_waiting(request, self._all_ranks.forecast_rooms())
 
     def waiting_for(self, most: int) -> list[tuple[Request, WaitReason]]:
         """The first waiting requests, `most` of them, each with its reason."""
-        room = self._room()
+        rooms = self._all_ranks.forecast_rooms()
         first = islice(self.waiting(), most)
-        return [(request, self._why_waiting(request, room)) for request in first]
+        return [(request, self._why_waiting(request, rooms)) for request in first]
 
-    def _room(self) -> list[int]:
-        return [rank.num_pages_to_give() for rank in self.ranks]
-
-    def _why_waiting(self, request: Request, room: Sequence[int]) -> WaitReason:
+    def _why_waiting(self, request: Request, rooms: Rooms) -> WaitReason:
         if self.is_paused:
             return WaitReason("paused")
         if request in self._gate:
             is_compiled = self._gate.awaits_grammar(request.rid) is None
             return WaitReason("program" if is_compiled else "grammar")
-        reason = self._admission.why_waiting(request, self.ranks, room, self._steps)
+        reason = self._admission.why_waiting(request, self._all_ranks, rooms, self._steps)
         forced = self._forced_retract
         if reason.kind == "step" and forced is not None and not forced.may_start(self.ranks):
             return WaitReason("paused")

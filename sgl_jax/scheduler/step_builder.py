@@ -27,9 +27,8 @@ from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR
 
-# Below every priority.
-NO_FLOOR = int(np.iinfo(np.int64).min)
 _NO_DRAFTS = np.zeros(0, np.int32)
 
 
@@ -119,12 +118,9 @@ class StepBuilder:
         """Return whether any row had more than one token to compute, in this step or later."""
         return bool(self._prefilling)
 
-    def admit(self, request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-        """Start a waiting request that fits, and return its row.
-
-        `num_reserved` pages are the rank's reserve.
-        """
-        row = self.rank.admit(request, cursor, num_reserved)
+    def admit(self, request: Request, cursor: PrefixCursor) -> int:
+        """Start a waiting request that fits, and return its row."""
+        row = self.rank.admit(request, cursor)
         self._has_admitted = True
         self._prefilling.append(row)
         self.num_prefill_tokens += self._count_needs(row)[0]

@@ -1,19 +1,19 @@
 """Chooses the waiting requests that start in the step being planned, and their ranks.
 
-A request fits if a row is free and there are enough pages for its tokens and the reserve of the
-running requests. A fitting request starts, unless a wait costs fewer prompt tokens: a wait for a
-prefix that a running request is computing (`in_flight.py`), or for a rank with so much more of its
-prefix cached that the wait is shorter than the work elsewhere. Each such wait has an end fixed at
-its start.
+A request starts on a rank that it fits (`waiting/fits.py`), if a row is free there and the step has
+prompt tokens for it, unless a wait costs fewer prompt tokens: a wait for a prefix that a running
+request is computing (`in_flight.py`), or for a rank with so much more of its prefix cached that the
+wait is shorter than the work elsewhere. Each such wait has an end fixed at its start.
 
 A request that fits nowhere may preempt running ones of a lower priority (`preemption.py`), and
-starts in their place in the same step. Otherwise it blocks no fitting request, until so many have
-passed it over that it is due: then a rank is held for it, against requests of its own or a lower
-priority.
+starts in their place in the same step. Otherwise it blocks no fitting request, until the ones that
+passed it over have had as much service as it needs. Then it is due, and a rank is held for it:
+others of its own or a lower priority start there only if they leave it enough at the step at which
+it is expected to start. That step is fixed as the hold begins; after it, none passes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.fits import Rooms
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -41,6 +42,13 @@ MAX_PUT_OFF = 128
 MAX_FAILED_PREEMPTIONS = 32
 
 _T = TypeVar("_T", RankScheduler, RankRoom)
+
+
+class Hold(NamedTuple):
+    """A rank is held for a due request, which is expected to start there at a step."""
+
+    dp_rank: int
+    until_step: int
 
 
 class Admission:
@@ -64,7 +72,7 @@ class Admission:
         self._tenants = tenants
         self.args = args
         self._home_of = home_of
-        self._holds: dict[str, int] = {}  # rid of a request that is due -> the rank held for it
+        self._holds: dict[str, Hold] = {}  # by rid of a request that is due
         self._next_rank = 0  # of round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
@@ -79,37 +87,28 @@ class Admission:
             for builder in builders
         ):
             return
-        forecast = ranks.forecast()
+        forecast, records = ranks.forecast(), ranks.rooms()
         rooms = [
-            RankRoom(builder, forecast, outlook)
+            RankRoom(builder, self._waiting, forecast, records, outlook)
             for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
         ]
-        is_counted = np.array([room.needs_forecast for room in rooms])
+        is_counted = np.array([not room.is_ample for room in rooms])
         if is_counted.any():
             forecast.add(*ranks.active(), is_counted)
-            for room, num_reserved in zip(rooms, forecast.pages(slice(None)), strict=True):
-                if is_counted[room.dp_rank]:
-                    room.take_forecast(num_reserved)
+            for dp_rank in is_counted.nonzero()[0].tolist():
+                rooms[dp_rank].take_forecast()
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
-        offer = Offer(
-            num_pages=np.zeros(len(rooms), np.int32),
-            is_open=np.zeros(len(rooms), np.bool_),
-            floor=np.zeros(len(rooms), np.int64),
-            may_preempt=np.array(may_preempt),
-            passed_by=[],
-        )
+        offer = Offer(records, np.array(may_preempt), passed_by=[], changed=set())
         is_changed = True
         while is_changed:
             for each in rooms:
                 # A request for which a rank was held may start on another rank now.
                 each.release_hold()
-                _renew(offer, each)
             is_changed = self._start_some(rooms, offer, step)
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start requests in the queue's order, up to the first after which more may start: it
-        preempted others, or its output is forecast to be short. Returns whether to try the rest
-        anew."""
+        """Start requests in the queue's order, up to the first that preempted others. Returns
+        whether to try the rest anew."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_following = num_staying = num_failed = 0
@@ -121,29 +120,27 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    if self._fetches_for(room, request):
-                        pass
-                    elif self._start(room, request, may_preempt=offer.may_preempt[room.dp_rank]):
-                        return True
+                    if not self._fetches_for(room, request):
+                        self._start(room, request)
                 else:
                     self._put_off(room, request, chosen)
                     num_staying += chosen.leader is None
             elif preemptible and self._preempt_for(rooms, request, threshold):
                 return True
             elif self._waiting.is_due(request):
-                room = self._hold_for(rooms, request)
+                room = self._hold_for(rooms, request, step)
             elif preemptible and not self._waiting.is_following(request):
                 num_failed += 1
                 if num_failed == MAX_FAILED_PREEMPTIONS:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
-                _renew(offer, room)
+                offer.changed.add(room.dp_rank)
             if self._waiting.is_following(request):
                 num_following += 1
                 if num_following >= MAX_PUT_OFF:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_PUT_OFF or not (preemptible or offer.is_open.any()):
+            if num_staying == MAX_PUT_OFF or not (preemptible or offer.rooms["is_open"].any()):
                 break
         return False
 
@@ -152,7 +149,7 @@ class Admission:
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
-        room.num_staying += 1
+        room.stay(room.num_pages(request, self._waiting.cursors(request)[room.dp_rank]))
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
@@ -190,81 +187,102 @@ class Admission:
             return False
         _, room, found = best
         room.preempt(found.rows)
-        self._start(room, request, may_preempt=False)  # all are tried anew in any case
+        self._start(room, request)
         return True
 
-    def _hold_for(self, rooms: list[RankRoom], request: Request) -> RankRoom:
-        """Hold a rank for a due request; return its room."""
-        if request.rid not in self._holds:
-            self._holds[request.rid] = self._least_short(rooms, request)
-        room = rooms[self._holds[request.rid]]
-        room.hold(request.priority)
+    def _hold_for(self, rooms: list[RankRoom], request: Request, step: int) -> RankRoom | None:
+        """Hold a rank for a due request and return its room; None if it is held already, for a
+        request before this one."""
+        cursors, hold = self._waiting.cursors(request), self._holds.get(request.rid)
+        if hold is None:
+            open_rooms = [room for room in _allowed(rooms, request) if not room.is_held]
+            if not open_rooms:
+                return None
+            room = self._least_short(open_rooms, request)
+            num_pages = room.num_pages(request, cursors[room.dp_rank])
+            hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
+            self._holds[request.rid] = hold
+        room = rooms[hold.dp_rank]
+        if room.is_held:
+            return None
+        num_pages = room.num_pages(request, cursors[room.dp_rank])
+        room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
 
-    def _least_short(self, rooms: list[RankRoom], request: Request) -> int:
+    def _least_short(self, rooms: Sequence[RankRoom], request: Request) -> RankRoom:
         """The rank where a request lacks the fewest pages; among equals, the least busy."""
         cursors = self._waiting.cursors(request)
-        allowed = _allowed(rooms, request)
-        num_pages = allowed[0].rank.num_pages_at_most(request)
-        return min(
-            (max(room.num_short(num_pages, cursors[r]), 0), room.num_running, r)
-            for room in allowed
-            for r in (room.dp_rank,)
-        )[2]
+
+        def shortage(room: RankRoom) -> tuple[int, int, int]:
+            num_short = room.num_short(request, cursors[room.dp_rank])
+            return max(num_short, 0), room.num_running, room.dp_rank
+
+        return min(rooms, key=shortage)
 
     # -- reasons to wait ----------------------------------------------------------------------
 
-    def why_waiting(
-        self, request: Request, ranks: Sequence[RankScheduler], room: Sequence[int], step: int
-    ) -> WaitReason:
+    def why_waiting(self, request: Request, ranks: Ranks, rooms: Rooms, step: int) -> WaitReason:
         """The reason why `request` waits, with step number `step` planned next.
 
-        `room` has `num_pages_to_give` of each rank.
+        `rooms`, ROOM[ranks], are the forecast of the ranks.
         """
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
-        for rank in ranks:
+        for rank in ranks.ranks:
             if rank.host.awaits_store(request):
                 return WaitReason("store", dp_rank=rank.dp_rank)
         leader = self._waiting.leader_of(request)
         if leader is not None:
             dp_rank, row = leader
-            leader_request = ranks[dp_rank].running.requests[row]
+            leader_request = ranks.ranks[dp_rank].running.requests[row]
             if leader_request is None:
                 return WaitReason("fetch", dp_rank=dp_rank)
             return WaitReason("prefix", behind=leader_request.rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
-        cursors, allowed = self._waiting.cursors(request), _allowed(ranks, request)
-        holders = [self._holder(rank.dp_rank, request) for rank in allowed]
-        if None not in holders:
-            return WaitReason("order", behind=holders[0])
-        with_row = [rank for rank in allowed if rank.has_row]
-        short = {
-            rank.dp_rank: rank.num_pages_needed(request, cursors[rank.dp_rank]) - room[rank.dp_rank]
-            for rank in with_row
-        }
-        if not short:
+        cursors = self._waiting.cursors(request)
+        with_row = [rank for rank in _allowed(ranks.ranks, request) if rank.has_row]
+        if not with_row:
             return WaitReason("rows")
-        if min(short.values()) > 0:
-            return WaitReason("pages", pages_short=short)
-        return WaitReason("step")
+        held_rooms, holders = self._held(rooms, ranks, step)
+        short: dict[int, int] = {}
+        behind: str | None = None
+        for rank in with_row:
+            dp_rank = rank.dp_rank
+            num_pages = rank.num_pages_needed(request, cursors[dp_rank])
+            if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:
+                return WaitReason("step")
+            short[dp_rank] = self._waiting.pages_short(request, rooms, dp_rank, num_pages)
+            if short[dp_rank] <= 0:
+                behind = holders[dp_rank]
+        return WaitReason("pages", pages_short=short) if behind is None else WaitReason(
+            "order", behind=behind
+        )
 
-    def _holder(self, dp_rank: int, request: Request) -> str | None:
-        """The id of the request for which a rank is held against `request`."""
-        for rid, held in self._holds.items():
-            if held == dp_rank and self._waiting.holds_up(rid, request):
-                return rid
-        return None
+    def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:
+        """`rooms` with the holds of the last planned step, and the ids of the requests that ranks
+        are held for."""
+        held, holders = rooms.copy(), {}
+        for rid, hold in self._holds.items():
+            request = self._waiting.find(rid)
+            dp_rank = hold.dp_rank
+            if request is None or dp_rank in holders:
+                continue
+            rank, holders[dp_rank] = ranks.ranks[dp_rank], rid
+            room = held[dp_rank]
+            cursor = self._waiting.cursors(request)[dp_rank]
+            room.held_above = request.priority
+            room.held_pages = rank.num_pages_needed(request, cursor)
+            room.held_steps = max(hold.until_step - step + 1, 0)
+            room.held_most = rank.memory.request_pages(request.max_len)
+        return held, holders
 
-    def count_waiting(
-        self, ranks: Sequence[RankScheduler], room: Sequence[int], step: int
-    ) -> dict[WaitKind, int]:
+    def count_waiting(self, ranks: Ranks, rooms: Rooms, step: int) -> dict[WaitKind, int]:
         """The number of waiting requests by reason; arguments as for `why_waiting`."""
-        num_pages = np.array(room, np.int32)
-        has_row = np.array([rank.has_row for rank in ranks])
-        fetching = [row for rank in ranks for row in rank.host.fetching_rows()]
-        return self._waiting.count_kinds(num_pages, has_row, step, fetching)
+        has_row = np.array([rank.has_row for rank in ranks.ranks])
+        fetching = [row for rank in ranks.ranks for row in rank.host.fetching_rows()]
+        held_rooms, _ = self._held(rooms, ranks, step)
+        return self._waiting.count_kinds(rooms, held_rooms, has_row, step, fetching)
 
     # -- choice of a rank ---------------------------------------------------------------------
 
@@ -272,11 +290,11 @@ class Admission:
         """The best rank for a request that fits on one now, even if it must wait there; else
         None."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        num_pages, bound = rooms[0].rank.num_pages_at_most(request), _num_unskewed(rooms)
+        bound = _num_unskewed(rooms)
         # A lone rank's cost is compared with none: the host need not be searched for it.
         reads_host = len(allowed) > 1
         options = [
-            room.option(request, num_pages, cursors[room.dp_rank], bound, reads_host=reads_host)
+            room.option(request, cursors[room.dp_rank], bound, reads_host=reads_host)
             for room in allowed
         ]
         fitting = [option for option in options if option.fits]
@@ -287,7 +305,9 @@ class Admission:
             # A request that waited for a prefix in flight goes to its rank, if possible.
             in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
-        best, cheapest = min(options), min(fitting)
+        cheapest = min(fitting)
+        # Only a longer prefix is worth a wait.
+        best = min(o for o in options if o.fits or o.num_read > cheapest.num_read)
         if best.fits or best.leader is not None:
             return best
         # It waits once in its life, for as many steps as the saved tokens take.
@@ -296,34 +316,24 @@ class Admission:
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
-    def _start(self, room: RankRoom, request: Request, *, may_preempt: bool) -> bool:
-        """Start a fitting request; return whether others may start that could not before, by
-        preemption if any there `may_preempt`."""
-        dp_rank = room.dp_rank
+    def _start(self, room: RankRoom, request: Request) -> None:
+        """Start a fitting request."""
+        dp_rank, num_free = room.dp_rank, room.num_free
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
-        cursor = self._waiting.cursors(request)[dp_rank]
-        may_more_start = room.start(request, cursor, may_preempt=may_preempt)
+        room.start(request, self._waiting.cursors(request)[dp_rank])
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
-        self._waiting.started(request, dp_rank)
+        self._waiting.started(request, dp_rank, num_free)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
-        return may_more_start
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:
     """Return whether a request with a priority below `below` runs there and may give way."""
     lowest = builder.rank.running.priorities.lowest
     return builder.can_admit and lowest is not None and lowest < below
-
-
-def _renew(offer: Offer, room: RankRoom) -> None:
-    """Update the rank's part of an offer."""
-    dp_rank = room.dp_rank
-    offer.is_open[dp_rank], offer.floor[dp_rank] = room.is_open, room.priority_floor
-    offer.num_pages[dp_rank] = room.num_pages if room.is_open else 0
 
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:

@@ -30,8 +30,10 @@ _KEPT = 1 - 1 / 128
 _WEIGHT_OF_ALL = 8.0
 _WEIGHT_OF_PRIOR = 2.0
 _PRIOR_HAZARD = 0.0424  # 1 - 2 ** (-1 / 16)
-_PRIOR_FROM = 256  # tokens, before which the prior expects no end
+_PRIOR_FROM = 32  # tokens, before which the prior expects no end
 _MAX_HAZARD = 0.99
+# A request with a smaller chance to run on counts as gone.
+_LEAST_CHANCE = 0.001
 _NO_LENS = np.zeros(0, np.int32)
 
 
@@ -59,12 +61,13 @@ class OutputLengths:
         # [class, bucket]: the chance to reach the bucket.
         self.survival: Float64Array = np.zeros(shape)
         # [class, bucket, moment]: the chance that so many steps follow from the bucket's first
-        # length, computed when first read; `is_current`, [class, bucket], marks computed entries.
+        # length, computed by `buckets`; `is_current`, [class, bucket], marks computed entries.
         self.chances: Float64Array = np.zeros((*shape, len(MOMENTS) - 1))
         self.is_current: BoolArray = np.zeros(shape, np.bool_)
         self._reached = np.zeros(shape)
         self._ended = np.zeros(shape)
         self._classes: dict[tuple[int, int], int] = {}
+        self.num_updates = 0
         _update(_NO_LENS, _NO_LENS, 1, self.starts, self._reached, self._ended, self.survival)
 
     def class_of(self, request: Request) -> int:
@@ -83,9 +86,34 @@ class OutputLengths:
         """Count an ended output of class `number`; without `has_ended` it was cut off."""
         _count(number, num_tokens, has_ended, self.starts, self._reached, self._ended)
 
+    def buckets(self, classes: Int32Array, output_lens: Int32Array) -> Int32Array:
+        """The buckets of outputs by class and present length, int32[n]; their `chances` are
+        current then."""
+        found: Int32Array = _find_buckets(
+            classes,
+            output_lens,
+            self.starts,
+            self.survival,
+            MOMENTS,
+            self.chances,
+            self.is_current,
+        )
+        return found
+
+    def expected(self, number: int, output_len: int, left_len: int) -> tuple[int, float]:
+        """The bucket of an output of `output_len` tokens, and the mean number of tokens that
+        follow, `left_len` at most."""
+        lens = np.array((number, output_len), np.int32)
+        (bucket,) = self.buckets(lens[:1], lens[1:]).tolist()
+        steps = np.diff(np.minimum(MOMENTS, left_len))
+        beyond = max(left_len - int(MOMENTS[-1]), 0)
+        chances = self.chances[number, bucket]
+        return bucket, float(steps @ chances) + beyond * float(chances[-1])
+
     def update(self, running: RowColumns, rows: RowIndex) -> None:
         """Compute `survival` anew, with the present lengths of the running requests in `rows`."""
         self.is_current[:] = False
+        self.num_updates += 1
         _update(
             running.length_class[rows],
             running.planned_len[rows] - running.prompt_len[rows],
@@ -122,6 +150,55 @@ def _count(
             ended[each, bucket] += 1
         if number == _ALL:
             break
+
+
+@compiled(
+    "(int64, float64[::1], int64[::1], int64[::1], float64[::1])",
+)
+def _find_chances(
+    bucket: int,
+    survival: Float64Array,
+    starts: IntpArray,
+    moments: IntpArray,
+    chances: Float64Array,
+) -> None:
+    """Write the chances of an output in `bucket` to continue up to each of `moments`."""
+    assert len(survival) == len(starts)
+    assert len(chances) < len(moments)
+    first = bucket
+    for j in range(len(chances)):
+        while bucket + 1 < len(starts) and starts[bucket + 1] <= starts[first] + moments[j]:
+            bucket += 1
+        chance = survival[bucket] / survival[first]
+        chances[j] = chance if chance >= _LEAST_CHANCE else 0.0
+
+
+@compiled(
+    "(int32[::1], int32[::1], int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], "
+    "boolean[:, ::1])"
+)
+def _find_buckets(
+    classes: Int32Array,
+    output_lens: Int32Array,
+    starts: IntpArray,
+    survival: Float64Array,
+    moments: IntpArray,
+    chances: Float64Array,
+    is_current: BoolArray,
+) -> Int32Array:
+    """See `OutputLengths.buckets`."""
+    buckets = np.empty(len(classes), np.int32)
+    assert len(output_lens) == len(classes)
+    for i in range(len(classes)):
+        of_class = classes[i]
+        bucket = np.searchsorted(starts, output_lens[i], "right") - 1
+        assert 0 <= of_class < len(survival)
+        assert 0 <= bucket < len(starts)
+        if not is_current[of_class, bucket]:
+            _find_chances(bucket, survival[of_class], starts, moments, chances[of_class, bucket])
+            is_current[of_class, bucket] = True
+        buckets[i] = bucket
+    return buckets
 
 
 @compiled(

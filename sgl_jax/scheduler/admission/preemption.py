@@ -5,7 +5,7 @@ remaining request, or with the waiting one, frees nothing. The waiting request s
 step, so no other takes the freed pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,11 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.admission.forecast import Forecast
 from sgl_jax.scheduler.admission.victims import by_cost, recompute_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.waiting.fits import Rooms
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -33,44 +35,50 @@ class Preemptible:
     `started` in this step.
 
     Within one priority, requests that cost least to recompute come first.
+
+    Attributes:
+        levels: the priorities that occur, ascending.
+        rooms: the rank's room if all requests up to each of these priorities give way: ROOM[n].
     """
 
-    def __init__(self, rank: RankScheduler, started: Sequence[int]) -> None:
+    def __init__(
+        self, rank: RankScheduler, started: Sequence[int], forecast: Forecast, room: Rooms
+    ) -> None:
+        """`room`, ROOM[1], is the rank's."""
         self.rank = rank
+        self._forecast = forecast
+        self._room = room
         running = rank.running
         rows = running.runnable()
         rows = rows[~np.isin(rows, started)]
         rows = rows[by_cost(rank.memory, running, rows)]
         self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]
         self._costs = recompute_cost(rank.memory, self._rows)
-        self.priorities = running.priority[self._rows]  # ascending
-        self.most_pages = self._most_pages()
+        self._priorities = running.priority[self._rows]  # ascending
+        self.levels, last = np.unique(self._priorities[::-1], return_index=True)
+        freed, num_freed, rooms, first = FreedPages(rank.memory), 0, [room[:0]], 0
+        for end in (len(self._rows) - last).tolist():
+            num_freed += sum(freed.add(rank.memory.leases[r]) for r in self._rows[first:end])
+            rooms.append(self._room_without(num_freed, self._rows[:end]))
+            first = end
+        self.rooms: Rooms = np.concatenate(rooms)
 
-    def _most_pages(self) -> Int32Array:
-        """The pages available to a request if all rows before each, and before the end, give way:
-        int32[n + 1]. Rows of one priority give way together here."""
-        freed, num_freed = FreedPages(self.rank.memory), 0
-        most = np.zeros(len(self._rows) + 1, np.int32)
-        num_pages = self._num_pages(0, [])
-        for i, row in enumerate(self._rows.tolist()):
-            most[i] = num_pages
-            num_freed += freed.add(self.rank.memory.leases[row])
-            if i + 1 == len(self._rows) or self.priorities[i + 1] > self.priorities[i]:
-                num_pages = self._num_pages(num_freed, self._rows[: i + 1].tolist())
-        most[-1] = num_pages
-        return most
-
-    def choose(self, request: Request, cursor: PrefixCursor, below: int) -> Preemption | None:
+    def choose(
+        self, request: Request, cursor: PrefixCursor, below: int, fits: Callable[[Rooms, int], bool]
+    ) -> Preemption | None:
         """The rows of a priority below `below` that must go for `request`, at least one; None if it
-        would not fit even without all of these."""
+        would not fit even without all of these.
+
+        `fits` returns whether it fits the room, ROOM[1], if it takes so many pages there.
+        """
         memory = self.rank.memory
         freed, num_freed = FreedPages(memory, memory.prefix_pages(cursor)), 0
         num_needed = self.rank.num_pages_needed(request, cursor)
         chosen: list[int] = []
-        for row in self._rows[: int(np.searchsorted(self.priorities, below))].tolist():
+        for row in self._rows[: int(np.searchsorted(self._priorities, below))].tolist():
             chosen.append(row)
             num_freed += freed.add(memory.leases[row])
-            if num_needed <= self._num_pages(num_freed, chosen):
+            if fits(self._room_without(num_freed, chosen), num_needed):
                 break
         else:
             return None
@@ -78,19 +86,20 @@ class Preemptible:
         for row in chosen[-2::-1]:
             rest = [other for other in chosen if other != row]
             num_less = freed.remove(memory.leases[row])
-            if num_needed <= self._num_pages(num_freed - num_less, rest):
+            if fits(self._room_without(num_freed - num_less, rest), num_needed):
                 chosen, num_freed = rest, num_freed - num_less
             else:
                 freed.add(memory.leases[row])
         lost = self._costs[np.isin(self._rows, chosen)]
         return Preemption(chosen, int(lost.sum()))
 
-    def _num_pages(self, num_freed: int, gone: Sequence[int]) -> int:
-        """Pages for another request once the rows `gone` have freed `num_freed`."""
-        running = self.rank.running
+    def _room_without(self, num_freed: int, gone: RowIndex | Sequence[int]) -> Rooms:
+        """The rank's room once the rows `gone` have freed `num_freed` pages: ROOM[1]."""
+        running, room = self.rank.running, self._room.copy()
         kept = running.active[~np.isin(running.active, gone)]
-        reserved = self.rank.reserve.pages(self.rank.memory, running, kept, num_freed)
-        return self.rank.memory.num_reclaimable_pages + num_freed - reserved
+        self._forecast.write_for(self.rank.dp_rank, kept, num_freed, room)
+        room["num_running"] = len(kept)
+        return room
 
 
 class FreedPages:

@@ -13,35 +13,38 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
+from sgl_jax.scheduler.waiting.fits import (
+    NEVER,
+    Int64Array,
+    Rooms,
+    count_in_use,
+    find_fits,
+    least_pages,
+    places_of,
+)
 from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 from sgl_jax.scheduler.waiting.waiting_lines import (
     LAST,
     MOST_LEVELS,
-    NEVER,
     NUM_REUSES,
-    Int64Array,
     alike_lines,
-    count_in_use,
-    least_pages,
     order_keys,
-    places_of,
     reuse_order,
     rule_out,
-    take_offer,
 )
 
 
 class Offer(NamedTuple):
     """The ranks' capacity in a step; updated as requests start."""
 
-    num_pages: Int32Array  # [ranks] that a request may take, beside shared pages of its prefix
-    is_open: BoolArray  # [ranks] whether the step takes another request that fits
-    floor: Int64Array  # [ranks] a request starts only if its priority is above this
+    rooms: Rooms  # ROOM[ranks]
     may_preempt: BoolArray  # [ranks] whether running requests may give way
     # Lines that wait for a prefix: others that would wait for the same one are not tried.
     passed_by: list[int]
+    changed: set[int]  # ranks with another room than when a line was last tried
 
 
 class Levels(NamedTuple):
@@ -58,6 +61,7 @@ class CandidateOrder:
         columns: of the waiting requests.
         memories: of all ranks.
         tenants: the tenants of the requests.
+        lengths: of their outputs.
         max_passed_over: a request passed over by so many later ones is due.
     """
 
@@ -68,11 +72,13 @@ class CandidateOrder:
         columns: WaitingColumns,
         memories: Sequence[RankMemory],
         tenants: Tenants,
+        lengths: OutputLengths,
         max_passed_over: int,
     ) -> None:
         self._columns = columns
         self._memories = memories
         self._tenants = tenants
+        self._lengths = lengths
         self._max_passed_over = max_passed_over
 
     def lines(
@@ -86,53 +92,100 @@ class CandidateOrder:
         """See `WaitingQueue.candidates`; the columns are up to date."""
         columns = self._columns
         end = columns.end
-        ranks = (offer.is_open | offer.may_preempt).nonzero()[0]
-        room, floor = np.zeros(len(ranks), np.int32), np.zeros(len(ranks), np.int64)
-        take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor)
-        may_start = columns.is_waiting[:end] & ~columns.awaits_event[:end]
-        least, doubtful = least_pages(
+        is_open, floor = offer.rooms["is_open"], offer.rooms["floor"]
+        ranks = (is_open | offer.may_preempt).nonzero()[0]
+        least = least_pages(
             end,
             ranks,
-            room,
-            offer.is_open,
-            floor,
+            is_open,
             step,
-            may_start,
+            columns.is_waiting[:end] & ~columns.awaits_event[:end],
             columns.has_leader,
             columns.stay_until,
             columns.stay_rank,
             columns.may_run,
-            columns.priority,
-            columns.num_pages,
+            floor,
+            columns.needs,
             columns.cached_pages,
         )
-        if len(doubtful):
-            self._count_in_use(doubtful, ranks, room, least)
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[columns.tenant[:end]]] = NEVER
-        most_room = self._most_room(ranks, preemptible, threshold)
+        fits = self.fits(offer.rooms, ranks, least, np.ones(end, np.bool_))
+        self._add_preempting(fits, ranks, least, preemptible, threshold)
+        offer.changed.clear()
         turns, passed_over = self._tenants.turns(), columns.passed_over
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
-        keys = self._order_keys(least, room, most_room, turns, passed_over, levels)
+        keys = self._order_keys(fits, least, turns, passed_over, levels)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
             yield first
             while offer.passed_by:
                 keys[self._alike(offer.passed_by.pop())] = LAST
-            if take_offer(ranks, offer.num_pages, offer.is_open, offer.floor, room, floor):
-                rule_out(
-                    keys,
-                    least,
-                    room,
-                    floor,
-                    most_room,
-                    self._max_passed_over,
-                    columns.priority,
-                    passed_over,
-                )
+            if not offer.changed:
+                continue
+            changed = [k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed]
+            is_tried = keys != LAST
+            for k in changed:
+                part = slice(k, k + 1)
+                fits[part] = self.find(offer.rooms, ranks[part], least[part], is_tried)
+                self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)
+            offer.changed.clear()
+            rule_out(
+                keys,
+                fits,
+                least,
+                floor[ranks],
+                self._max_passed_over,
+                columns.priority,
+                passed_over,
+            )
+
+    def fits(
+        self, rooms: Rooms, ranks: IntpArray, least: Int32Array, is_tried: BoolArray
+    ) -> BoolArray:
+        """Return which lines fit which of `ranks`, bool[len(ranks), end].
+
+        Args:
+            rooms: ROOM[all ranks].
+            ranks: with the lines' rooms.
+            least: int32[len(ranks), end], the pages that a line takes at least; raised for lines
+                whose start depends on the part of their prefix in use.
+            is_tried: bool[end].
+        """
+        fits = self.find(rooms, ranks, least, is_tried)
+        alone = np.where(least == NEVER, NEVER, self._columns.num_pages[: least.shape[1]])
+        is_doubtful = np.asarray(fits.any(axis=0))
+        if is_doubtful.any():
+            fits_alone = self.find(rooms, ranks, alone, is_doubtful).any(axis=0)
+            is_doubtful = np.asarray(is_doubtful & ~fits_alone)
+        if is_doubtful.any():
+            self._count_in_use(is_doubtful, ranks, least)
+            fits = self.find(rooms, ranks, least, is_tried)
+        return fits
+
+    def find(
+        self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
+    ) -> BoolArray:
+        """`find_fits` in the rooms of `ranks`; False for lines that are not tried."""
+        fits = np.zeros(pages.shape, np.bool_)
+        room_of = np.empty(pages.shape, np.int32)
+        room_of[:] = ranks[:, None]
+        return self._find_in(rooms, room_of, pages, is_tried, fits)
+
+    def _find_in(
+        self,
+        rooms: Rooms,
+        room_of: Int32Array,
+        pages: Int32Array,
+        is_tried: BoolArray,
+        fits: BoolArray,
+    ) -> BoolArray:
+        needs, chances = self._columns.needs, self._lengths.chances
+        find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits)
+        return fits
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` behind the
@@ -143,41 +196,44 @@ class CandidateOrder:
         is_alike: BoolArray = alike_lines(line, columns.cursor[dp_rank, : columns.end], above)
         return is_alike
 
-    def _most_room(
-        self, ranks: IntpArray, preemptible: Sequence[Preemptible], threshold: int
-    ) -> Int32Array:
-        """The pages of each of `ranks` for each line if all requests that it may preempt give way,
-        -1 if none does: int32[len(ranks), end]; int32[len(ranks), 0] if none may preempt."""
-        if not preemptible:
-            return np.zeros((len(ranks), 0), np.int32)
-        end = self._columns.end
-        below = self._columns.priority[:end] - threshold
-        most = np.empty((len(ranks), end), np.int32)
-        for k, dp_rank in enumerate(ranks.tolist()):
-            counts = np.searchsorted(preemptible[dp_rank].priorities, below)
-            most[k] = np.where(counts > 0, preemptible[dp_rank].most_pages[counts], -1)
-        return most
-
-    def _count_in_use(
-        self, lines: Int64Array, ranks: IntpArray, room: Int32Array, least: Int32Array
+    def _add_preempting(
+        self,
+        fits: BoolArray,
+        ranks: IntpArray,
+        least: Int32Array,
+        preemptible: Sequence[Preemptible],
+        threshold: int,
     ) -> None:
-        """Raise `least` for those `lines` that do not fit but might if all their cached pages were
-        in use: a line takes all pages of its prefix that are not in use."""
+        """Add to `fits` the lines that fit if all requests that they may preempt give way.
+
+        The arguments are `lines`'; `fits` and `least` have a line for each of `ranks`.
+        """
+        if not preemptible:
+            return
+        below = self._columns.priority[: least.shape[1]] - threshold
+        for k, dp_rank in enumerate(ranks.tolist()):
+            at_rank = preemptible[dp_rank]
+            room_of = (np.searchsorted(at_rank.levels, below) - 1).astype(np.int32)[None]
+            part = fits[k : k + 1].copy()
+            self._find_in(at_rank.rooms, room_of, least[k : k + 1], ~part[0], part)
+            fits[k] |= part[0]
+
+    def _count_in_use(self, is_doubtful: BoolArray, ranks: IntpArray, least: Int32Array) -> None:
+        """Raise `least` for lines that fit only if enough of their cached pages are in use."""
         columns = self._columns
         for k, dp_rank in enumerate(ranks.tolist()):
             memory, place = self._memories[dp_rank], columns.place[dp_rank]
-            nodes, most = memory.cache.cursors.nodes, int(room[k])
+            nodes = memory.cache.cursors.nodes
             in_use = np.zeros(len(nodes), np.int32)
-            for number in places_of(lines, least[k], most, place, len(nodes)).tolist():
+            for number in places_of(least[k], is_doubtful, place, len(nodes)).tolist():
                 in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
             cached_pages = columns.cached_pages[dp_rank]
-            count_in_use(lines, least[k], most, place, in_use, columns.num_pages, cached_pages)
+            count_in_use(least[k], is_doubtful, place, in_use, columns.needs, cached_pages)
 
     def _order_keys(
         self,
+        fits: BoolArray,
         least: Int32Array,
-        room: Int32Array,
-        most_room: Int32Array,
         turns: Turns | None,
         passed_over: Int32Array,
         levels: Levels,
@@ -196,9 +252,8 @@ class CandidateOrder:
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
         keys: Int64Array = order_keys(
+            fits,
             least,
-            room,
-            most_room,
             self.uses_cached_len,
             self._max_passed_over,
             level,

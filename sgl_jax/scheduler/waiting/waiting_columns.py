@@ -6,7 +6,8 @@ import numpy as np
 
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
 from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
-from sgl_jax.scheduler.waiting.waiting_lines import NO_RANK, most_cached, read_cursors
+from sgl_jax.scheduler.waiting.fits import NEED, NO_RANK, Needs
+from sgl_jax.scheduler.waiting.waiting_lines import most_cached, read_cursors
 
 
 class WaitingColumns:
@@ -21,18 +22,20 @@ class WaitingColumns:
         self.end = 0
         self._free_lines: list[int] = []  # a heap; entries from `end` on are invalid
         self.is_waiting = np.zeros(capacity, np.bool_)
-        self.num_tokens = np.zeros(capacity, np.int32)  # known
-        self.num_pages = np.zeros(capacity, np.int32)  # of the known tokens and one more
+        self.needs: Needs = np.zeros(capacity, NEED)
+        self.num_tokens = self.needs["tokens"]
+        self.num_pages = self.needs["pages"]
+        self.priority = self.needs["priority"]
+        self.service = np.zeros(capacity)  # that it needs: tokens, times steps
         self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # of these, on a rank's tree
         self.most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
         self.cursor = np.zeros((num_ranks, capacity), np.int32)  # its number on each rank's tree
         self.place = np.zeros((num_ranks, capacity), np.int32)  # of the cursor's stop
         self.may_run = np.zeros((num_ranks, capacity), np.bool_)
         self.arrival = np.zeros(capacity, np.int64)
-        self.priority = np.zeros(capacity, np.int64)
         self.tenant = np.zeros(capacity, np.int32)
         self.is_retracted = np.zeros(capacity, np.bool_)
-        # Younger requests that started before; 0 for lines not in use.
+        # Passes by younger requests that started before; 0 for lines not in use.
         self.passed_over = np.zeros(capacity, np.int32)
         # The running request whose prefix a request waits for: its row among all ranks' rows, the
         # row's epoch, and the protected length that includes the prefix.

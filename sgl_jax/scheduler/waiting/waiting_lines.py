@@ -4,19 +4,14 @@ A line is a waiting request's place in the columns of `WaitingQueue`, which are 
 in use lie below `end`.
 """
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
+from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.scheduler.waiting.fits import Float64Array, Int64Array
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
-Int64Array: TypeAlias = NDArray[np.int64]
-
-NO_RANK = -1
-NEVER = np.iinfo(np.int32).max  # pages that no rank has
+_NEVER = np.iinfo(np.int32).max  # pages that no rank has
 # Parts of an order key, in bits. Larger values are cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
@@ -31,10 +26,11 @@ COUNTED_KINDS: tuple[WaitKind, ...] = (
     "store",
     "rank",
     "step",
+    "order",
     "pages",
     "rows",
 )
-_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _PAGES, _ROWS = range(len(COUNTED_KINDS))
+_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _ORDER, _PAGES, _ROWS = range(len(COUNTED_KINDS))
 # Degrees of reuse: pages that others would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
@@ -91,7 +87,7 @@ def most_cached(
                 most[line] = max(most[line], cached_pages[dp_rank, line])
 
 
-@compiled("(boolean[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+@compiled("(boolean[::1], int32[:], int32[::1], int32[::1], int32[::1], int32[::1])")
 def reuse_order(
     is_waiting: BoolArray,
     num_pages: Int32Array,
@@ -150,144 +146,13 @@ def drop_leaders(
                 has_leader[line] = False
 
 
-@compiled("(int64[::1], int32[::1], boolean[::1], int64[::1], int32[::1], int64[::1])")
-def take_offer(
-    ranks: IntpArray,
-    num_pages: Int32Array,
-    is_open: BoolArray,
-    floor: Int64Array,
-    room: Int32Array,
-    room_floor: Int64Array,
-) -> bool:
-    """Update `room` int32[len(ranks)], pages for a request that preempts nothing, and `room_floor`
-    from an offer's columns of all ranks; return whether any changed."""
-    has_changed = False
-    assert len(num_pages) == len(is_open) == len(floor)
-    assert len(room) == len(room_floor) == len(ranks)
-    for k in range(len(ranks)):
-        rank = ranks[k]
-        assert 0 <= rank < len(num_pages)
-        pages = num_pages[rank] if is_open[rank] else -1
-        has_changed |= pages != room[k] or floor[rank] != room_floor[k]
-        room[k], room_floor[k] = pages, floor[rank]
-    return has_changed
-
-
 @compiled(
-    "(int64, int64[::1], int32[::1], boolean[::1], int64[::1], int64, boolean[::1], boolean[::1], "
-    "int64[::1], int32[::1], boolean[:, ::1], int64[::1], int32[::1], int32[:, ::1])"
-)
-def least_pages(
-    end: int,
-    ranks: IntpArray,
-    room: Int32Array,
-    is_open: BoolArray,
-    floor: Int64Array,
-    step: int,
-    is_waiting: BoolArray,
-    has_leader: BoolArray,
-    stay_until: Int64Array,
-    stay_rank: Int32Array,
-    may_run: BoolArray,
-    priority: Int64Array,
-    num_pages: Int32Array,
-    cached_pages: Int32Array,
-) -> tuple[Int32Array, Int64Array]:
-    """The pages that each line below `end` takes at least on each of the open `ranks`.
-
-    int32[len(ranks), end]: `NEVER` if it may not start in this step, or does not fit even with as
-    much cached as now. Also the lines for which that depends on the part of the prefix in use,
-    which need a closer check.
-
-    A request that starts in this step may allow others to share more cached pages, but takes more
-    room than that: so it makes no other fit, and a request that fits now takes at least its
-    uncached pages.
-
-    Args:
-        room: int32[len(ranks)], their pages.
-        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
-        floor: int64[len(ranks)]; a line starts there only if its priority is above.
-        step: being planned. The following parameters are the queue's columns.
-    """
-    least = np.full((len(ranks), end), NEVER, np.int32)
-    doubtful = np.empty(end, np.int64)
-    num_doubtful = 0
-    assert end <= len(is_waiting)
-    for k in range(len(ranks)):
-        assert 0 <= ranks[k] < len(may_run)
-    for line in range(end):
-        if not is_waiting[line] or has_leader[line]:
-            continue
-        stays_for = stay_rank[line] if stay_until[line] > step else NO_RANK
-        assert stays_for < len(is_open)
-        if stays_for != NO_RANK and not is_open[stays_for]:
-            continue
-        fits_alone = fits_with_cached = False
-        for k in range(len(ranks)):
-            may_stay = stays_for == NO_RANK or stays_for == ranks[k]
-            if may_stay and may_run[ranks[k], line] and priority[line] > floor[k]:
-                least[k, line] = num_pages[line] - cached_pages[ranks[k], line]
-                fits_with_cached |= least[k, line] <= room[k]
-                fits_alone |= num_pages[line] <= room[k]
-        if fits_with_cached and not fits_alone:
-            doubtful[num_doubtful] = line
-            num_doubtful += 1
-    return least, doubtful[:num_doubtful]
-
-
-@compiled("(int64[::1], int32[::1], int64, int32[::1], int64)")
-def places_of(
-    lines: Int64Array, least: Int32Array, room: int, place: Int32Array, num_places: int
-) -> IntpArray:
-    """The places, each once, of the cursors of those `lines` that may fit `room` pages of a rank.
-
-    `least` are the pages that lines take at least; `place` is the queue's column. Both are of that
-    rank. There are `num_places` places.
-    """
-    is_used = np.zeros(num_places, np.bool_)
-    assert len(least) <= len(place)
-    for line in lines:
-        assert 0 <= line < len(least)
-        if least[line] <= room:
-            assert 0 <= place[line] < num_places
-            is_used[place[line]] = True
-    return is_used.nonzero()[0]
-
-
-@compiled("(int64[::1], int32[::1], int64, int32[::1], int32[::1], int32[::1], int32[::1])")
-def count_in_use(
-    lines: Int64Array,
-    least: Int32Array,
-    room: int,
-    place: Int32Array,
-    in_use: Int32Array,
-    num_pages: Int32Array,
-    cached_pages: Int32Array,
-) -> None:
-    """Raise `least` for those `lines` that do not fit `room` pages of a rank: a line takes all its
-    pages but those in use.
-
-    `in_use` are the pages in use by place. Other parameters are as in `places_of`, or columns of
-    the queue for that rank.
-    """
-    assert len(least) <= len(place) == len(cached_pages) == len(num_pages)
-    for line in lines:
-        assert 0 <= line < len(least)
-        if least[line] <= room:
-            assert 0 <= place[line] < len(in_use)
-            needed = num_pages[line] - min(in_use[place[line]], cached_pages[line])
-            if needed > room:
-                least[line] = needed
-
-
-@compiled(
-    "(int32[:, ::1], int32[::1], int32[:, ::1], boolean, int64, int64[::1], int32[::1], "
-    "boolean[::1], int32[::1], int32[::1], int64[::1])"
+    "(boolean[:, ::1], int32[:, ::1], boolean, int64, int64[::1], int32[::1], boolean[::1], "
+    "int32[::1], int32[::1], int64[::1])"
 )
 def order_keys(
+    fits: BoolArray,
     least: Int32Array,
-    room: Int32Array,
-    most_room: Int32Array,
     uses_cached_len: bool,
     max_passed_over: int,
     level: Int64Array,
@@ -299,26 +164,22 @@ def order_keys(
 ) -> Int64Array:
     """A number for each line that sorts in the queue's order; `LAST` for lines that are not tried.
 
-    A line is tried if it fits a rank, or is due, or may preempt: `most_room` int32[len(ranks), end]
-    are the pages that it has there if it does. `level` int64[end] counts from 0, the first; `turn`
-    int32[end] is its tenant's. The last four parameters are the queue's columns.
+    A line is tried if it fits a rank, `fits` bool[ranks, end], or is due and may start, `least`
+    int32[ranks, end] below the most of an int32. `level` int64[end] counts from 0, the first; `turn` int32[end]
+    is its tenant's. The last four parameters are the queue's columns.
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
-    assert num_ranks == len(room)
+    assert fits.shape == least.shape
     assert end == len(level) == len(turn) <= len(arrival)
-    assert most_room.shape[0] == num_ranks
-    may_preempt = most_room.shape[1] == end
     first_arrival = LAST
     for line in range(end):
+        is_due = passed_over[line] >= max_passed_over
         for k in range(num_ranks):
-            pages = least[k, line]
-            is_due = pages < NEVER and passed_over[line] >= max_passed_over
-            if pages <= room[k] or is_due or (may_preempt and pages <= most_room[k, line]):
+            if fits[k, line] or (is_due and least[k, line] < _NEVER):
                 keys[line] = 0
+                first_arrival = min(first_arrival, arrival[line])
                 break
-        if keys[line] == 0:
-            first_arrival = min(first_arrival, arrival[line])
     for line in range(end):
         if keys[line] == LAST:
             continue
@@ -333,41 +194,42 @@ def order_keys(
 
 
 @compiled(
-    "(int64[::1], int32[:, ::1], int32[::1], int64[::1], int32[:, ::1], int64, int64[::1], "
-    "int32[::1])"
+    "(int64[::1], boolean[:, ::1], int32[:, ::1], int64[:], int64, int64[:], int32[::1])"
 )
 def rule_out(
     keys: Int64Array,
+    fits: BoolArray,
     least: Int32Array,
-    room: Int32Array,
     floor: Int64Array,
-    most_room: Int32Array,
     max_passed_over: int,
     priority: Int64Array,
     passed_over: Int32Array,
 ) -> None:
-    """Set the keys of lines that can start nowhere any more to `LAST`."""
-    num_ranks, end = least.shape
+    """Set the keys of lines that can start nowhere any more to `LAST`.
+
+    The parameters are those of `order_keys`; a due line may start above `floor` int64[ranks].
+    """
+    num_ranks, end = fits.shape
     assert end == len(keys) <= len(priority)
-    assert num_ranks == len(room) == len(floor) == most_room.shape[0]
-    may_preempt = most_room.shape[1] == end
+    assert least.shape == fits.shape
+    assert num_ranks == len(floor)
     for line in range(end):
-        if keys[line] != LAST:
-            is_tried = False
-            for k in range(num_ranks):
-                pages = least[k, line]
-                if pages < NEVER and priority[line] > floor[k]:
-                    is_tried |= pages <= room[k] or passed_over[line] >= max_passed_over
-                    is_tried |= may_preempt and pages <= most_room[k, line]
-                if is_tried:
-                    break
-            if not is_tried:
-                keys[line] = LAST
+        if keys[line] == LAST:
+            continue
+        is_tried, is_due = False, passed_over[line] >= max_passed_over
+        for k in range(num_ranks):
+            may_start = least[k, line] < _NEVER and priority[line] > floor[k]
+            if fits[k, line] or (is_due and may_start):
+                is_tried = True
+                break
+        if not is_tried:
+            keys[line] = LAST
 
 
 @compiled(
-    "(int64, int64, int64, int32, boolean, boolean[::1], boolean[::1], int64[::1], int64[::1], "
-    "int32[::1], int32[::1], int32[::1])"
+    "(int64, int64, int64, int32, boolean, float64, int64, int64, boolean[::1], boolean[::1], "
+    "int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], float64[::1], "
+    "int32[::1])"
 )
 def pass_over(
     end: int,
@@ -375,18 +237,29 @@ def pass_over(
     started_priority: int,
     started_tenant: int,
     was_due: bool,
+    started_service: float,
+    num_free: int,
+    max_passed_over: int,
     is_waiting: BoolArray,
     may_run: BoolArray,
     arrival: Int64Array,
     priority: Int64Array,
     tenant: Int32Array,
     turns: Int32Array,
+    num_pages: Int32Array,
+    cached_pages: Int32Array,
+    service: Float64Array,
     passed_over: Int32Array,
 ) -> None:
     """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
     before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
-    `turns`. If the started request was due, passes over later lines are counted anew."""
+    `turns`. If the started request was due, passes over later lines are counted anew.
+
+    A line that lacked pages, since there were only `num_free`, is passed over so often that it is
+    due, after `max_passed_over`, when the requests before it have received as much service as it
+    needs. `service` is a column; `num_pages` and `cached_pages` are columns of that rank."""
     assert end <= len(is_waiting)
+    assert end <= len(service)
     assert 0 <= started_tenant < len(turns)
     for line in range(end):
         if not may_run[line] or not is_waiting[line]:
@@ -395,15 +268,19 @@ def pass_over(
         turn, started_turn = turns[tenant[line]], turns[started_tenant]
         is_before = arrival[line] < started if turn == started_turn else turn < started_turn
         if is_before and priority[line] >= started_priority:
-            passed_over[line] += 1
+            num_passes = 1
+            if num_pages[line] - cached_pages[line] > num_free:
+                part = min(started_service / service[line], 1.0)
+                num_passes = max(int(max_passed_over * part), 1)
+            passed_over[line] = min(passed_over[line] + num_passes, max_passed_over)
         elif was_due and not is_before and priority[line] <= started_priority:
             passed_over[line] = 0
 
 
 @compiled(
     "(int64, int64, boolean[::1], int32[::1], boolean[::1], boolean[::1], boolean[::1], "
-    "int32[:, ::1], boolean[::1], int64[::1], boolean[:, ::1], boolean[::1], int32[::1], "
-    "int32[:, ::1], int32[::1])"
+    "int32[:, ::1], boolean[::1], int64[::1], boolean[:, ::1], boolean[::1], boolean[:, ::1], "
+    "boolean[:, ::1])"
 )
 def count_kinds(
     end: int,
@@ -418,18 +295,19 @@ def count_kinds(
     stay_until: Int64Array,
     may_run: BoolArray,
     has_row: BoolArray,
-    num_pages: Int32Array,
-    cached_pages: Int32Array,
-    room: Int32Array,
+    fits: BoolArray,
+    fits_unheld: BoolArray,
 ) -> Int64Array:
     """Count the waiting lines below `end` by reason, int64[COUNTED_KINDS], when `step` is planned.
 
-    `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` and `room` by rank. The
-    other columns are indexed by line; `is_loading` selects prefixes that come from the store.
+    `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits` and
+    `fits_unheld`, without the ranks' holds, by rank and line. The other columns are indexed by
+    line; `is_loading` selects prefixes that come from the store.
     """
-    counts = np.zeros(8, np.int64)
+    counts = np.zeros(len(COUNTED_KINDS), np.int64)
     assert end <= len(is_waiting)
     assert end <= len(is_loading)
+    assert fits.shape == fits_unheld.shape == (len(has_row), end)
     for line in range(end):
         if not is_waiting[line]:
             continue
@@ -443,11 +321,11 @@ def count_kinds(
             kind = _RANK
         else:
             kind = _ROWS
-            for rank in range(len(room)):
+            for rank in range(len(has_row)):
                 if may_run[rank, line] and has_row[rank]:
-                    kind = _PAGES
-                    if num_pages[line] - cached_pages[rank, line] <= room[rank]:
+                    if fits[rank, line]:
                         kind = _STEP
                         break
+                    kind = _ORDER if fits_unheld[rank, line] or kind == _ORDER else _PAGES
         counts[kind] += 1
     return counts

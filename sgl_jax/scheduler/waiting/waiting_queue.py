@@ -14,22 +14,23 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
+from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, pages_short
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 from sgl_jax.scheduler.waiting.waiting_lines import (
     COUNTED_KINDS,
-    NO_RANK,
     count_kinds,
     drop_leaders,
     pass_over,
 )
 
-# Later requests of its own priority or a lower one that start before a request is due.
+# Later requests of its own priority or a lower one that start before a request is due, at most.
 MAX_PASSED_OVER = 128
 
 
@@ -41,9 +42,11 @@ class WaitingQueue:
         memories: of all ranks, in order; `tables` are the columns of all their rows.
         capacity: requests at most.
         tenants: the tenants of the requests.
+        lengths: of their outputs.
         awaits_event: whether a request is no candidate before an event, as of its adding.
         max_passed_over: a request passed over by so many later ones is due: it is tried before the
-            others of its priority, and a rank is held for it until it fits.
+            others of its priority, and a rank is held for it until it fits. If it lacked pages, it
+            is due earlier, once the later ones have received as much service as it needs.
     """
 
     def __init__(
@@ -53,22 +56,25 @@ class WaitingQueue:
         tables: RowTables,
         capacity: int,
         tenants: Tenants,
+        lengths: OutputLengths,
         awaits_event: Callable[[Request], bool] = lambda request: False,
         max_passed_over: int = MAX_PASSED_OVER,
     ) -> None:
         self._awaits_event = awaits_event
         self._max_passed_over = max_passed_over
         self._tenants = tenants
+        self._lengths = lengths
         self._memories = memories
         self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
         self._columns = WaitingColumns(len(memories), capacity)
-        self._order = CandidateOrder(self._columns, memories, tenants, max_passed_over)
+        self._order = CandidateOrder(self._columns, memories, tenants, lengths, max_passed_over)
         self.set_policy(policy)
         self._priorities = PriorityCounts()
         self.num_pinned: Counter[int | None] = Counter()  # by the rank that a request names
+        self._num_updates = -1  # of the lengths, when chances were computed
 
     def set_policy(self, policy: str) -> None:
         """Set the order: fcfs or lpm."""
@@ -101,8 +107,7 @@ class WaitingQueue:
             known = lease.node if lease is not None else None
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
-        columns.num_tokens[line] = len(request.tokens)
-        columns.num_pages[line] = self._memories[0].request_pages(len(request.tokens) + 1)
+        self._note_need(request, line)
         columns.cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
         columns.may_run[:, line] = pinned is None
@@ -112,7 +117,6 @@ class WaitingQueue:
             columns.read_cursors(dp_rank, memory.cache.cursors.columns, line, line + 1)
         columns.note_most_cached(line, line + 1)
         columns.arrival[line] = request.arrival
-        columns.priority[line] = request.priority
         self._priorities.add(request.priority)
         self.num_pinned[pinned] += 1
         columns.tenant[line] = request.tenant
@@ -121,6 +125,24 @@ class WaitingQueue:
         columns.has_leader[line] = False
         columns.stay_rank[line] = NO_RANK
         columns.awaits_event[line] = self._awaits_event(request)
+
+    def _note_need(self, request: Request, line: int) -> None:
+        memory, num_tokens = self._memories[0], len(request.tokens)
+        number = self._lengths.class_of(request)
+        output_len, left_len = num_tokens - request.prompt_len, request.max_len - num_tokens
+        bucket, expected = self._lengths.expected(number, output_len, left_len)
+        self._columns.needs[line] = (
+            memory.request_pages(num_tokens + 1),
+            memory.request_pages(request.max_len),
+            num_tokens,
+            left_len,
+            output_len,
+            number,
+            bucket,
+            request.priority,
+        )
+        num_steps = expected + num_tokens / memory.sizes.max_chunk_tokens
+        self._columns.service[line] = (num_tokens + expected / 2) * num_steps
 
     def note_event(self, rid: str) -> None:
         """An event that the request of that id may wait for has begun, or come."""
@@ -139,14 +161,14 @@ class WaitingQueue:
         self._tenants.queue(request.tenant, -1)
         self._columns.free_line(line)
 
-    def started(self, request: Request, dp_rank: int) -> None:
-        """Remove a request that got memory on a rank, and count that it passed over earlier, no
-        less important requests there.
+    def started(self, request: Request, dp_rank: int, num_free: int) -> None:
+        """Remove a request that got memory on a rank, which had `num_free` pages, and count that it
+        passed over earlier, no less important requests there.
 
         If it was due, passes over later requests are counted anew: so in a long queue, one request
         in so many starts because it is due, and the others by their order.
         """
-        columns = self._columns
+        columns, service = self._columns, float(self._columns.service[request.line])
         was_due, turns = self.is_due(request), self._tenants.turns()
         self.remove(request)
         pass_over(
@@ -155,12 +177,18 @@ class WaitingQueue:
             request.priority,
             request.tenant,
             was_due,
+            service,
+            num_free,
+            self._max_passed_over,
             columns.is_waiting,
             columns.may_run[dp_rank],
             columns.arrival,
             columns.priority,
             columns.tenant,
             columns.no_turns if turns is None else turns.order,
+            columns.num_pages,
+            columns.cached_pages[dp_rank],
+            columns.service,
             columns.passed_over,
         )
 
@@ -174,6 +202,10 @@ class WaitingQueue:
         self._columns.clear()
         self._priorities = PriorityCounts()
         self.num_pinned.clear()
+
+    def find(self, rid: str) -> Request | None:
+        """The waiting request of that id, if there is one."""
+        return self._requests.get(rid)
 
     def waits_due(self, rid: str) -> bool:
         """Return whether a request of that id waits and is due."""
@@ -256,6 +288,7 @@ class WaitingQueue:
             threshold: by which a request's priority must exceed a preempted one's.
         """
         self._take_moves()
+        self._note_chances()
         self._drop_leaders(slice(self._columns.end))
         highest = self._priorities.highest or 0
         levels = Levels(highest, highest - (self._priorities.lowest or 0) + 1)
@@ -276,23 +309,54 @@ class WaitingQueue:
         """The highest priority of the waiting requests; None if none waits."""
         return self._priorities.highest
 
+    def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
+        """The pages that `request` lacks in a rank's room if it takes `num_pages` to start; not
+        above 0 if it has enough."""
+        self._note_chances()
+        short: int = pages_short(
+            rooms,
+            dp_rank,
+            self._columns.needs,
+            request.line,
+            num_pages,
+            self._lengths.chances,
+            MOMENTS,
+        )
+        return short
+
+    def _note_chances(self) -> None:
+        """Compute the chances of the requests' outputs, if the lengths of outputs were updated."""
+        if self._num_updates != self._lengths.num_updates:
+            self._num_updates = self._lengths.num_updates
+            needs = self._columns.needs[: self._columns.end]
+            classes, output_lens = needs["length_class"].copy(), needs["output_len"].copy()
+            self._lengths.buckets(classes, output_lens)
+
     def count_kinds(
         self,
-        room: Int32Array,
+        rooms: Rooms,
+        held_rooms: Rooms,
         has_row: BoolArray,
         step: int,
         fetching: Sequence[int],
     ) -> dict[WaitKind, int]:
-        """The number of waiting requests by reason, if ranks have `room` int32[ranks] pages for a
-        request, and fetches from the host have the joint rows `fetching`.
+        """The number of waiting requests by reason, if ranks have `rooms` ROOM[ranks] for a
+        request, `held_rooms` with the holds for others, and fetches from the host have the joint
+        rows `fetching`.
 
         A request counts under "step" if it would fit were all its cached pages in use.
         """
         columns, end = self._columns, self._columns.end
         self._take_moves()
+        self._note_chances()
         self._drop_leaders(slice(end))
         is_fetching = np.zeros(len(self._tables.epoch), np.bool_)
         is_fetching[list(fetching)] = True
+        least = columns.num_pages[:end] - columns.cached_pages[:, :end]
+        fits, fits_unheld = (
+            self._order.find(each, np.arange(len(has_row)), least, columns.is_waiting[:end])
+            for each in (held_rooms, rooms)
+        )
         counts = count_kinds(
             end,
             step,
@@ -306,9 +370,8 @@ class WaitingQueue:
             columns.stay_until,
             columns.may_run,
             has_row,
-            columns.num_pages,
-            columns.cached_pages,
-            room,
+            fits,
+            fits_unheld,
         )
         return dict(zip(COUNTED_KINDS, counts.tolist(), strict=True))
 

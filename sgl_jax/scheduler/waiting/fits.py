@@ -1,0 +1,339 @@
+"""Which requests fit which ranks.
+
+A request fits a rank if at each moment ahead the pages that running requests are forecast to hold
+and its own, weighted by the chance that it still runs, stay within the pool. It also fits if its
+pages up to its own limit do, next to the most that the running requests may come to take: no
+forecast keeps it from starting then.
+
+A moment does not count if the request has done enough by then. Each of its tokens saves a part of a
+step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and these
+tokens once more.
+
+A rank that is held for a request counts that one's pages from the step on at which it is expected
+to start. So others may pass it that end before, or leave it enough (backfilling; Lifka, "The
+ANL/IBM SP Scheduling System", 1995).
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
+from sgl_jax.scheduler.admission.output_lengths import MOMENTS
+
+Float64Array: TypeAlias = NDArray[np.float64]
+Int64Array: TypeAlias = NDArray[np.int64]
+
+NEVER = np.iinfo(np.int32).max  # pages that no rank has
+NO_RANK = -1
+# Below every priority.
+NO_FLOOR = int(np.iinfo(np.int64).min)
+
+# What a rank has for another request.
+ROOM = np.dtype(
+    (
+        np.record,
+        [
+            ("total", np.int64),  # pages of the first pool
+            ("num_in_use", np.int64),  # of these, by running requests now
+            ("pages", np.float64, len(MOMENTS) - 1),  # that they are forecast to hold then
+            ("peak", np.int64),  # index of the highest of these
+            ("most", np.int64),  # that they may come to hold
+            ("num_running", np.int64),  # requests
+            ("conservativeness", np.float64),
+            ("page_size", np.int64),
+            ("chunk_size", np.int64),  # prompt tokens of a step
+            ("step_price", np.int64),  # prompt tokens that take as long as a step does without any
+            ("is_open", np.bool_),  # whether the step takes another request that fits
+            ("floor", np.int64),  # a request starts in this step only if its priority is above
+            # It is held against requests up to this priority, for another that takes so many pages
+            # when it starts, in so many steps, and so many at most.
+            ("held_above", np.int64),
+            ("held_pages", np.int64),
+            ("held_steps", np.int64),
+            ("held_most", np.int64),
+        ],
+    )
+)
+Rooms: TypeAlias = NDArray[Any]
+
+# What a waiting request needs.
+NEED = np.dtype(
+    (
+        np.record,
+        [
+            ("pages", np.int32),  # for its known tokens and one more
+            ("most", np.int32),  # up to its limit
+            ("tokens", np.int32),  # known
+            ("left", np.int32),  # tokens that it may still gain
+            ("output_len", np.int32),  # of the known tokens
+            ("length_class", np.int32),  # of its output
+            ("bucket", np.int32),  # of the output's present length
+            ("priority", np.int64),
+        ],
+    )
+)
+Needs: TypeAlias = NDArray[Any]
+
+
+@compiled(
+    "(room, need, int64, float64[::1], int64[::1], int64)",
+    room=ROOM,
+    need=NEED,
+)
+def _short_at(
+    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray, first: int
+) -> float:
+    """The pages that a request lacks at moment `first`, or, if that is negative, at the worst.
+
+    See `pages_short`.
+    """
+    most = need.most - (need.pages - num_pages)
+    growth = room.conservativeness * (most - num_pages) / max(need.left, 1)
+    num_steps = num_pages * room.page_size // room.chunk_size
+    is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
+    horizon = float(moments[len(moments) - 1])
+    gain = room.step_price / (room.num_running + 1)  # prompt tokens for each token
+    if gain > 1:
+        horizon = min(horizon, num_pages * room.page_size / (gain - 1))
+    worst, after = -float(room.total), 0
+    for j in range(max(first, 0), len(chances)):
+        ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
+        if j and (moments[j] >= num_steps + need.left or moments[j] > horizon):
+            break
+        while after + 1 < len(chances) and moments[after + 1] <= ahead:
+            after += 1
+        own = float(num_pages)
+        if j:
+            own = chances[after] * (num_pages + growth * min(ahead, need.left))
+        if is_held and moments[j + 1] > room.held_steps:
+            own += room.held_pages
+        worst = max(worst, room.pages[j] + own - room.total)
+        if j == first:
+            break
+    return worst
+
+
+@compiled(
+    "(room, need, int64, float64[:, :, ::1], int64[::1])",
+    room=ROOM,
+    need=NEED,
+)
+def _pages_short(
+    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray
+) -> int:
+    """The pages that a request lacks in a room; not above 0 if it has enough.
+
+    Args:
+        room: of a rank.
+        need: the request's.
+        num_pages: it takes to start, `need.pages` or fewer, since others have its prefix in use.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    worst = int(room.most + need.most - (need.pages - num_pages) - room.total)
+    num_steps = num_pages * room.page_size // room.chunk_size
+    if need.priority <= room.held_above and num_steps + need.left > room.held_steps:
+        worst += int(room.held_most)
+    if worst <= 0:
+        return worst
+    assert 0 <= need.length_class < len(chances)
+    assert 0 <= need.bucket < chances.shape[1]
+    goes_on = chances[need.length_class, need.bucket]
+    return min(worst, int(np.ceil(_short_at(room, need, num_pages, goes_on, moments, -1))))
+
+
+@compiled(
+    "(rooms[::1], int64, needs[::1], int64, int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def pages_short(
+    rooms: Rooms,
+    dp_rank: int,
+    needs: Needs,
+    line: int,
+    num_pages: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> int:
+    """The pages that the request in `line` lacks on a rank; not above 0 if it has enough.
+
+    Args:
+        rooms: ROOM[ranks].
+        dp_rank: index of the rank's room.
+        needs: NEED[lines].
+        line: index of the request's need.
+        num_pages: it takes to start, beside shared pages of its prefix.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    assert 0 <= dp_rank < len(rooms)
+    assert 0 <= line < len(needs)
+    return _pages_short(rooms[dp_rank], needs[line], num_pages, chances, moments)
+
+
+@compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
+def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray) -> int:
+    """Steps until the forecast leaves `num_pages` on a rank; the last of `moments` if it does not
+    before."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    for j in range(len(room.pages)):
+        if room.pages[j] + num_pages <= room.total:
+            return moments[j]
+    return moments[len(moments) - 1]
+
+
+@compiled(
+    "(rooms[::1], int32[:, ::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
+    "int64[::1], boolean[:, ::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def find_fits(
+    rooms: Rooms,
+    room_of: Int32Array,
+    pages: Int32Array,
+    needs: Needs,
+    is_tried: BoolArray,
+    chances: Float64Array,
+    moments: IntpArray,
+    fits: BoolArray,
+) -> None:
+    """Write whether lines fit ranks to `fits`, bool[ranks, lines].
+
+    Args:
+        rooms: any number of them.
+        room_of: int32[ranks, lines], the room that counts, by its index; below 0 for none. Then
+            `fits` is left as it is.
+        pages: int32[ranks, lines] that a line takes to start; `NEVER` if it may not.
+        needs: NEED[lines] or more.
+        is_tried: bool[lines]; `fits` of the others is left as it is.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    num_ranks, end = fits.shape
+    assert room_of.shape == pages.shape == fits.shape
+    assert end <= len(needs)
+    assert end <= len(is_tried)
+    for k in range(num_ranks):
+        for line in range(end):
+            if not is_tried[line] or room_of[k, line] < 0:
+                continue
+            assert room_of[k, line] < len(rooms)
+            num_pages = pages[k, line]
+            fits[k, line] = False
+            if num_pages == NEVER:
+                continue
+            room, need = rooms[room_of[k, line]], needs[line]
+            if need.priority <= room.floor:
+                continue
+            # Most lines that do not fit lack pages now, or at the peak.
+            most = room.most + need.most - (need.pages - num_pages) - room.total
+            if most > 0:
+                if room.pages[0] + num_pages > room.total:
+                    continue
+                goes_on = chances[need.length_class, need.bucket]
+                if _short_at(room, need, num_pages, goes_on, moments, room.peak) > 0:
+                    continue
+            fits[k, line] = _pages_short(room, need, num_pages, chances, moments) <= 0
+
+
+@compiled(
+    "(int64, int64[::1], boolean[:], int64, boolean[::1], boolean[::1], int64[::1], int32[::1], "
+    "boolean[:, ::1], int64[:], needs[::1], int32[:, ::1])",
+    needs=NEED,
+)
+def least_pages(
+    end: int,
+    ranks: IntpArray,
+    is_open: BoolArray,
+    step: int,
+    may_start: BoolArray,
+    has_leader: BoolArray,
+    stay_until: Int64Array,
+    stay_rank: Int32Array,
+    may_run: BoolArray,
+    floor: Int64Array,
+    needs: Needs,
+    cached_pages: Int32Array,
+) -> Int32Array:
+    """The pages that each line below `end` takes at least on each of the open `ranks`.
+
+    int32[len(ranks), end]: as if all of its prefix that is cached were in use; `NEVER` if it may
+    not start in this step.
+
+    A request that starts in this step may allow others to share more cached pages, but takes more
+    room than that.
+
+    Args:
+        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
+        step: being planned. The following parameters are the queue's columns.
+        floor: int64[all ranks]; a line starts there only if its priority is above.
+    """
+    least = np.full((len(ranks), end), NEVER, np.int32)
+    assert end <= len(may_start)
+    assert end <= len(needs)
+    assert len(is_open) == len(floor)
+    for k in range(len(ranks)):
+        assert 0 <= ranks[k] < len(may_run)
+    for line in range(end):
+        if not may_start[line] or has_leader[line]:
+            continue
+        stays_for = stay_rank[line] if stay_until[line] > step else NO_RANK
+        assert stays_for < len(is_open)
+        if stays_for != NO_RANK and not is_open[stays_for]:
+            continue
+        for k in range(len(ranks)):
+            may_stay = stays_for == NO_RANK or stays_for == ranks[k]
+            is_above = needs[line].priority > floor[ranks[k]]
+            if may_stay and may_run[ranks[k], line] and is_above:
+                least[k, line] = needs[line].pages - cached_pages[ranks[k], line]
+    return least
+
+
+@compiled("(int32[::1], boolean[::1], int32[::1], int64)")
+def places_of(
+    pages: Int32Array, is_doubtful: BoolArray, place: Int32Array, num_places: int
+) -> IntpArray:
+    """The places, each once, of the cursors of the lines that are doubtful on a rank.
+
+    `pages` are the pages that lines take at least; `place` is the queue's column. Both are of that
+    rank. There are `num_places` places.
+    """
+    is_used = np.zeros(num_places, np.bool_)
+    assert len(pages) == len(is_doubtful) <= len(place)
+    for line in range(len(pages)):
+        if is_doubtful[line] and pages[line] != NEVER:
+            assert 0 <= place[line] < num_places
+            is_used[place[line]] = True
+    return is_used.nonzero()[0]
+
+
+@compiled(
+    "(int32[::1], boolean[::1], int32[::1], int32[::1], needs[::1], int32[::1])", needs=NEED
+)
+def count_in_use(
+    pages: Int32Array,
+    is_doubtful: BoolArray,
+    place: Int32Array,
+    in_use: Int32Array,
+    needs: Needs,
+    cached_pages: Int32Array,
+) -> None:
+    """Raise `pages` of lines that are doubtful on a rank: a line takes all its pages but those in
+    use.
+
+    `in_use` are the pages in use by place. Other parameters are as in `places_of`, or columns of
+    the queue for that rank.
+    """
+    assert len(pages) == len(is_doubtful) <= len(place)
+    assert len(pages) <= len(needs)
+    assert len(pages) <= len(cached_pages)
+    for line in range(len(pages)):
+        if is_doubtful[line] and pages[line] != NEVER:
+            assert 0 <= place[line] < len(in_use)
+            pages[line] = needs[line].pages - min(in_use[place[line]], cached_pages[line])
