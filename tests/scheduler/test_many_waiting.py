@@ -102,7 +102,7 @@ def test_counts_of_waiting_requests_need_no_visit_of_each(
 
 
 def test_counts_by_reason_need_no_call_for_each_request() -> None:
-    """The reasons of 600 waiting requests are counted with as many calls as those of 30."""
+    """The reasons of 600 waiting requests are counted with hardly more calls than those of 30."""
     calls = []
     for count in (30, 600):
         driver = Driver(make_sizes(dp_size=2, num_pages=24, num_rows=5))
@@ -124,4 +124,4 @@ def test_counts_by_reason_need_no_call_for_each_request() -> None:
             sys.setprofile(None)
         calls.append(seen)
         assert sum(counts.values()) == scheduler.num_waiting > count - 12
-    assert calls[0] == calls[1]
+    assert calls[1] < calls[0] + 30  # a rank may be held for one of the 600

@@ -265,7 +265,7 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
         variance = (own_part * need.var_aa[j] + need.var_ab[j]) * own_part + need.var_bb[j]
         growth = min(mean + _NUM_DEVIATIONS * np.sqrt(variance), most) - num_in_use
         if growth > 0:
-            growth = min(growth * room.conservativeness, need.most)
+            growth *= min(room.conservativeness, 1.0)
         if j == 0:
             growth = max(growth, need.known)  # uncomputed prompts are no forecast
         room.pages[j] = num_in_use + growth

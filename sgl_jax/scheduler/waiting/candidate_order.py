@@ -162,8 +162,12 @@ class CandidateOrder:
             fits_alone = self.find(rooms, ranks, alone, is_doubtful).any(axis=0)
             is_doubtful = np.asarray(is_doubtful & ~fits_alone)
         if is_doubtful.any():
-            self._count_in_use(is_doubtful, ranks, least)
-            fits = self.find(rooms, ranks, least, is_tried)
+            needed = least.copy()
+            self._count_in_use(is_doubtful, ranks, needed)
+            fits[:, is_doubtful] = False
+            fits |= self.find(rooms, ranks, needed, is_doubtful)
+            # Others that start may bring more of its prefix into use, where it fits.
+            least[~fits] = needed[~fits]
         return fits
 
     def find(
@@ -219,7 +223,7 @@ class CandidateOrder:
             fits[k] |= part[0]
 
     def _count_in_use(self, is_doubtful: BoolArray, ranks: IntpArray, least: Int32Array) -> None:
-        """Raise `least` for lines that fit only if enough of their cached pages are in use."""
+        """Raise `least` for lines that may fit only if enough of their cached pages are in use."""
         columns = self._columns
         for k, dp_rank in enumerate(ranks.tolist()):
             memory, place = self._memories[dp_rank], columns.place[dp_rank]

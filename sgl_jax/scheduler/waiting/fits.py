@@ -7,7 +7,7 @@ forecast keeps it from starting then.
 
 A moment does not count if the request has done enough by then. Each of its tokens saves a part of a
 step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and these
-tokens once more.
+tokens once more, times `conservativeness`.
 
 A rank that is held for a request counts that one's pages from the step on at which it is expected
 to start. So others may pass it that end before, or leave it enough (backfilling; Lifka, "The
@@ -42,7 +42,7 @@ ROOM = np.dtype(
             ("peak", np.int64),  # index of the highest of these
             ("most", np.int64),  # that they may come to hold
             ("num_running", np.int64),  # requests
-            ("conservativeness", np.float64),
+            ("conservativeness", np.float64),  # of growth up to 1, and of a retract's price
             ("page_size", np.int64),
             ("chunk_size", np.int64),  # prompt tokens of a step
             ("step_price", np.int64),  # prompt tokens that take as long as a step does without any
@@ -91,17 +91,19 @@ def _short_at(
     See `pages_short`.
     """
     most = need.most - (need.pages - num_pages)
-    growth = room.conservativeness * (most - num_pages) / max(need.left, 1)
+    growth = min(room.conservativeness, 1.0) * (most - num_pages) / max(need.left, 1)
     num_steps = num_pages * room.page_size // room.chunk_size
     is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
     horizon = float(moments[len(moments) - 1])
-    gain = room.step_price / (room.num_running + 1)  # prompt tokens for each token
-    if gain > 1:
-        horizon = min(horizon, num_pages * room.page_size / (gain - 1))
+    # In prompt tokens, by each of its tokens.
+    gain, price = room.step_price / (room.num_running + 1), room.conservativeness
+    if gain > price:
+        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))
     worst, after = -float(room.total), 0
     for j in range(max(first, 0), len(chances)):
         ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
-        if j and (moments[j] >= num_steps + need.left or moments[j] > horizon):
+        is_far = moments[j] > horizon and not (is_held and moments[j] <= room.held_steps)
+        if j and (is_far or moments[j] >= num_steps + need.left):
             break
         while after + 1 < len(chances) and moments[after + 1] <= ahead:
             after += 1

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -67,7 +69,7 @@ def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_sam
     driver.step()
     driver.abort("c")  # now it lacks less on rank 1
     for dp_rank in range(2):
-        driver.submit(generate(f"pinned to {dp_rank}", [8 + dp_rank] * 3, 9, dp_rank=dp_rank))
+        driver.submit(generate(f"pinned to {dp_rank}", [8 + dp_rank] * 3, 60, dp_rank=dp_rank))
     driver.step()
     assert rank_of(driver, "big") is None
     assert rank_of(driver, "pinned to 0") is None
@@ -239,16 +241,19 @@ def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_sam
     finish(driver)
 
 
-def test_the_reserve_of_what_starts_in_a_step_is_left_in_that_step() -> None:
+@pytest.mark.parametrize(("limit", "starts"), [(4, True), (30, False)])
+def test_a_request_fits_by_its_own_limit_next_to_what_starts_in_the_same_step(
+    limit: int, starts: bool
+) -> None:
     """The first may generate 60 tokens, and nothing is known of how many it will."""
     driver = make_driver(
-        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 1.0}
+        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 10.0}
     )
     driver.submit(generate("first", [1] * 5, 60))
-    driver.submit(generate("second", [2] * 45, 4))  # 12 pages of 18 that are free
+    driver.submit(generate("second", [2] * 45, limit))  # 12 pages of 18 that are free
     driver.step()
     assert rank_of(driver, "first") == 0
-    assert rank_of(driver, "second") is None
+    assert rank_of(driver, "second") == (0 if starts else None)
     finish(driver)
 
 

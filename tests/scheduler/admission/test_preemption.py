@@ -1,5 +1,6 @@
 """A running request gives way to one that is more important, if that helps and is needed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.waiting.fits import Rooms
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of
@@ -56,6 +58,19 @@ def waiting(driver: Driver, rid: str) -> tuple[Request, PrefixCursor]:
     return request, driver.scheduler._waiting.cursors(request)[0]
 
 
+def chosen(driver: Driver, rid: str, below: int, started: Sequence[int] = ()) -> list[int] | None:
+    """The rows on the first rank that give way to a waiting request; None if it would not fit."""
+    request, cursor = waiting(driver, rid)
+    ranks, queue = driver.scheduler._all_ranks, driver.scheduler._waiting
+    preemptible = Preemptible(ranks.ranks[0], started, ranks.forecast(), ranks.forecast_rooms()[:1])
+
+    def fits(room: Rooms, num_pages: int) -> bool:
+        return queue.pages_short(request, room, 0, num_pages) <= 0
+
+    found = preemptible.choose(request, cursor, below, fits)
+    return None if found is None else found.rows
+
+
 def running(driver: Driver) -> set[str]:
     """Those that have memory."""
     requests = driver.scheduler._requests.values()
@@ -100,12 +115,10 @@ def test_only_rows_below_the_threshold_are_chosen() -> None:
     start(driver, "low", 6, priority=0)
     start(driver, "at the threshold", 8, priority=40)
     ask(driver, "high", 15, priority=50)
-    request, cursor = waiting(driver, "high")
-    preemptible = Preemptible(driver.scheduler.ranks[0], [])
-    assert preemptible.choose(request, cursor, 40) is None
-    found = preemptible.choose(request, cursor, 41)
-    assert found is not None
-    assert len(found.rows) == 2
+    assert chosen(driver, "high", below=40) is None
+    rows = chosen(driver, "high", below=41)
+    assert rows is not None
+    assert len(rows) == 2
 
 
 def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
@@ -113,18 +126,16 @@ def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
     start(driver, "low", 6, priority=0)
     start(driver, "just started", 8, priority=0)
     ask(driver, "high", 9, priority=50)
-    (request, cursor), (rank,) = waiting(driver, "high"), driver.scheduler.ranks
+    (rank,) = driver.scheduler.ranks
     rows = {rank.running.request(row).rid: row for row in rank.running.active.tolist()}
-    found = Preemptible(rank, [rows["just started"]]).choose(request, cursor, 50)
-    assert found is not None
-    assert found.rows == [rows["low"]]
+    assert chosen(driver, "high", 50, started=[rows["just started"]]) == [rows["low"]]
 
 
-def test_nothing_is_reserved_for_victims() -> None:
-    driver = make_driver(conservativeness=1.0)
+def test_what_victims_would_come_to_hold_does_not_count() -> None:
+    driver = make_driver(conservativeness=10.0)
     start(driver, "low", 3, priority=0)
-    rank = driver.scheduler.ranks[0]
-    assert rank.reserve.pages(rank.memory, rank.running) > 2
+    (room,) = driver.scheduler._all_ranks.forecast_rooms()
+    assert room.pages[room.peak] > 5
     ask(driver, "high", 15, priority=50)
     driver.step()
     assert running(driver) == {"high"}
@@ -302,12 +313,12 @@ def test_prompts_as_important_as_a_request_come_before_it_in_a_step(
 def test_a_rank_is_held_against_the_priority_of_the_due_request_and_no_higher_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    floors: list[int] = []
+    levels: list[int] = []
     hold = RankRoom.hold
 
-    def watched(room: RankRoom, priority: int) -> None:
-        hold(room, priority)
-        floors.append(room.priority_floor)
+    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+        hold(room, request, num_pages, num_steps)
+        levels.append(int(room._rooms[room.dp_rank].held_above))
 
     monkeypatch.setattr(RankRoom, "hold", watched)
     driver = make_driver()
@@ -317,7 +328,21 @@ def test_a_rank_is_held_against_the_priority_of_the_due_request_and_no_higher_on
         ask(driver, f"passes {i}", 1, priority=3)
     for _ in range(6):
         driver.step()
-    assert set(floors) == {3}
+    assert set(levels) == {3}
+    finish(driver)
+
+
+def test_a_stream_with_pages_to_spare_does_not_give_way() -> None:
+    """It has half of the pages, and the other, which ends soon, has enough beside it."""
+    driver = make_driver(conservativeness=10.0, num_pages=41, max_context_len=160)
+    driver.submit(generate("stream", [1] * 8, 145, priority=0))
+    decode(driver, "stream")
+    for _ in range(70):
+        driver.step()
+    driver.submit(generate("high", [2] * 8, 8, priority=50))
+    driver.step()
+    assert running(driver) == {"stream", "high"}
+    assert num_preempted(driver) == 0
     finish(driver)
 
 
@@ -381,7 +406,7 @@ def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
     for _ in range(6):
         driver.step()
     assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["due"]
-    ask(driver, "as low", 1, priority=0)
+    driver.submit(generate("as low", [40], 60, priority=0))
     ask(driver, "high", 2, priority=1)
     driver.step()
     assert running(driver) == {"low", "high"}
@@ -392,44 +417,6 @@ def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
     assert running(driver) == {"due"}
     finish(driver)
     assert num_preempted(driver) == 0
-
-
-def test_a_preemption_raises_no_reserve() -> None:
-    """It says nothing about how well memory was reckoned."""
-    driver = make_driver(num_running=1)
-    start(driver, "low", 3, priority=0)
-    rank = driver.scheduler.ranks[0]
-    before = rank.reserve.pages(rank.memory, rank.running)
-    ask(driver, "high", 3, priority=50)
-    driver.step()
-    assert num_preempted(driver) == 1
-    driver.abort("high")
-    driver.step()
-    assert running(driver) == {"low"}
-    assert rank.reserve.pages(rank.memory, rank.running) <= before
-    finish(driver)
-
-
-def test_the_reserve_counts_the_youngest_of_those_that_a_preemption_leaves() -> None:
-    """A victim with a short limit was the youngest; one with a long limit is now."""
-    driver = make_driver(num_running=2, conservativeness=1.0, num_pages=200)
-    start(driver, "long", 3, priority=50)
-    driver.submit(generate("short", [40] * 4, 8, priority=0))
-    decode(driver, "short")
-    rank, reserves = driver.scheduler.ranks[0], []
-    admit = rank.admit
-
-    def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-        reserves.append((num_reserved, rank.reserve.pages(rank.memory, rank.running)))
-        return admit(request, cursor, num_reserved)
-
-    rank.admit = watched
-    ask(driver, "high", 2, priority=50)
-    driver.step()
-    assert running(driver) == {"long", "high"}
-    assert len(reserves) == 1
-    assert all(kept >= fresh for kept, fresh in reserves)
-    finish(driver)
 
 
 def test_nothing_waits_for_a_prefix_in_flight_of_lower_priority() -> None:

@@ -13,13 +13,13 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_builder import NO_FLOOR
 from sgl_jax.scheduler.waiting.candidate_order import Offer
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.liveness import due_of
 
 STEM = list(range(32))
+PLENTY = 1000  # pages
 
 
 class Queue:
@@ -35,8 +35,14 @@ class Queue:
         sizes = make_sizes(dp_size=dp_size, num_pages=64)
         ranks = Ranks(sizes, SchedulerArgs(fair_share=fair_share))
         self.memories, self.tenants = ranks.memories, ranks.tenants
+        self._rooms = ranks.rooms()
         self.waiting = WaitingQueue(
-            policy, self.memories, ranks.tables, capacity=2048, tenants=ranks.tenants
+            policy,
+            self.memories,
+            ranks.tables,
+            capacity=2048,
+            tenants=ranks.tenants,
+            lengths=ranks.output_lengths,
         )
         if cached_len:
             cache(self.memories[-1], STEM[:cached_len])
@@ -63,16 +69,22 @@ class Queue:
 
     def offer(self, room: int, open_ranks: tuple[int, ...] | None = None) -> Offer:
         count = len(self.memories)
-        return Offer(
-            num_pages=np.full(count, room, np.int32),
-            is_open=np.isin(np.arange(count), range(count) if open_ranks is None else open_ranks),
-            floor=np.full(count, NO_FLOOR),
-            may_preempt=np.zeros(count, np.bool_),
-            passed_by=[],
-        )
+        rooms = self._rooms.copy()
+        rooms["conservativeness"] = 0.0
+        rooms["most"] = rooms["total"]  # no request fits by its limit
+        rooms["pages"] = (rooms["total"] - room)[:, None]
+        is_open = range(count) if open_ranks is None else open_ranks
+        rooms["is_open"] = np.isin(np.arange(count), is_open)
+        return Offer(rooms, np.zeros(count, np.bool_), passed_by=[], changed=set())
 
     def tried(self, offer: Offer) -> Iterator[Request]:
         return self.waiting.candidates(offer, 0, [], 0)
+
+
+def leave(offer: Offer, room: int) -> None:
+    """Only so many pages are left on the first rank."""
+    offer.rooms["pages"][0] = offer.rooms["total"][0] - room
+    offer.changed.add(0)
 
 
 def cache(memory: RankMemory, tokens: list[int]) -> None:
@@ -176,7 +188,7 @@ def test_a_stream_of_better_requests_does_not_starve_another() -> None:
             assert due_of(queue.waiting) == [oldest]
             return
         (request,) = (r for r in queue.waiting if r.arrival == first)
-        queue.waiting.started(request, 0)
+        queue.waiting.started(request, 0, PLENTY)
         queue.add(arrival, 16)
     pytest.fail("the oldest request was passed over without end")
 
@@ -186,7 +198,7 @@ def test_requests_of_a_higher_priority_pass_over_none(priority: int) -> None:
     queue = Queue()
     queue.add(0)
     for arrival in range(1, 2 * MAX_PASSED_OVER):
-        queue.waiting.started(queue.add(arrival, priority=priority), 0)
+        queue.waiting.started(queue.add(arrival, priority=priority), 0, PLENTY)
     assert due_of(queue.waiting) == []
 
 
@@ -195,10 +207,11 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     for arrival, priority in enumerate([3, 1, 2]):
         queue.add(arrival, priority=priority)
     offer = queue.offer(60)
-    offer.floor[0] = 1
+    offer.rooms["floor"][0] = 1
     tried = queue.tried(offer)
     assert next(tried).arrival == 0
-    offer.floor[0] = 2
+    offer.rooms["floor"][0] = 2
+    offer.changed.add(0)
     assert list(tried) == []
     assert [request.arrival for request in queue.tried(offer)] == [0]
 
@@ -229,7 +242,7 @@ def test_room_that_is_taken_meanwhile_leaves_out_what_follows() -> None:
     offer = queue.offer(5)
     candidates = queue.tried(offer)
     assert next(candidates).arrival == 0
-    offer.num_pages[0] = 0
+    leave(offer, 0)
     assert len(list(candidates)) < 100
 
 
@@ -241,7 +254,7 @@ def test_what_fits_the_room_that_is_left_is_found_behind_hundreds_that_do_not() 
     offer = queue.offer(60)
     tried = queue.tried(offer)
     assert next(tried).arrival == 0
-    offer.num_pages[0] = 3
+    leave(offer, 3)
     assert [request.arrival for request in tried] == [600]
 
 
@@ -262,7 +275,7 @@ def test_lines_are_used_again() -> None:
 def pass_over(queue: Queue, arrivals: range, dp_rank: int = 0) -> None:
     """As many requests arrive and start at once on a rank."""
     for arrival in arrivals:
-        queue.waiting.started(queue.add(arrival), dp_rank)
+        queue.waiting.started(queue.add(arrival), dp_rank, PLENTY)
 
 
 def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
@@ -386,12 +399,12 @@ def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over
     queue = Queue()
     olds = [queue.add(arrival) for arrival in range(50)]
     for arrival in range(50, 50 + MAX_PASSED_OVER):
-        queue.waiting.started(queue.add(arrival, 16), 0)
+        queue.waiting.started(queue.add(arrival, 16), 0, PLENTY)
     assert due_of(queue.waiting) == olds
-    queue.waiting.started(olds[1], 0)
+    queue.waiting.started(olds[1], 0, PLENTY)
     assert due_of(queue.waiting) == olds[:1]  # it is older: nothing that was due passes it over
-    queue.waiting.started(olds[0], 0)
+    queue.waiting.started(olds[0], 0, PLENTY)
     assert due_of(queue.waiting) == []
     for arrival in range(500, 500 + MAX_PASSED_OVER):
-        queue.waiting.started(queue.add(arrival, 16), 0)
+        queue.waiting.started(queue.add(arrival, 16), 0, PLENTY)
     assert due_of(queue.waiting) == olds[2:]
