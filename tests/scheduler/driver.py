@@ -39,6 +39,7 @@ from sgl_jax.scheduler.record.events import (
 )
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED  # type: ignore[attr-defined]
+from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from tests.faults import StepFailedError
 from tests.oracle_executor import OracleExecutor
@@ -96,6 +97,11 @@ def make_sizes(
         blocks = [1 + max(int(host_ratio * num_pages), 1) for num_pages in sizes.pool_pages]
         sizes = sizes._replace(host_blocks=tuple(blocks))
     return sizes
+
+
+def price_retracts_fully(scheduler: Scheduler) -> None:
+    """Let no retract be worth the steps that it saves, so that each moment of forecasts counts."""
+    scheduler._all_ranks._empty_rooms["step_price"] = 0
 
 
 def forced_retract(interval: int) -> dict[str, Any]:

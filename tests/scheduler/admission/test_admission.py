@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
-from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
 from tests.sessions.test_sessions import talk
 
@@ -247,8 +247,9 @@ def test_a_request_fits_by_its_own_limit_next_to_what_starts_in_the_same_step(
 ) -> None:
     """The first may generate 60 tokens, and nothing is known of how many it will."""
     driver = make_driver(
-        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 10.0}
+        dp_size=1, num_pages=21, chunk=128, config={"schedule_conservativeness": 1.0}
     )
+    price_retracts_fully(driver.scheduler)
     driver.submit(generate("first", [1] * 5, 60))
     driver.submit(generate("second", [2] * 45, limit))  # 12 pages of 18 that are free
     driver.step()

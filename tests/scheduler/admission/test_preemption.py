@@ -12,7 +12,7 @@ from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.waiting.fits import Rooms
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
-from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
 
 
@@ -132,7 +132,8 @@ def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
 
 
 def test_what_victims_would_come_to_hold_does_not_count() -> None:
-    driver = make_driver(conservativeness=10.0)
+    driver = make_driver(conservativeness=1.0)
+    price_retracts_fully(driver.scheduler)
     start(driver, "low", 3, priority=0)
     (room,) = driver.scheduler._all_ranks.forecast_rooms()
     assert room.pages[room.peak] > 5
@@ -334,7 +335,8 @@ def test_a_rank_is_held_against_the_priority_of_the_due_request_and_no_higher_on
 
 def test_a_stream_with_pages_to_spare_does_not_give_way() -> None:
     """It has half of the pages, and the other, which ends soon, has enough beside it."""
-    driver = make_driver(conservativeness=10.0, num_pages=41, max_context_len=160)
+    driver = make_driver(conservativeness=1.0, num_pages=41, max_context_len=160)
+    price_retracts_fully(driver.scheduler)
     driver.submit(generate("stream", [1] * 8, 145, priority=0))
     decode(driver, "stream")
     for _ in range(70):
