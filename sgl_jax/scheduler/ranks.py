@@ -28,6 +28,7 @@ from sgl_jax.scheduler.waiting.tenants import Tenants
 
 # A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: about
 # the operations per byte of a TPU's peak rates (166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e).
+# No step is worth more prompt tokens than it takes.
 STEP_PRICE = 256
 
 
@@ -75,7 +76,7 @@ class Ranks:
         self._empty_rooms["conservativeness"] = args.schedule_conservativeness
         self._empty_rooms["page_size"] = sizes.page_size
         self._empty_rooms["chunk_size"] = self._chunk_size
-        self._empty_rooms["step_price"] = STEP_PRICE
+        self._empty_rooms["step_price"] = min(STEP_PRICE, self._chunk_size)
         self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         # Each rank's rows, and as returned by `active`.

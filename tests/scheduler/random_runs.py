@@ -32,7 +32,7 @@ def draw_setup(rng: random.Random) -> Setup:
         radix=rng.random() < 0.8,
         policy=rng.choice(["fcfs", "lpm"]),
         balance=rng.choice(["prefix_aware", "prefix_aware", "round_robin"]),
-        conservativeness=rng.choice([0.0, 0.0, 0.3, 10.0]),
+        conservativeness=rng.choice([0.0, 0.3, 1.0, 10.0]),
         num_draft_tokens=rng.choice([0, 0, 1, 3, 4]),
         shapes=rng.choice(SHAPES),
         retract_interval=rng.choice([0, 0, 0, 0, 2, 3, 5]),

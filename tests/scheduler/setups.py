@@ -156,7 +156,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "radix": st.booleans(),
     "policy": st.sampled_from(["fcfs", "lpm"]),
     "balance": st.sampled_from(["prefix_aware", "round_robin"]),
-    "conservativeness": st.sampled_from([0.0, 0.0, 0.3, 10.0]),
+    "conservativeness": st.sampled_from([0.0, 0.3, 1.0, 10.0]),
     "num_draft_tokens": st.sampled_from([0, 0, 1, 3, 4]),
     "shapes": st.sampled_from(SHAPES),
     "retract_interval": st.sampled_from([0, 0, 1, 2, 3, 5]),

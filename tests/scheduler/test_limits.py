@@ -72,14 +72,14 @@ def test_a_cached_prefix_is_not_counted_as_room_for_the_rest() -> None:
         driver.check_tokens(rid)
 
 
-def test_the_reserve_never_exceeds_what_running_requests_may_still_use() -> None:
+def test_the_forecast_never_exceeds_what_running_requests_may_still_use() -> None:
     driver = Driver(make_sizes(num_pages=60), SchedulerArgs(schedule_conservativeness=10.0))
     driver.submit(generate("a", [1] * 8, 20))
     rank = driver.scheduler.ranks[0]
     for _ in range(6):
         driver.step()
         most = int(rank.memory.pages_to_grow(rank.running.active, np.array([28], np.int32)).sum())
-        one_more = rank.memory.pages_for(28)
-        assert rank.reserve.pages(rank.memory, rank.running) <= most + one_more
+        (room,) = driver.scheduler._all_ranks.forecast_rooms()
+        assert room.most - room.num_in_use == most
+        assert room.pages.max() <= room.most
     driver.run()
-    driver.abort("a")

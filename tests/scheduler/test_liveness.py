@@ -6,7 +6,7 @@ from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from tests.scheduler.driver import Driver, generate, make_sizes
-from tests.scheduler.liveness import room_of
+from tests.scheduler.liveness import pages_in_use
 from tests.sessions.test_sessions import talk
 
 
@@ -351,8 +351,11 @@ def test_a_request_without_pages_says_how_many_it_lacks_on_each_rank() -> None:
     driver.step()
     reason = driver.scheduler.why_waiting("big")
     assert reason.kind == "pages"
-    num_free = [room_of(rank).num_free for rank in driver.scheduler.ranks]
-    assert reason.pages_short == {r: 18 - free for r, free in enumerate(num_free)}
+    # Beside the pages in use, and those for the next tokens.
+    rooms = driver.scheduler._all_ranks.forecast_rooms()
+    assert reason.pages_short == {r: 18 - 20 + int(pages[0]) for r, pages in enumerate(rooms.pages)}
+    for rank, pages in zip(driver.scheduler.ranks, rooms.pages, strict=True):
+        assert 0 <= pages[0] - len(pages_in_use(rank)) <= 1
     assert min(reason.pages_short.values()) > 0
     assert driver.scheduler.count_waiting()["pages"] == 1
     driver.run()
@@ -388,10 +391,11 @@ def test_a_request_that_waits_for_a_rank_or_behind_another_names_it() -> None:
     s.close_all()
     driver = short_driver(max_passed_over=2)
     driver.submit(generate("big", [2] * 130, 4))
-    for i in range(4):
+    for i in range(3):
         driver.submit(generate(f"small{i}", [3 + i] * 8, 30))
+    driver.submit(generate("other", [6] * 30, 60))
     for _ in range(5):
         driver.step()
-    reason = driver.scheduler.why_waiting("small3")
+    reason = driver.scheduler.why_waiting("other")
     assert (reason.kind, reason.behind) == ("order", "big")
     driver.run()

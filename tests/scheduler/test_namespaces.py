@@ -8,7 +8,6 @@ import pytest
 from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_builder import NO_FLOOR
 from sgl_jax.scheduler.waiting.candidate_order import Offer
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
@@ -66,15 +65,10 @@ def test_a_request_taken_off_its_rank_comes_back_to_its_own_namespace() -> None:
 
 def in_order(driver: Driver) -> list[Request]:
     """The waiting requests as they would be tried, were there room for all."""
-    waiting, dp_size = driver.scheduler._waiting, driver.scheduler.sizes.dp_size
-    offer = Offer(
-        num_pages=np.full(dp_size, 10_000, np.int32),
-        is_open=np.ones(dp_size, np.bool_),
-        floor=np.full(dp_size, NO_FLOOR),
-        may_preempt=np.zeros(dp_size, np.bool_),
-        passed_by=[],
-    )
-    return list(waiting.candidates(offer, 0, [], 0))
+    rooms = driver.scheduler._all_ranks.rooms()
+    rooms["total"], rooms["is_open"] = 10_000, True
+    offer = Offer(rooms, np.zeros(len(rooms), np.bool_), passed_by=[], changed=set())
+    return list(driver.scheduler._waiting.candidates(offer, 0, [], 0))
 
 
 def test_the_queue_prefers_no_request_for_what_another_namespace_has_cached() -> None:

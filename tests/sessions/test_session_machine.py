@@ -95,14 +95,7 @@ class SessionMachine(SchedulerMachine):
         """Each admitted request reads the longer of its session's lease and the tree."""
         admit = rank.admit
 
-        def watched(request: Request, cursor: PrefixCursor, num_reserved: int) -> int:
-            # It is kept up to date while requests start, and must be what a fresh count says; or
-            # more, if even then no idle session gives way.
-            fresh = rank.reserve.pages(rank.memory, rank.running)
-            if num_reserved != fresh:
-                num_pages = num_reserved + rank.num_pages_at_most(request)
-                assert fresh < num_reserved
-                assert num_pages <= rank.memory.num_available_pages
+        def watched(request: Request, cursor: PrefixCursor) -> int:
             cache, matchable = rank.memory.cache, request.matchable()
             lease = None
             if request.kept_by is not None:
@@ -123,7 +116,7 @@ class SessionMachine(SchedulerMachine):
             in_tree = cache.peek(matchable, request.namespace)
             assert cursor.length == in_tree
             assert rank.reusable_len(request, cursor) == max(in_lease, in_tree)
-            row = admit(request, cursor, num_reserved)
+            row = admit(request, cursor)
             assert rank.memory.leases[row].kv_committed_len == max(in_lease, in_tree)
             if request.num_retractions == 0:
                 self.first_rank[request.rid] = rank.dp_rank

@@ -97,7 +97,7 @@ class Admission:
             forecast.add(*ranks.active(), is_counted)
             for dp_rank in is_counted.nonzero()[0].tolist():
                 rooms[dp_rank].take_forecast()
-        self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}
+        self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}
         offer = Offer(records, np.array(may_preempt), passed_by=[], changed=set())
         is_changed = True
         while is_changed:
@@ -264,7 +264,7 @@ class Admission:
         are held for."""
         held, holders = rooms.copy(), {}
         for rid, hold in self._holds.items():
-            request = self._waiting.find(rid)
+            request = self._waiting.find_due(rid)
             dp_rank = hold.dp_rank
             if request is None or dp_rank in holders:
                 continue

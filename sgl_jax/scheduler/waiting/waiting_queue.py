@@ -203,19 +203,10 @@ class WaitingQueue:
         self._priorities = PriorityCounts()
         self.num_pinned.clear()
 
-    def find(self, rid: str) -> Request | None:
-        """The waiting request of that id, if there is one."""
-        return self._requests.get(rid)
-
-    def waits_due(self, rid: str) -> bool:
-        """Return whether a request of that id waits and is due."""
-        return rid in self._requests and self.is_due(self._requests[rid])
-
-    def holds_up(self, rid: str, other: Request) -> bool:
-        """Return whether a rank held for the request of that id is held against `other`."""
-        if rid == other.rid or not self.waits_due(rid):
-            return False
-        return other.priority <= self._requests[rid].priority
+    def find_due(self, rid: str) -> Request | None:
+        """The waiting request of that id, if there is one and it is due."""
+        request = self._requests.get(rid)
+        return request if request is not None and self.is_due(request) else None
 
     # -- one request --------------------------------------------------------------------------
 

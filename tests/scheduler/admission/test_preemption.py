@@ -137,7 +137,7 @@ def test_what_victims_would_come_to_hold_does_not_count() -> None:
     start(driver, "low", 3, priority=0)
     (room,) = driver.scheduler._all_ranks.forecast_rooms()
     assert room.pages[room.peak] > 5
-    ask(driver, "high", 15, priority=50)
+    driver.submit(generate("high", [40] * 57, 22, priority=50))
     driver.step()
     assert running(driver) == {"high"}
     finish(driver)
