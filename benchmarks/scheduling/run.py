@@ -1,0 +1,68 @@
+"""One load through ours, ours without a reserve, and the reference."""
+
+from typing import NamedTuple
+
+from benchmarks.scheduling.reference import Reference
+from benchmarks.scheduling.served import ServedEngine
+from benchmarks.scheduling.simulation import Result, Simulation
+from benchmarks.scheduling.traffic import Load
+from sgl_jax.bench.trace.host_link import HostLink
+from sgl_jax.core.scheduler_args import SchedulerArgs
+
+_PAGE_BYTES_PER_TOKEN = 131_072  # of Llama 3.1 8B in bfloat16
+_LINK_BYTES_PER_S = 16e9
+_STORE_BYTES_PER_S = 3e9
+
+
+LEAST_SPEED, MOST_WAIT = 0.95, 1.3
+LEAST_WAIT_MS = 4.0  # about a step: shorter waits count as this
+
+
+class Comparison(NamedTuple):
+    """The results of one load."""
+
+    ours: Result
+    plain: Result  # ours with `schedule_conservativeness` 0
+    reference: Result
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, relative to the better of the two simple schedulers."""
+        return self.ours.tokens_per_s / max(self.plain.tokens_per_s, self.reference.tokens_per_s)
+
+    @property
+    def wait(self) -> float:
+        """Mean wait, relative to the better of the two simple schedulers."""
+        best = min(self.plain.mean_wait_ms, self.reference.mean_wait_ms)
+        return max(self.ours.mean_wait_ms, LEAST_WAIT_MS) / max(best, LEAST_WAIT_MS)
+
+    @property
+    def is_worse(self) -> bool:
+        """True if ours is more than 5 % slower, or requests wait more than 1.3 times longer."""
+        return self.speed < LEAST_SPEED or self.wait > MOST_WAIT
+
+
+def serve(load: Load, conservativeness: float = 1.0) -> Result:
+    """Serve a load by our scheduler."""
+    sizes = load.engine_sizes()
+    settings = {"max_queued_requests": 100_000, "check_memory": "off", **load.args}
+    args = SchedulerArgs(schedule_conservativeness=conservativeness, **settings)
+    link = None
+    if sizes.host_blocks:
+        page_bytes = load.page_size * _PAGE_BYTES_PER_TOKEN
+        num_pools = len(sizes.pool_pages)
+        link = HostLink([page_bytes] * num_pools, _LINK_BYTES_PER_S, _STORE_BYTES_PER_S)
+    engine = ServedEngine(sizes, args, link)
+    result = Simulation(load, engine).run()
+    engine.scheduler.audit()
+    return result
+
+
+def serve_by_reference(load: Load) -> Result:
+    """Serve a load by the reference."""
+    return Simulation(load, Reference(load.engine_sizes())).run()
+
+
+def compare(load: Load) -> Comparison:
+    """Serve a load by all three."""
+    return Comparison(serve(load), serve(load, 0.0), serve_by_reference(load))
