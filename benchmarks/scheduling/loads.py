@@ -1,6 +1,6 @@
 """The loads of the benchmark."""
 
-from benchmarks.scheduling.clients import closed_loop, open_loop, requests, sessions
+from benchmarks.scheduling.clients import closed_loop, requests
 from benchmarks.scheduling.traffic import Load
 
 # Each of these was once served much worse than by a simple rule.

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.scheduling.simulation import Engine, Output
 from benchmarks.scheduling.traffic import STOP_ID, LoadRequest, generated_tokens
 from benchmarks.scheduling.worst_case import WorstCaseCheck
 from sgl_jax.bench.trace.fake_executor import FakeExecutor
@@ -79,7 +80,7 @@ class ServedStep:
         self.handle: StepHandle = None
 
 
-class ServedEngine:
+class ServedEngine(Engine[ServedStep]):
     """The real scheduler and memory of a rank group, a fake executor, and a link to the host."""
 
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs, link: HostLink | None) -> None:
@@ -91,7 +92,6 @@ class ServedEngine:
         self._lost: dict[str, int] = {}  # tokens computed again, by request
 
     def submit(self, number: int, request: LoadRequest) -> None:
-        """Queue a request."""
         self._executor.add(request)
         self.scheduler.handle(
             GenerateRequest(
@@ -105,11 +105,9 @@ class ServedEngine:
         )
 
     def abort(self, number: int) -> None:
-        """End a request."""
         self.scheduler.handle(AbortRequest(rid=str(number)))
 
     def plan(self, now_s: float) -> ServedStep | None:
-        """Move what is to be moved, and plan a step."""
         scheduler = self.scheduler
         if self._link is not None:
             for end in self._link.ended(now_s):
@@ -130,56 +128,45 @@ class ServedEngine:
         return ServedStep(plan, step_loads(plan), started)
 
     def launch(self, step: ServedStep, begin_s: float) -> None:
-        """Run a step."""
         if self._link is not None:
             self._link.save(step.plan.saved, begin_s)
             self._meter.launched(step.plan, begin_s)
         step.handle = self._executor.launch(step.plan)
 
-    def read(self, step: ServedStep, end_s: float) -> None:
-        """Apply the result of a step."""
+    def read(self, step: ServedStep, end_s: float) -> list[Output]:
         rate = None if self._link is None else self._meter.ended(step.plan, end_s)
         if rate is not None:
             self.scheduler.handle(PrefillRate(rate))
         results = self._executor.result(step.handle)
         self.scheduler.handle(ResultRead(step.plan.step_id, results))
+        return self._outputs()
 
-    def outputs(self) -> list[tuple[int, int, bool]]:
-        """Return (request, new tokens, whether it has ended) of what was read since the last call.
-
-        Raises RuntimeError for a request that was refused.
-        """
+    def _outputs(self) -> list[Output]:
+        """Take what requests gained. Raises RuntimeError for a request that was refused."""
         batch = self.scheduler.handle(TakeOutputs())
         if batch is None:
             return []
-        taken = [(int(rid), 1, False) for rid in batch.rids]
+        taken = [Output(int(rid), 1, False) for rid in batch.rids]
         for output in batch.outputs:
             finish = output.finish
-            if finish is not None and finish.type == "abort":
-                if finish.status_code is not None:
-                    raise RuntimeError(f"request {output.rid} was refused: {finish.message}")
-                continue
-            taken.append((int(output.rid), len(output.token_ids), finish is not None))
+            if finish is None or finish.type != "abort":
+                num_tokens = len(output.token_ids)
+                taken.append(Output(int(output.rid), num_tokens, finish is not None))
+            elif finish.status_code is not None:
+                raise RuntimeError(f"request {output.rid} was refused: {finish.message}")
         return taken
 
     @property
     def next_end_s(self) -> float | None:
-        """The time of the next end of a transfer."""
         return None if self._link is None else self._link.next_end_s
 
     @property
-    def is_idle(self) -> bool:
-        return self.scheduler.is_idle
-
-    @property
     def utilization(self) -> float:
-        """The share of pages that running requests hold."""
         views = self.scheduler.memory_views()
         held = sum(view.leased_pages + view.protected_pages for view in views)
         return held / sum(view.total_pages for view in views)
 
     def counts(self) -> dict[str, Any]:
-        """Return the fields of `Result` that the simulation does not see."""
         counters = self.scheduler.counters()
         return {
             "retracts": counters["requests_retracted"],

@@ -5,10 +5,11 @@ The time of the host is not modelled.
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,22 +33,49 @@ class Step(Protocol):
 S = TypeVar("S", bound=Step)
 
 
-class Engine(Protocol[S]):
+class Output(NamedTuple):
+    """Tokens that a request gained by a step."""
+
+    number: int
+    num_tokens: int
+    is_end: bool
+
+
+class Engine(ABC, Generic[S]):
     """A scheduler under test; requests are known by their numbers."""
 
-    def submit(self, number: int, request: LoadRequest) -> None: ...
-    def abort(self, number: int) -> None: ...
-    def plan(self, now_s: float) -> S | None: ...
-    def launch(self, step: S, begin_s: float) -> None: ...
-    def read(self, step: S, end_s: float) -> None: ...
-    def outputs(self) -> list[tuple[int, int, bool]]: ...
-    def counts(self) -> dict[str, Any]: ...
+    @abstractmethod
+    def submit(self, number: int, request: LoadRequest) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort(self, number: int) -> None:
+        """End a request that has not ended."""
+
+    @abstractmethod
+    def plan(self, now_s: float) -> S | None:
+        """Plan a step; None if there is nothing to compute."""
+
+    def launch(self, step: S, begin_s: float) -> None:
+        """Run a planned step."""
+
+    @abstractmethod
+    def read(self, step: S, end_s: float) -> list[Output]:
+        """Apply the result of a step, and return what its requests gained."""
+
     @property
-    def next_end_s(self) -> float | None: ...
+    @abstractmethod
+    def utilization(self) -> float:
+        """The share of pages that running requests hold."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of `Result` that the simulation cannot see."""
+
     @property
-    def is_idle(self) -> bool: ...
-    @property
-    def utilization(self) -> float: ...
+    def next_end_s(self) -> float | None:
+        """The time of the next end of a transfer, after which a step may be planned."""
+        return None
 
 
 @dataclass
@@ -89,8 +117,8 @@ class Result:
     mean_wait_ms: float
     utilization: float
     retracts: int
-    preemptions: int
-    recomputed: int
+    recomputed: int  # tokens, after retracts
+    preemptions: int = 0
     # Of waiting requests that the check saw, in steps, and of those that could have started, by the
     # scheduler's reason; only of ours.
     waiting_seen: int = 0
@@ -111,12 +139,12 @@ class Simulation:
         self._num_pushed = len(self._arrivals)
         self._in_flight: deque[tuple[S, float]] = deque()  # with the time of its end
         self._now_s = self._free_s = 0.0
-        self._steps = 0
+        self._steps = self._num_live = 0
         self._utilization: list[float] = []
 
     def run(self) -> Result:
         """Serve until the end of the load."""
-        while self._now_s < self._seconds and (self._arrivals or not self._engine.is_idle):
+        while self._now_s < self._seconds and (self._arrivals or self._num_live):
             self._submit_due()
             self._turn()
         return self._result()
@@ -127,6 +155,7 @@ class Simulation:
             request = next(client.requests, None)
             if request is not None:
                 self._engine.submit(len(self._times), request)
+                self._num_live += 1
                 self._times.append(RequestTimes(request, client, arrival_s))
 
     def _turn(self) -> None:
@@ -138,11 +167,10 @@ class Simulation:
         if self._in_flight and (step is None or len(self._in_flight) > 1):
             oldest, end_s = self._in_flight.popleft()
             self._now_s = max(self._now_s, end_s)
-            engine.read(oldest, end_s)
+            for output in engine.read(oldest, end_s):
+                self._log(*output)
         elif step is None:
             self._wait()
-        for number, num_tokens, is_end in engine.outputs():
-            self._log(number, num_tokens, is_end)
 
     def _launch(self, step: S) -> None:
         begin_s = max(self._now_s, self._free_s)
@@ -162,7 +190,7 @@ class Simulation:
         known = [each for each in times if each is not None]
         if known:
             self._now_s = max(self._now_s, min(known))
-        elif not self._engine.is_idle:
+        elif self._num_live:
             raise RuntimeError("requests wait, and no step can be planned")
 
     def _log(self, number: int, num_tokens: int, is_end: bool) -> None:
@@ -176,6 +204,7 @@ class Simulation:
             is_end = True
         if is_end:
             times.has_ended = True
+            self._num_live -= 1
             self._num_pushed += 1
             next_s = self._now_s + times.client.think_s
             heapq.heappush(self._arrivals, (next_s, self._num_pushed, times.client))

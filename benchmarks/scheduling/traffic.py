@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 
@@ -54,6 +53,11 @@ class LoadRequest:
     dp_rank: int | None = None
 
     @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output at most, by its limit."""
+        return len(self.prompt) + self.limit
+
+    @property
     def end_len(self) -> int:
         """Tokens of prompt and output at its end, unless it is aborted."""
         return len(self.prompt) + min(self.output_len, self.limit)
@@ -65,6 +69,15 @@ class LoadRequest:
         if self.output_len <= self.limit:
             output[-1:] = STOP_ID
         return np.concatenate((self.prompt, output))
+
+    def page_keys(self, page_size: int) -> list[int]:
+        """Return a key of each full page of its tokens and all tokens before it."""
+        data, width, key = self.tokens().tobytes(), 4 * page_size, 0
+        keys = []
+        for start in range(0, len(data) - width + 1, width):
+            key = hash((key, data[start : start + width]))
+            keys.append(key)
+        return keys
 
 
 @dataclass(frozen=True)
