@@ -13,11 +13,20 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.scheduling.loads import LOADS, SHORT_LOADS
-from benchmarks.scheduling.report import groups_table, table, values, waiting_lines, worse_loads
+from benchmarks.scheduling.report import (
+    groups_table,
+    table,
+    values,
+    waiting_lines,
+    worse_groups,
+    worse_loads,
+)
 from benchmarks.scheduling.run import Comparison, compare
+from benchmarks.scheduling.traffic import Load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,14 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words.list:
         print("\n".join(f"{load.name:24}{load.about}" for load in loads.values()))
         return 0
-    names = words.loads or list(loads)
-    comparisons = dict(zip(names, _run(names, words.jobs), strict=True))
+    chosen = [loads[name] for name in words.loads or loads]
+    comparisons = {
+        load.name: each for load, each in zip(chosen, _run(chosen, words.jobs), strict=True)
+    }
     if words.json is not None:
         words.json.write_text(json.dumps(values(comparisons), indent=1))
     print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
     waiting = waiting_lines(comparisons)
     print("\nwaiting requests, in sampled steps, that fit next to the worst case of all running:")
     print("\n".join(waiting) or "none")
+    print("\ngroups that wait more than 1.3 times longer than by the better simple scheduler:")
+    print("\n".join(worse_groups(comparisons)) or "none")
     print("\nserved worse than by a simple scheduler:")
     print("\n".join(worse_loads(comparisons, LOADS)) or "none")
     return int(any(each.is_worse and not LOADS[name].reason for name, each in comparisons.items()))
@@ -54,15 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(names: Sequence[str], num_jobs: int) -> list[Comparison]:
+def _run(loads: Sequence[Load], num_jobs: int) -> list[Comparison]:
     if num_jobs == 1:
-        return [_compare(name) for name in names]
+        return [_compare(load.name, load.seconds) for load in loads]
     with ProcessPoolExecutor(num_jobs) as pool:
-        return list(pool.map(_compare, names))
+        names, seconds = [load.name for load in loads], [load.seconds for load in loads]
+        return list(pool.map(_compare, names, seconds))
 
 
-def _compare(name: str) -> Comparison:
-    comparison = compare(LOADS[name])
+def _compare(name: str, seconds: float) -> Comparison:
+    comparison = compare(replace(LOADS[name], seconds=seconds))
     print(f"{name}: {comparison.speed:.2f} {comparison.wait:.2f}", file=sys.stderr, flush=True)
     return comparison
 

@@ -1,16 +1,26 @@
 """Builders of clients: closed and open loops, bursts, shared prefixes and sessions."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.scheduling.traffic import STOP_ID, Client, LoadRequest
 from sgl_jax.core.step_plan import Int32Array
 
-Span = int | tuple[int, int]  # a length, or the first and last of equally likely ones
+
+class Tail(NamedTuple):
+    """A log-normal distribution of lengths from 1 to `most`; many are short, a few very long."""
+
+    median: int
+    sigma: float
+    most: int
+
+
+Span = int | tuple[int, int] | Tail  # a length, or the first and last of equally likely ones
 _REQUESTS_PER_CLIENT = 1 << 12  # seeds of one client
 
 Make = Callable[[np.random.Generator, int], LoadRequest]
@@ -20,6 +30,9 @@ def draw(rng: np.random.Generator, span: Span) -> int:
     """Return a length of the span."""
     if isinstance(span, int):
         return span
+    if isinstance(span, Tail):
+        length = span.median * math.exp(span.sigma * rng.standard_normal())
+        return min(max(round(length), 1), span.most)
     return int(rng.integers(span[0], span[1] + 1))
 
 

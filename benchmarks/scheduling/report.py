@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.scheduling.run import Comparison
+from benchmarks.scheduling.run import MOST_WAIT, Comparison
 from benchmarks.scheduling.traffic import Load
 
 _HEAD = (
@@ -37,7 +37,7 @@ def groups_table(comparisons: Mapping[str, Comparison]) -> str:
     ]
     for name, each in comparisons.items():
         for group in each.ours.groups:
-            own = [result.groups.get(group) for result in each]
+            own = [None if result is None else result.groups.get(group) for result in each]
             cells = [
                 " / ".join("-" if g is None else _short(getattr(g, column)) for g in own)
                 for column in ("count", "mean_wait_ms", "p99_wait_ms", "mean_first_token_ms")
@@ -58,6 +58,16 @@ def worse_loads(comparisons: Mapping[str, Comparison], loads: Mapping[str, Load]
     ]
 
 
+def worse_groups(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """Return a line for each group of requests that waits longer than by a simple scheduler."""
+    return [
+        f"{name}, {group}: {each.group_wait(group):.2f} of the wait"
+        for name, each in comparisons.items()
+        for group in each.ours.groups
+        if each.group_wait(group) > MOST_WAIT
+    ]
+
+
 def waiting_lines(comparisons: Mapping[str, Comparison]) -> list[str]:
     """Return a line for each load in which a request waited that fits in the worst case."""
     return [
@@ -75,14 +85,18 @@ def values(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
         name: {
             "speed": each.speed,
             "wait": each.wait,
-            **{field: asdict(getattr(each, field)) for field in Comparison._fields},
+            **{
+                field: asdict(result)
+                for field, result in each._asdict().items()
+                if result is not None
+            },
         }
         for name, each in comparisons.items()
     }
 
 
 def _three(comparison: Comparison, text: Any) -> str:
-    return " / ".join(text(result) for result in comparison)
+    return " / ".join("-" if result is None else text(result) for result in comparison)
 
 
 def _short(value: float) -> str:

@@ -1,5 +1,6 @@
 """One load through ours, ours without a reserve, and the reference."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks.scheduling.reference import Reference
@@ -23,23 +24,36 @@ class Comparison(NamedTuple):
 
     ours: Result
     plain: Result  # ours with `schedule_conservativeness` 0
-    reference: Result
+    reference: Result | None  # None: it does not know all that the load is about
+
+    @property
+    def simple(self) -> list[Result]:
+        """The results of the simple schedulers."""
+        return [self.plain] if self.reference is None else [self.plain, self.reference]
 
     @property
     def speed(self) -> float:
-        """Tokens per second, relative to the better of the two simple schedulers."""
-        return self.ours.tokens_per_s / max(self.plain.tokens_per_s, self.reference.tokens_per_s)
+        """Tokens per second, relative to the better of the simple schedulers."""
+        return self.ours.tokens_per_s / max(each.tokens_per_s for each in self.simple)
 
     @property
     def wait(self) -> float:
-        """Mean wait, relative to the better of the two simple schedulers."""
-        best = min(self.plain.mean_wait_ms, self.reference.mean_wait_ms)
-        return max(self.ours.mean_wait_ms, LEAST_WAIT_MS) / max(best, LEAST_WAIT_MS)
+        """Mean wait, relative to the better of the simple schedulers."""
+        return _wait_ratio(self.ours.mean_wait_ms, [each.mean_wait_ms for each in self.simple])
+
+    def group_wait(self, group: str) -> float:
+        """Mean wait of one group, relative to the better of the simple schedulers."""
+        waits = [each.groups[group].mean_wait_ms for each in self.simple if group in each.groups]
+        return _wait_ratio(self.ours.groups[group].mean_wait_ms, waits)
 
     @property
     def is_worse(self) -> bool:
         """True if ours is more than 5 % slower, or requests wait more than 1.3 times longer."""
         return self.speed < LEAST_SPEED or self.wait > MOST_WAIT
+
+
+def _wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
+    return max(own_ms, LEAST_WAIT_MS) / max(min(others_ms, default=own_ms), LEAST_WAIT_MS)
 
 
 def serve(load: Load, conservativeness: float = 1.0) -> Result:
@@ -64,5 +78,6 @@ def serve_by_reference(load: Load) -> Result:
 
 
 def compare(load: Load) -> Comparison:
-    """Serve a load by all three."""
-    return Comparison(serve(load), serve(load, 0.0), serve_by_reference(load))
+    """Serve a load by all three, or without the reference."""
+    reference = serve_by_reference(load) if load.has_reference else None
+    return Comparison(serve(load), serve(load, 0.0), reference)

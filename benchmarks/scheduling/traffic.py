@@ -103,8 +103,6 @@ class Load:
         context: tokens of a request at most; 0: as many as the pool holds.
         args: changes to the defaults of `SchedulerArgs`.
         sizes: changes to `EngineSizes`.
-        window_tokens: if not 0, half of the layers have a sliding window of so many tokens.
-        host_tokens: per rank, of the tier in the host's memory.
         reason: the documented policy by which a simple scheduler may do better here.
     """
 
@@ -121,6 +119,11 @@ class Load:
     args: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the reference knows all that the load is about."""
+        return not self.sizes and not {"enable_priority_scheduling", "fair_share"} & set(self.args)
 
     def engine_sizes(self) -> EngineSizes:
         """Return the sizes of the engine."""
