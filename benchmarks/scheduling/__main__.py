@@ -1,11 +1,13 @@
 """Compare our scheduler with two simple ones under synthetic loads.
 
     python -m benchmarks.scheduling [--loads NAME ...] [--short] [--json FILE] [-j N]
+    python -m benchmarks.scheduling --short --counts tests/benchmarks/scheduling_counts.json
 
 Each load runs on a logical clock with modelled step times: by our scheduler, by ours with
 --schedule-conservativeness 0, and by a plain first-come, first-served scheduler. A load that ours
 serves more than 5 % slower, or with a mean wait more than 1.3 times longer, than the better of the
 two is listed with its documented reason, if there is one. Exit code 1: one has no such reason.
+Tests compare the counts of the short form: the second line updates them after a change of policy.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.scheduling.loads import LOADS, SHORT_LOADS
 from benchmarks.scheduling.report import (
+    counts,
     groups_table,
     table,
     values,
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if words.json is not None:
         words.json.write_text(json.dumps(values(comparisons), indent=1))
+    if words.counts is not None:
+        words.counts.write_text(json.dumps(counts(comparisons), indent=1) + "\n")
     print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
     waiting = waiting_lines(comparisons)
     print("\nwaiting requests, in sampled steps, that fit next to the worst case of all running:")
@@ -63,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", action="store_true", help="ten loads")
     parser.add_argument("--list", action="store_true", help="list the loads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--counts", type=Path, metavar="FILE", help="write exact counts to FILE, for the tests"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="processes (1)")
     return parser
 

@@ -86,6 +86,16 @@ REGRESSIONS = [
         pool_tokens=16_384,
     ),
     Load(
+        "retracted-long-4k",
+        "three outputs of 1,700 and eight clients of 20 + 8 to 24 in 4k tokens",
+        lambda: [
+            *closed_loop(3, requests("long", 50, 1_700, 2_048)),
+            *closed_loop(8, requests("short", 20, (8, 24), 32), first=3),
+        ],
+        30.0,
+        pool_tokens=4_096,
+    ),
+    Load(
         "lockstep",
         "256 clients of 100 + 500, by their limit, in 60k tokens",
         lambda: closed_loop(256, requests("equal", 100, 500)),

@@ -95,6 +95,19 @@ def values(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
     }
 
 
+def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
+    """Return the figures of ours and the reference that are integers, which tests compare."""
+    names = ("steps", "requests", "output_tokens", "retracts", "preemptions", "recomputed")
+    return {
+        name: {
+            scheduler: {field: getattr(result, field) for field in names}
+            for scheduler, result in (("ours", each.ours), ("reference", each.reference))
+            if result is not None
+        }
+        for name, each in comparisons.items()
+    }
+
+
 def _three(comparison: Comparison, text: Any) -> str:
     return " / ".join("-" if result is None else text(result) for result in comparison)
 

@@ -10,7 +10,7 @@ from benchmarks.scheduling.traffic import Load
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.core.scheduler_args import SchedulerArgs
 
-_PAGE_BYTES_PER_TOKEN = 131_072  # of Llama 3.1 8B in bfloat16
+_KV_BYTES_PER_TOKEN = 131_072  # of Llama 3.1 8B in bfloat16
 _LINK_BYTES_PER_S = 16e9
 _STORE_BYTES_PER_S = 3e9
 
@@ -56,17 +56,22 @@ def _wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
     return max(own_ms, LEAST_WAIT_MS) / max(min(others_ms, default=own_ms), LEAST_WAIT_MS)
 
 
-def serve(load: Load, conservativeness: float = 1.0) -> Result:
-    """Serve a load by our scheduler."""
+def new_engine(load: Load, conservativeness: float = 1.0) -> ServedEngine:
+    """Return our scheduler for a load."""
     sizes = load.engine_sizes()
     settings = {"max_queued_requests": 100_000, "check_memory": "off", **load.args}
     args = SchedulerArgs(schedule_conservativeness=conservativeness, **settings)
     link = None
     if sizes.host_blocks:
-        page_bytes = load.page_size * _PAGE_BYTES_PER_TOKEN
+        page_bytes = load.page_size * _KV_BYTES_PER_TOKEN
         num_pools = len(sizes.pool_pages)
         link = HostLink([page_bytes] * num_pools, _LINK_BYTES_PER_S, _STORE_BYTES_PER_S)
-    engine = ServedEngine(sizes, args, link)
+    return ServedEngine(sizes, args, link)
+
+
+def serve(load: Load, conservativeness: float = 1.0) -> Result:
+    """Serve a load by our scheduler, and audit its memory at the end."""
+    engine = new_engine(load, conservativeness)
     result = Simulation(load, engine).run()
     engine.scheduler.audit()
     return result

@@ -127,12 +127,12 @@ class Result:
 
 
 class Simulation:
-    """One run."""
+    """One run; `requests` are in order of arrival."""
 
     def __init__(self, load: Load, engine: Engine[S]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._seconds = load.seconds
-        self._times: list[RequestTimes] = []
+        self.requests: list[RequestTimes] = []
         self._arrivals: list[tuple[float, int, Client]] = []  # a heap
         for number, client in enumerate(load.clients()):
             heapq.heappush(self._arrivals, (client.start_s, number, client))
@@ -154,13 +154,13 @@ class Simulation:
             arrival_s, _, client = heapq.heappop(self._arrivals)
             request = next(client.requests, None)
             if request is not None:
-                self._engine.submit(len(self._times), request)
+                self.engine.submit(len(self.requests), request)
                 self._num_live += 1
-                self._times.append(RequestTimes(request, client, arrival_s))
+                self.requests.append(RequestTimes(request, client, arrival_s))
 
     def _turn(self) -> None:
         """Plan and launch a step; read the oldest if two are in flight or none was planned."""
-        engine = self._engine
+        engine = self.engine
         step = engine.plan(self._now_s)
         if step is not None:
             self._launch(step)
@@ -175,18 +175,18 @@ class Simulation:
     def _launch(self, step: S) -> None:
         begin_s = max(self._now_s, self._free_s)
         self._free_s = begin_s + STEP_TIME.seconds(step.loads)
-        self._engine.launch(step, begin_s)
+        self.engine.launch(step, begin_s)
         self._in_flight.append((step, self._free_s))
         for number in step.started:
-            if np.isnan(self._times[number].start_s):
-                self._times[number].start_s = begin_s
+            if np.isnan(self.requests[number].start_s):
+                self.requests[number].start_s = begin_s
         if self._steps % _SAMPLE_INTERVAL == 0:
-            self._utilization.append(self._engine.utilization)
+            self._utilization.append(self.engine.utilization)
         self._steps += 1
 
     def _wait(self) -> None:
         """Advance the clock to the next arrival or end of a transfer."""
-        times = [self._engine.next_end_s, self._arrivals[0][0] if self._arrivals else None]
+        times = [self.engine.next_end_s, self._arrivals[0][0] if self._arrivals else None]
         known = [each for each in times if each is not None]
         if known:
             self._now_s = max(self._now_s, min(known))
@@ -194,13 +194,13 @@ class Simulation:
             raise RuntimeError("requests wait, and no step can be planned")
 
     def _log(self, number: int, num_tokens: int, is_end: bool) -> None:
-        times = self._times[number]
+        times = self.requests[number]
         if num_tokens and not times.num_output:
             times.first_token_s = self._now_s
         times.num_output += num_tokens
         most = times.request.abort_after
         if most and times.num_output >= most and not is_end and not times.has_ended:
-            self._engine.abort(number)
+            self.engine.abort(number)
             is_end = True
         if is_end:
             times.has_ended = True
@@ -212,7 +212,7 @@ class Simulation:
     # -- results ------------------------------------------------------------------------------
 
     def _result(self) -> Result:
-        times, seconds = self._times, max(self._now_s, 1e-9)
+        times, seconds = self.requests, max(self._now_s, 1e-9)
         output = sum(each.num_output for each in times)
         prompts = sum(len(each.request.prompt) for each in times if each.num_output)
         by_group: dict[str, list[RequestTimes]] = {}
@@ -227,7 +227,7 @@ class Simulation:
             output_per_s=output / seconds,
             mean_wait_ms=float(self._since_arrival(times, "start_s").mean()),
             utilization=float(np.mean(self._utilization)),
-            **self._engine.counts(),
+            **self.engine.counts(),
             groups={name: self._group(own) for name, own in sorted(by_group.items())},
         )
 
