@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.json.write_text(json.dumps(values(comparisons), indent=1))
     if words.counts is not None:
         words.counts.write_text(json.dumps(counts(comparisons), indent=1) + "\n")
+    print(
+        "ours / ours with --schedule-conservativeness 0 / reference; speed (tokens/s) and mean wait"
+    )
+    print("of ours relative to the better of the others\n")
     print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
     waiting = waiting_lines(comparisons)
     print("\nwaiting requests, in sampled steps, that fit next to the worst case of all running:")

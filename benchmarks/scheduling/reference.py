@@ -130,10 +130,10 @@ class Reference(Engine[ReferenceStep]):
             self._decode(rank, number, step)
             for job in rank.running:
                 self._add_chunk(job, number, step)
-        while self.waiting and (number := self._start(self.waiting[0], step)) is not None:
+        while self.waiting and (dp_rank := self._start(self.waiting[0], step)) is not None:
             job = self.waiting.popleft()
             step.started.append(job.number)
-            self._add_chunk(job, number, step)
+            self._add_chunk(job, dp_rank, step)
         return step if any(load.tokens for load in step.loads) else None
 
     def _start(self, job: Job, step: ReferenceStep) -> int | None:

@@ -1,50 +1,52 @@
 """Tables of the results."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.scheduling.run import MOST_WAIT, Comparison
+from benchmarks.scheduling.simulation import GroupResult, Result
 from benchmarks.scheduling.traffic import Load
 
-_HEAD = (
-    f"{'load':22}{'tok/s':>26}{'ratio':>7}{'mean wait, ms':>24}{'ratio':>7}{'retracts':>18}"
-    f"{'computed again':>28}{'pages':>16}"
+T = TypeVar("T")
+
+# Column, its width, and the text of one result.
+_COLUMNS: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
+    ("tokens/s", 27, lambda result: _short(result.tokens_per_s)),
+    ("output tokens/s", 25, lambda result: _short(result.output_per_s)),
+    ("mean wait, ms", 24, lambda result: _short(result.mean_wait_ms)),
+    ("retracts", 19, lambda result: str(result.retracts)),
+    ("preempted", 14, lambda result: str(result.preemptions)),
+    ("computed again", 28, lambda result: _short(result.recomputed)),
+    ("pages", 16, lambda result: f"{result.utilization:.2f}".lstrip("0")),
+)
+_GROUP_COLUMNS: tuple[tuple[str, int, Callable[[GroupResult], str]], ...] = (
+    ("number", 24, lambda group: str(group.count)),
+    ("mean wait, ms", 28, lambda group: _short(group.mean_wait_ms)),
+    ("p99 wait, ms", 28, lambda group: _short(group.p99_wait_ms)),
+    ("first token, ms", 28, lambda group: _short(group.mean_first_token_ms)),
 )
 
 
 def table(comparisons: Mapping[str, Comparison]) -> str:
-    """Return a line for each load: ours / conservativeness 0 / reference."""
-    lines = ["each: ours / ours with --schedule-conservativeness 0 / reference", "", _HEAD]
+    """Return a line for each load."""
+    head = "".join(f"{name:>{width}}" for name, width, _ in _COLUMNS)
+    lines = [f"{'load':22}{'speed':>6}{'wait':>7}{head}"]
     for name, each in comparisons.items():
-        rates = _three(each, lambda result: _short(result.tokens_per_s))
-        waits = _three(each, lambda result: _short(result.mean_wait_ms))
-        retracts = _three(each, lambda result: str(result.retracts))
-        again = _three(each, lambda result: _short(result.recomputed))
-        used = _three(each, lambda result: f"{result.utilization:.2f}".lstrip("0"))
-        lines.append(
-            f"{name:22}{rates:>26}{each.speed:>7.2f}{waits:>24}{each.wait:>7.2f}{retracts:>18}"
-            f"{again:>28}{used:>16}"
-        )
+        cells = "".join(f"{_three(each, text):>{width}}" for _, width, text in _COLUMNS)
+        lines.append(f"{name:22}{each.speed:>6.2f}{each.wait:>7.2f}{cells}")
     return "\n".join(lines)
 
 
 def groups_table(comparisons: Mapping[str, Comparison]) -> str:
     """Return a line for each group of requests of each load."""
-    lines = [
-        f"{'load':22}{'requests of':14}{'number':>22}{'mean wait, ms':>28}{'p99 wait, ms':>28}"
-        f"{'first token, ms':>28}"
-    ]
+    head = "".join(f"{name:>{width}}" for name, width, _ in _GROUP_COLUMNS)
+    lines = [f"{'load':22}{'requests of':14}{head}"]
     for name, each in comparisons.items():
         for group in each.ours.groups:
             own = [None if result is None else result.groups.get(group) for result in each]
-            cells = [
-                " / ".join("-" if g is None else _short(getattr(g, column)) for g in own)
-                for column in ("count", "mean_wait_ms", "p99_wait_ms", "mean_first_token_ms")
-            ]
-            lines.append(
-                f"{name:22}{group:14}{cells[0]:>22}" + "".join(f"{c:>28}" for c in cells[1:])
-            )
+            cells = "".join(f"{_three(own, text):>{width}}" for _, width, text in _GROUP_COLUMNS)
+            lines.append(f"{name:22}{group:14}{cells}")
     return "\n".join(lines)
 
 
@@ -108,8 +110,8 @@ def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _three(comparison: Comparison, text: Any) -> str:
-    return " / ".join("-" if result is None else text(result) for result in comparison)
+def _three(results: Iterable[T | None], text: Callable[[T], str]) -> str:
+    return " / ".join("-" if result is None else text(result) for result in results)
 
 
 def _short(value: float) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.scheduling.traffic import Client, Load, LoadRequest
 from sgl_jax.bench.trace.step_time import LinearStepTime, RankLoad
@@ -30,6 +31,7 @@ class Step(Protocol):
     def started(self) -> list[int]: ...
 
 
+Float64Array = NDArray[np.float64]
 S = TypeVar("S", bound=Step)
 
 
@@ -126,11 +128,11 @@ class Result:
     groups: dict[str, GroupResult] = field(default_factory=dict)
 
 
-class Simulation:
+class Simulation(Generic[S]):
     """One run; `requests` are in order of arrival."""
 
     def __init__(self, load: Load, engine: Engine[S]) -> None:
-        self.engine = engine
+        self._engine = engine
         self._seconds = load.seconds
         self.requests: list[RequestTimes] = []
         self._arrivals: list[tuple[float, int, Client]] = []  # a heap
@@ -154,13 +156,13 @@ class Simulation:
             arrival_s, _, client = heapq.heappop(self._arrivals)
             request = next(client.requests, None)
             if request is not None:
-                self.engine.submit(len(self.requests), request)
+                self._engine.submit(len(self.requests), request)
                 self._num_live += 1
                 self.requests.append(RequestTimes(request, client, arrival_s))
 
     def _turn(self) -> None:
         """Plan and launch a step; read the oldest if two are in flight or none was planned."""
-        engine = self.engine
+        engine = self._engine
         step = engine.plan(self._now_s)
         if step is not None:
             self._launch(step)
@@ -175,18 +177,18 @@ class Simulation:
     def _launch(self, step: S) -> None:
         begin_s = max(self._now_s, self._free_s)
         self._free_s = begin_s + STEP_TIME.seconds(step.loads)
-        self.engine.launch(step, begin_s)
+        self._engine.launch(step, begin_s)
         self._in_flight.append((step, self._free_s))
         for number in step.started:
             if np.isnan(self.requests[number].start_s):
                 self.requests[number].start_s = begin_s
         if self._steps % _SAMPLE_INTERVAL == 0:
-            self._utilization.append(self.engine.utilization)
+            self._utilization.append(self._engine.utilization)
         self._steps += 1
 
     def _wait(self) -> None:
         """Advance the clock to the next arrival or end of a transfer."""
-        times = [self.engine.next_end_s, self._arrivals[0][0] if self._arrivals else None]
+        times = [self._engine.next_end_s, self._arrivals[0][0] if self._arrivals else None]
         known = [each for each in times if each is not None]
         if known:
             self._now_s = max(self._now_s, min(known))
@@ -200,7 +202,7 @@ class Simulation:
         times.num_output += num_tokens
         most = times.request.abort_after
         if most and times.num_output >= most and not is_end and not times.has_ended:
-            self.engine.abort(number)
+            self._engine.abort(number)
             is_end = True
         if is_end:
             times.has_ended = True
@@ -227,7 +229,7 @@ class Simulation:
             output_per_s=output / seconds,
             mean_wait_ms=float(self._since_arrival(times, "start_s").mean()),
             utilization=float(np.mean(self._utilization)),
-            **self.engine.counts(),
+            **self._engine.counts(),
             groups={name: self._group(own) for name, own in sorted(by_group.items())},
         )
 
@@ -240,7 +242,8 @@ class Simulation:
             mean_first_token_ms=float(self._since_arrival(times, "first_token_s").mean()),
         )
 
-    def _since_arrival(self, times: Sequence[RequestTimes], name: str) -> np.ndarray:
+    def _since_arrival(self, times: Sequence[RequestTimes], name: str) -> Float64Array:
         ends = np.array([getattr(each, name) for each in times])
         ends = np.where(np.isnan(ends), self._now_s, ends)
-        return 1e3 * (ends - np.array([each.arrival_s for each in times]))
+        since: Float64Array = 1e3 * (ends - np.array([each.arrival_s for each in times]))
+        return since

@@ -170,13 +170,14 @@ def test_outputs_of_ours_have_their_lengths(sizes: dict[str, int]) -> None:
 def test_turns_of_a_session_begin_with_what_was_generated() -> None:
     made = requests("turn", 40, 30, 64)
     busy = load(sessions(1, made, turns=3), seconds=0.5)
-    simulation = Simulation(busy, new_engine(busy))
+    engine = new_engine(busy)
+    simulation = Simulation(busy, engine)
     simulation.run()
     first, second = (each.request for each in simulation.requests[:2])
     assert second.prompt[:70].tolist() == first.tokens().tolist()
     assert first.tokens()[-1] == STOP_ID
     # All whole pages of the first turn are found; its last token has no KV.
-    assert simulation.engine.scheduler.counters()["cached_tokens"] >= 64
+    assert engine.scheduler.counters()["cached_tokens"] >= 64
 
 
 def test_waiting_requests_that_fit_in_the_worst_case_are_counted_by_reason() -> None:
