@@ -1,0 +1,1 @@
+"""Synthetic loads: our scheduler next to simple ones, on a logical clock."""

@@ -1,0 +1,118 @@
+"""Tables of the results."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from benchmarks.scheduling.run import MOST_WAIT, Comparison
+from benchmarks.scheduling.simulation import GroupResult, Result
+from benchmarks.scheduling.traffic import Load
+
+T = TypeVar("T")
+
+# Column, its width, and the text of one result.
+_COLUMNS: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
+    ("tokens/s", 27, lambda result: _short(result.tokens_per_s)),
+    ("output tokens/s", 25, lambda result: _short(result.output_per_s)),
+    ("mean wait, ms", 24, lambda result: _short(result.mean_wait_ms)),
+    ("retracts", 19, lambda result: str(result.retracts)),
+    ("preempted", 14, lambda result: str(result.preemptions)),
+    ("computed again", 28, lambda result: _short(result.recomputed)),
+    ("pages", 16, lambda result: f"{result.utilization:.2f}".lstrip("0")),
+)
+_GROUP_COLUMNS: tuple[tuple[str, int, Callable[[GroupResult], str]], ...] = (
+    ("number", 24, lambda group: str(group.count)),
+    ("mean wait, ms", 28, lambda group: _short(group.mean_wait_ms)),
+    ("p99 wait, ms", 28, lambda group: _short(group.p99_wait_ms)),
+    ("first token, ms", 28, lambda group: _short(group.mean_first_token_ms)),
+)
+
+
+def table(comparisons: Mapping[str, Comparison]) -> str:
+    """Return a line for each load."""
+    head = "".join(f"{name:>{width}}" for name, width, _ in _COLUMNS)
+    lines = [f"{'load':22}{'speed':>6}{'wait':>7}{head}"]
+    for name, each in comparisons.items():
+        cells = "".join(f"{_three(each, text):>{width}}" for _, width, text in _COLUMNS)
+        lines.append(f"{name:22}{each.speed:>6.2f}{each.wait:>7.2f}{cells}")
+    return "\n".join(lines)
+
+
+def groups_table(comparisons: Mapping[str, Comparison]) -> str:
+    """Return a line for each group of requests of each load."""
+    head = "".join(f"{name:>{width}}" for name, width, _ in _GROUP_COLUMNS)
+    lines = [f"{'load':22}{'requests of':14}{head}"]
+    for name, each in comparisons.items():
+        for group in each.ours.groups:
+            own = [None if result is None else result.groups.get(group) for result in each]
+            cells = "".join(f"{_three(own, text):>{width}}" for _, width, text in _GROUP_COLUMNS)
+            lines.append(f"{name:22}{group:14}{cells}")
+    return "\n".join(lines)
+
+
+def worse_loads(comparisons: Mapping[str, Comparison], loads: Mapping[str, Load]) -> list[str]:
+    """Return a line for each load that ours serves worse than a simple scheduler."""
+    return [
+        f"{name}: {each.speed:.2f} of the speed, {each.wait:.2f} of the wait: "
+        f"{loads[name].reason or 'no documented reason'}"
+        for name, each in comparisons.items()
+        if each.is_worse
+    ]
+
+
+def worse_groups(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """Return a line for each group of requests that waits longer than by a simple scheduler."""
+    return [
+        f"{name}, {group}: {each.group_wait(group):.2f} of the wait"
+        for name, each in comparisons.items()
+        for group in each.ours.groups
+        if each.group_wait(group) > MOST_WAIT
+    ]
+
+
+def waiting_lines(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """Return a line for each load in which a request waited that fits in the worst case."""
+    return [
+        f"{name}: {sum(own.could_start.values()):,} of {own.waiting_seen:,} ("
+        + ", ".join(f"{kind} {num:,}" for kind, num in sorted(own.could_start.items()))
+        + ")"
+        for name, (own, _, _) in comparisons.items()
+        if own.could_start
+    ]
+
+
+def values(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
+    """Return all figures as JSON values."""
+    return {
+        name: {
+            "speed": each.speed,
+            "wait": each.wait,
+            **{
+                field: asdict(result)
+                for field, result in each._asdict().items()
+                if result is not None
+            },
+        }
+        for name, each in comparisons.items()
+    }
+
+
+def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
+    """Return the figures of ours and the reference that are integers, which tests compare."""
+    names = ("steps", "requests", "output_tokens", "retracts", "preemptions", "recomputed")
+    return {
+        name: {
+            scheduler: {field: getattr(result, field) for field in names}
+            for scheduler, result in (("ours", each.ours), ("reference", each.reference))
+            if result is not None
+        }
+        for name, each in comparisons.items()
+    }
+
+
+def _three(results: Iterable[T | None], text: Callable[[T], str]) -> str:
+    return " / ".join("-" if result is None else text(result) for result in results)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
