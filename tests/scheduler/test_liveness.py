@@ -353,8 +353,10 @@ def test_a_request_without_pages_says_how_many_it_lacks_on_each_rank() -> None:
     assert reason.kind == "pages"
     # Beside the pages in use, and those for the next tokens.
     rooms = driver.scheduler._all_ranks.forecast_rooms()
-    assert reason.pages_short == {r: 18 - 20 + int(pages[0]) for r, pages in enumerate(rooms.pages)}
-    for rank, pages in zip(driver.scheduler.ranks, rooms.pages, strict=True):
+    assert reason.pages_short == {
+        r: 18 - 20 + int(pages[0]) for r, pages in enumerate(rooms["pages"])
+    }
+    for rank, pages in zip(driver.scheduler.ranks, rooms["pages"], strict=True):
         assert 0 <= pages[0] - len(pages_in_use(rank)) <= 1
     assert min(reason.pages_short.values()) > 0
     assert driver.scheduler.count_waiting()["pages"] == 1

@@ -255,8 +255,10 @@ class Admission:
             short[dp_rank] = self._waiting.pages_short(request, rooms, dp_rank, num_pages)
             if short[dp_rank] <= 0:
                 behind = holders[dp_rank]
-        return WaitReason("pages", pages_short=short) if behind is None else WaitReason(
-            "order", behind=behind
+        return (
+            WaitReason("pages", pages_short=short)
+            if behind is None
+            else WaitReason("order", behind=behind)
         )
 
     def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:

@@ -148,9 +148,7 @@ def _lens(
     return lens
 
 
-@compiled(
-    "(need, float64[::1], int64[::1], int64, int64, float64, float64, float64)", need=_NEEDS
-)
+@compiled("(need, float64[::1], int64[::1], int64, int64, float64, float64, float64)", need=_NEEDS)
 def _add_running(
     need: Any,
     goes_on: Float64Array,

@@ -224,6 +224,7 @@ class RankRoom:
         if it cannot start here in this step even so."""
         if request.priority <= self._rooms[self.dp_rank].floor or not self._builder.can_admit:
             return None
+
         def fits(room: Rooms, num_pages: int) -> bool:
             return self._waiting.pages_short(request, room, 0, num_pages) <= 0
 

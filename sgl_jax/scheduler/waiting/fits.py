@@ -315,9 +315,7 @@ def places_of(
     return is_used.nonzero()[0]
 
 
-@compiled(
-    "(int32[::1], boolean[::1], int32[::1], int32[::1], needs[::1], int32[::1])", needs=NEED
-)
+@compiled("(int32[::1], boolean[::1], int32[::1], int32[::1], needs[::1], int32[::1])", needs=NEED)
 def count_in_use(
     pages: Int32Array,
     is_doubtful: BoolArray,

@@ -193,9 +193,7 @@ def order_keys(
     return keys
 
 
-@compiled(
-    "(int64[::1], boolean[:, ::1], int32[:, ::1], int64[:], int64, int64[:], int32[::1])"
-)
+@compiled("(int64[::1], boolean[:, ::1], int32[:, ::1], int64[:], int64, int64[:], int32[::1])")
 def rule_out(
     keys: Int64Array,
     fits: BoolArray,
