@@ -186,9 +186,10 @@ def test_sessions_show_forks_and_rollbacks(recording_of: RecordingOf, open_page:
 def test_the_tree_is_walked_and_searched(recording_of: RecordingOf, open_page: OpenPage) -> None:
     recording = recording_of("windows")
     contents = [content_of(recording, number) for number in range(len(recording.frames))]
-    number = max(range(len(contents)), key=lambda i: len(contents[i]["tree"]["ranks"][0]["nodes"]))
-    nodes = contents[number]["tree"]["ranks"][0]["nodes"]
-    assert any(node["tombstones"] for node in nodes)
+    trees = [content["tree"]["ranks"][0]["nodes"] for content in contents]
+    with_tombstones = [i for i, nodes in enumerate(trees) if any(n["tombstones"] for n in nodes)]
+    number = max(with_tombstones, key=lambda i: len(trees[i]))
+    nodes = trees[number]
     page = open_page(recording.url)
     go_to(page, number)
     listed = open_table(page, "tree")

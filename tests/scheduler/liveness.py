@@ -1,7 +1,7 @@
 """The liveness invariant, proved by brute force after each planned step.
 
 No request waits that fits whatever happens: there is a row that is free or an idle session's, and
-pages for all tokens that it may come to have, beside all that the running requests may come to take;
+pages for all tokens that it may come to have, beside all that running requests may come to take;
 nor one that would fit so if running requests gave way that are less important by more than the
 threshold. Unless it has a reason that is true and comes to an end.
 None is passed over for ever by requests of its own priority. Each request that gives way does so

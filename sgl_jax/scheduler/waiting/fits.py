@@ -5,9 +5,9 @@ and its own, weighted by the chance that it still runs, stay within the pool. It
 pages up to its own limit do, next to the most that the running requests may come to take: no
 forecast keeps it from starting then.
 
-A moment does not count if the request has done enough by then. Each of its tokens saves a part of a
-step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and these
-tokens once more, times `conservativeness`.
+A moment does not count if the request has done enough by then. Each of its tokens saves a part of
+a step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and
+these tokens once more, times `conservativeness`.
 
 A rank that is held for a request counts that one's pages from the step on at which it is expected
 to start. So others may pass it that end before, or leave it enough (backfilling; Lifka, "The

@@ -5,8 +5,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.fits import NEED, NO_RANK, Needs
+from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.waiting_lines import most_cached, read_cursors
 
 

@@ -164,9 +164,9 @@ def order_keys(
 ) -> Int64Array:
     """A number for each line that sorts in the queue's order; `LAST` for lines that are not tried.
 
-    A line is tried if it fits a rank, `fits` bool[ranks, end], or is due and may start, `least`
-    int32[ranks, end] below the most of an int32. `level` int64[end] counts from 0, the first; `turn` int32[end]
-    is its tenant's. The last four parameters are the queue's columns.
+    A line is tried if it fits a rank, `fits` bool[ranks, end], or is due and may start there: then
+    it takes fewer pages than `fits.NEVER`, `least` int32[ranks, end]. `level` int64[end] counts
+    from 0, the first; `turn` int32[end] is its tenant's. The last four are the queue's columns.
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
