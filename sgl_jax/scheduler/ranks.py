@@ -25,10 +25,10 @@ from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.waiting.fits import NO_FLOOR, ROOM, Rooms
 from sgl_jax.scheduler.waiting.tenants import Tenants
 
-# A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: about
-# the operations per byte of a TPU's peak rates (166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e).
-# No step is worth more prompt tokens than it takes.
-STEP_PRICE = 256
+# A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: the
+# operations per byte of a TPU's peak rates are 166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e. A
+# high value, since requests that wait gain, too. No step is worth more prompt tokens than it takes.
+STEP_PRICE = 512
 
 
 class Outlook(NamedTuple):
