@@ -80,6 +80,8 @@ class RankScheduler:
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
+        # `SHORT_PART` times the tokens that short prompts got beyond their part of earlier steps.
+        self.short_debt = 0
         # For the device, with the next launched step; by row.
         self.unsent_admissions: dict[int, RowAdmission] = {}
         # Rows with partly computed prompts, and the next key that their leases' nodes lack.

@@ -22,7 +22,7 @@ from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
-from sgl_jax.scheduler.waiting.fits import NO_FLOOR, ROOM, Rooms
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
 from sgl_jax.scheduler.waiting.tenants import Tenants
 
 # A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: the
@@ -77,6 +77,7 @@ class Ranks:
         self._empty_rooms["chunk_size"] = self._chunk_size
         self._empty_rooms["step_price"] = min(STEP_PRICE, self._chunk_size)
         self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
+        self._empty_rooms["most_tokens"] = NO_LIMIT
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]

@@ -387,7 +387,7 @@ class Scheduler:
                 rank.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
         builders = [
-            StepBuilder(rank, self.sizes, runnable, self._chunk_tokens)
+            StepBuilder(rank, self.sizes, runnable, self._chunk_tokens, ranks.tenants)
             for rank, runnable in zip(self.ranks, choose_runnable(ranks), strict=True)
         ]
         for builder in builders:

@@ -95,7 +95,7 @@ def _prompt_snapshots(
 ) -> list[tuple[int, int]]:
     """For prefill rows: the prompt's last whole page, its branch, multiples of the interval."""
     wanted = []
-    for i, (row, count) in enumerate(zip(builder.chunk_rows, builder.chunk_lens, strict=True)):
+    for i, (row, count) in enumerate(builder.chunks.items()):
         start = int(kv_starts[num_decode + i])
         lengths = sorted(_lengths_of_prompt(builder.rank, row, start, start + count))
         wanted += [(num_decode + i, length) for length in lengths]

@@ -25,7 +25,7 @@ def build_plan(
 ) -> tuple[StepPlan, LaunchedRows]:
     """Build the plan from each rank's builder. Commits lengths, publishes prefill chunks."""
     for builder in builders:
-        if builder.chunk_rows:
+        if builder.chunks:
             builder.trim_to_shape()
     running, tables = ranks.running, ranks.tables
     chosen = [builder.rows() for builder in builders]
@@ -39,7 +39,7 @@ def build_plan(
         np.concatenate(chosen),
         bounds,
         shares,
-        np.array([length for builder in builders for length in builder.chunk_lens], np.int32),
+        np.array([length for builder in builders for length in builder.chunks.values()], np.int32),
         num_drafts,
         running.records,
         tables.kv_committed_len,
@@ -58,8 +58,8 @@ def build_plan(
     plan = StepPlan(step_id, plans, pages, bool(shares["is_masked"].any()), tuple(saved))
     commit_rows(tables, ranks.memories, rows["row"], rows["kv_end"])
     for builder in builders:
-        if builder.chunk_rows:
-            builder.rank.offer_chunks(builder.chunk_rows)
+        if builder.chunks:
+            builder.rank.offer_chunks(list(builder.chunks))
     return plan, LaunchedRows(rows, bounds)
 
 

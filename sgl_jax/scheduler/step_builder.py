@@ -3,9 +3,11 @@
 Each running request needs the tokens between its committed length and its end: one token if it
 decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
 drafts if these are useful and memory allows. Prefill chunks come on top of them while the step's
-prompt tokens last: the highest priority first, then the oldest request. A prompt with requested
-log-probabilities gets only as many tokens as the step may score, so that a scored row delays no
-other.
+prompt tokens last: the highest priority first, then the oldest request. If the prompts of one
+priority need more tokens than the step has for them, a part of these goes to the prompts with the
+fewest tokens left, so that a long prompt delays no short one by more than a few steps
+(`shared_tokens.py`). A prompt with requested log-probabilities gets only as many tokens as the step
+may score, so that a scored row delays no other.
 
 Running rows get their decode slots before other requests start, and their chunks afterwards: so a
 request of a higher priority starts ahead of the chunks of lower ones.
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.victims import by_cost
@@ -27,7 +29,9 @@ from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
-from sgl_jax.scheduler.waiting.fits import NO_FLOOR
+from sgl_jax.scheduler.shared_tokens import SHORT_PART, SharedTokens
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR, NO_LIMIT
+from sgl_jax.scheduler.waiting.tenants import Tenants
 
 _NO_DRAFTS = np.zeros(0, np.int32)
 
@@ -43,10 +47,16 @@ class StepBuilder:
         sizes: of the engine.
         runnable: the rank's share of `choose_runnable`.
         chunk_tokens: prompt tokens that the step may hold, at most `sizes.max_chunk_tokens`.
+        tenants: the tenants of the requests.
     """
 
     def __init__(
-        self, rank: RankScheduler, sizes: EngineSizes, runnable: Runnable, chunk_tokens: int
+        self,
+        rank: RankScheduler,
+        sizes: EngineSizes,
+        runnable: Runnable,
+        chunk_tokens: int,
+        tenants: Tenants,
     ) -> None:
         self.rank = rank
         self.retracted: list[Request] = []  # since memory is short
@@ -57,8 +67,7 @@ class StepBuilder:
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
         self.drafts: Int32Array | None = None  # as in `RankPlan`
-        self.chunk_rows: list[int] = []
-        self.chunk_lens: list[int] = []
+        self.chunks: dict[int, int] = {}  # prompt tokens by row
         # Needed, in this step or later.
         self.num_prefill_tokens = sum(num_wanted for num_wanted, _ in runnable.prefilling.values())
         self.has_slots = runnable.has_slots
@@ -70,8 +79,14 @@ class StepBuilder:
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        # The step has prompt tokens for another request if its priority is above this.
-        self.priority_floor = NO_FLOOR
+        # The step has prompt tokens for another request if its priority is above this; if it is so
+        # by one, only if it has no more than `most_tokens` tokens to compute, or its tenant, by
+        # number, is one of `open_tenants`.
+        self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
+        self.open_tenants: BoolArray | None = None
+        self._tenants = tenants
+        # If the prompt tokens do not suffice, the rows among which the last of them are divided.
+        self._shared: SharedTokens | None = None
         if self._prefilling:
             self._plan_tokens()
 
@@ -90,7 +105,7 @@ class StepBuilder:
     @property
     def is_empty(self) -> bool:
         """Return whether no row would run."""
-        return len(self.decode_rows) == 0 and not self.chunk_rows
+        return len(self.decode_rows) == 0 and not self.chunks
 
     @property
     def can_admit(self) -> bool:
@@ -104,14 +119,34 @@ class StepBuilder:
         self.unservable, self._is_short = [], True
         return rows
 
-    def num_tokens_left(self, priority: int) -> int:
-        """Prompt tokens that the step has for another request of that priority."""
-        if priority <= (self.rank.running.priorities.lowest or 0):
+    def takes(self, priority: int, tenant: int, num_tokens: int) -> bool:
+        """Return whether the step has prompt tokens for another request of that priority and
+        tenant, with `num_tokens` to compute."""
+        if priority != self.priority_floor + 1:
+            return priority > self.priority_floor
+        is_open = self.open_tenants is not None and bool(self.open_tenants[tenant])
+        return is_open or num_tokens <= self.most_tokens
+
+    def num_tokens_left(self, priority: int, tenant: int, num_tokens: int) -> int:
+        """Prompt tokens that the step has for another request of that priority and tenant, with
+        `num_tokens` to compute."""
+        if not self.takes(priority, tenant, num_tokens):
+            return 0
+        if self._shared is not None and priority == self._shared.priority:
+            return self._shared.num_left(num_tokens, tenant)
+        if self._shared is None and priority <= (self.rank.running.priorities.lowest or 0):
             return self._num_left
         num_left = self.chunk_size
         for _, num_left, _ in self._shares(priority):  # noqa: B007 (the last counts)
             pass
         return num_left
+
+    def is_served(self, row: int) -> bool:
+        """Return whether the prefilling `row` gets prompt tokens of the step, as planned so far."""
+        if self._shared is None:
+            return True
+        priority = int(self.rank.running.priority[row])
+        return priority > self._shared.priority or self._shared.serves(row)
 
     @property
     def is_prefilling(self) -> bool:
@@ -123,7 +158,7 @@ class StepBuilder:
         row = self.rank.admit(request, cursor)
         self._has_admitted = True
         self._prefilling.append(row)
-        self.num_prefill_tokens += self._count_needs(row)[0]
+        self.num_prefill_tokens += self._count_left(row)
         if request.priority == self.rank.running.priorities.lowest:
             self._take_tokens(row)
         else:
@@ -135,7 +170,7 @@ class StepBuilder:
         self.decode_rows = self.decode_rows[self.decode_rows != row]
         if row in self._prefilling:
             self._prefilling.remove(row)
-            self.num_prefill_tokens -= self._count_needs(row)[0]
+            self.num_prefill_tokens -= self._count_left(row)
         self.preempted.append(self.rank.retract(row, "preempted"))
         self._plan_tokens()
 
@@ -144,19 +179,59 @@ class StepBuilder:
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        self.priority_floor = NO_FLOOR
+        self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
+        self.open_tenants = self._shared = None
         for row, num_left, num_scored_left in self._shares(NO_FLOOR):
             self._num_left, self._num_scored_left = num_left, num_scored_left
             if num_left <= 0:
-                self.priority_floor = int(self.rank.running.priority[row])
+                self._divide(int(self.rank.running.priority[row]))
 
     def _take_tokens(self, row: int) -> None:
         """Count the prompt tokens that `row`, the last in the order of chunks, takes."""
         count, num_scored = self._share(row, self._num_left, self._num_scored_left)
         self._num_left -= count
         self._num_scored_left -= num_scored
-        if count and not self._num_left:
-            self.priority_floor = int(self.rank.running.priority[row])
+        if self._shared is not None:
+            self._shared.add(row, self._count_left(row), int(self.rank.running.tenant[row]))
+            self._limit()
+        elif not self._num_left:
+            self._divide(int(self.rank.running.priority[row]))
+
+    def _divide(self, priority: int) -> None:
+        """Divide the prompt tokens that higher priorities leave among the rows of `priority`, which
+        need all of them."""
+        num_tokens, running = self.chunk_size, self.rank.running
+        if running.priorities.differ:
+            for _, num_tokens, _ in self._shares(priority + 1):  # noqa: B007 (the last counts)
+                pass
+        num_short = 0
+        if not self.rank.short_debt:
+            least = max(num_tokens // SHORT_PART, self.rank.memory.page_size)
+            num_short = min(least, num_tokens // 2)
+        needs = {
+            row: self._count_left(row)
+            for row in self._in_order()
+            if running.priority[row] == priority
+        }
+        self._shared = SharedTokens(
+            priority,
+            needs,
+            num_tokens,
+            num_short,
+            running.tenant,
+            self._tenants.step_weights(),
+        )
+        self._limit()
+
+    def _limit(self) -> None:
+        """Let only requests start that get prompt tokens."""
+        assert self._shared is not None
+        self.open_tenants = self._shared.open_tenants()
+        self.most_tokens = self._shared.most_tokens()
+        is_open = self.most_tokens > 0 or self.open_tenants is not None
+        self.priority_floor = self._shared.priority - is_open
+        if not is_open:
+            self.most_tokens = NO_LIMIT  # of higher priorities
 
     def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
         """The prefilling rows of priority `lowest` or higher in the order of their chunks, with the
@@ -180,10 +255,17 @@ class StepBuilder:
         return rows
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
-        """The number of `num_left` prompt tokens that `row` takes, and of these that it scores."""
+        """Return how many more of `num_left` prompt tokens `row` takes, and how many of them it
+        scores."""
         num_wanted, num_unscored = self._needs.get(row) or self._count_needs(row)
-        count = min(num_wanted, num_left, num_unscored + num_scored_left)
+        num_planned = self.chunks.get(row, 0)
+        num_unscored = max(num_unscored - num_planned, 0)
+        count = min(num_wanted - num_planned, num_left, num_unscored + num_scored_left)
         return count, max(count - num_unscored, 0)
+
+    def _count_left(self, row: int) -> int:
+        """Return the prompt tokens that `row` needs, in this step or later."""
+        return (self._needs.get(row) or self._count_needs(row))[0]
 
     def _count_needs(self, row: int) -> tuple[int, int]:
         """The prompt tokens that `row` needs, and the number before the first scored position,
@@ -206,9 +288,9 @@ class StepBuilder:
 
     def rows(self) -> RowIndex:
         """The rows of the step: decode rows, then rows with a prefill chunk."""
-        if not self.chunk_rows:
+        if not self.chunks:
             return self.decode_rows
-        return np.concatenate([self.decode_rows, np.array(self.chunk_rows, np.intp)])
+        return np.concatenate([self.decode_rows, np.array(list(self.chunks), np.intp)])
 
     def trim_to_shape(self) -> None:
         """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
@@ -217,7 +299,7 @@ class StepBuilder:
         would waste 377; instead it takes 128, and the next step the rest. Not if it would delay
         more tokens than it takes, or more than the padding it saves.
         """
-        num_prefill = sum(self.chunk_lens)
+        num_prefill = sum(self.chunks.values())
         num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
         total = len(self.decode_rows) + num_drafts + num_prefill
         larger = next((shape for shape in self._shapes if shape >= total), total)
@@ -226,12 +308,10 @@ class StepBuilder:
         if 2 * excess > num_prefill or excess >= larger - total:
             return
         while excess:
-            cut = min(excess, self.chunk_lens[-1])
-            self.chunk_lens[-1] -= cut
-            excess -= cut
-            if self.chunk_lens[-1] == 0:
-                self.chunk_lens.pop()
-                self.chunk_rows.pop()
+            row, count = self.chunks.popitem()
+            if count > excess:
+                self.chunks[row] = count - excess
+            excess -= min(count, excess)
 
     # -- choosing rows ----------------------------------------------------------------------
 
@@ -300,10 +380,14 @@ class StepBuilder:
         """Add a chunk of each prefilling row that the step's prompt tokens and memory allow."""
         running = self.rank.running
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
         for row in self._in_order():
             if self._num_left <= 0:
                 break
-            self._add_chunk(row)
+            if shared is not None and running.priority[row] == shared.priority:
+                self._add_parts(shared)
+                shared = None
+            self._add_chunk(row, self._num_left, self._num_scored_left)
         if self._has_admitted:
             return  # a request that has just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
@@ -312,27 +396,50 @@ class StepBuilder:
                 return  # a finished request will free its pages when its result is read
             rows = running.runnable()
             first = int(rows[running.priority[rows].argmax()])
-            if self._add_chunk(first):
+            if self._add_chunk(first, self._num_left, self._num_scored_left)[0]:
                 return
             if self._retract_one() is None:
                 self.unservable.append(first)
                 return
 
-    def _add_chunk(self, row: int) -> bool:
-        """Plan as many of `row`'s needed tokens as fit; False if none do."""
+    def _add_parts(self, shared: SharedTokens) -> None:
+        """Add chunks of each part of the tokens. Tokens of scored positions are divided alike.
+
+        A short part of a page may be more than its part of the step: the next steps have none until
+        that is made up for.
+        """
+        num_scored_before = self._num_scored_left
+        for rows, most in shared.parts():
+            num_left = min(most - sum(self.chunks.get(row, 0) for row in rows), self._num_left)
+            is_short = rows is shared.short_rows
+            part = min(most, shared.num_tokens // SHORT_PART) if is_short else most
+            num_scored_left = num_scored_before * part // shared.num_tokens
+            for row in rows:
+                if num_left <= 0:
+                    break
+                num_scored_left = min(num_scored_left, self._num_scored_left)
+                count, num_scored = self._add_chunk(row, num_left, num_scored_left)
+                num_left, num_scored_left = num_left - count, num_scored_left - num_scored
+            if is_short:
+                num_taken = SHORT_PART * sum(self.chunks.get(row, 0) for row in rows)
+                self.rank.short_debt = max(self.rank.short_debt + num_taken - shared.num_tokens, 0)
+
+    def _add_chunk(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
+        """Plan as many of `row`'s needed tokens as fit, of `num_left` and `num_scored_left`. Return
+        how many, and how many of them are scored."""
         memory = self.rank.memory
-        committed = int(memory.rows.kv_committed_len[row])
-        count, _ = self._share(row, self._num_left, self._num_scored_left)
-        while (room := memory.tokens_that_fit(row) - committed) < count and (
+        num_planned = self.chunks.get(row, 0)
+        start = int(memory.rows.kv_committed_len[row]) + num_planned
+        count, _ = self._share(row, num_left, num_scored_left)
+        while (room := memory.tokens_that_fit(row) - start) < count and (
             self.rank.host.drop_fetches() or self.rank.evict_idle_session()
         ):
             pass
         count = min(count, room)
-        if count <= 0 or not memory.grow_row(row, committed + count):
-            return False
-        _, num_scored = self._share(row, count, self._num_scored_left)
-        self.chunk_rows.append(row)
-        self.chunk_lens.append(count)
+        if count <= 0 or not memory.grow_row(row, start + count):
+            return 0, 0
+        _, num_scored = self._share(row, count, num_scored_left)
+        self.chunks[row] = num_planned + count
         self._num_left -= count
         self._num_scored_left -= num_scored
-        return True
+        return count, num_scored

@@ -656,8 +656,8 @@ MUTATIONS = (
     Mutation(
         "let every row score as much as a step may",
         "sgl_jax/scheduler/step_builder.py",
-        "self._num_scored_left -= num_scored\n        return True",
-        "self._num_scored_left -= 0\n        return True",
+        "self._num_scored_left -= num_scored\n        return count, num_scored",
+        "self._num_scored_left -= 0\n        return count, num_scored",
     ),
     Mutation(
         "report the log-probability of the first token for every accepted one",
@@ -872,8 +872,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/admission/step_room.py",
-        "fits = has_room and self.takes(request)",
-        "fits = self.takes(request)",
+        "fits = has_room and self.takes(request, num_read)",
+        "fits = self.takes(request, num_read)",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1432,8 +1432,8 @@ MUTATIONS = (
     Mutation(
         "wait for a prefix in flight of lower priority",
         _IN_FLIGHT,
-        "if self._rank.running.priority[row] < request.priority:",
-        "if False:",
+        "if self._rank.running.priority[row] < request.priority or not",
+        "if not",
     ),
     Mutation(
         "of two that go on alike, the first is the leader, however low its priority",
@@ -2387,8 +2387,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt where the step has no tokens for it",
         "sgl_jax/scheduler/admission/step_room.py",
-        "if request.priority <= self.priority_floor or not",
-        "if request.priority <= self._held_above or not",
+        "if not has_tokens or not",
+        "if not",
     ),
     Mutation(
         "pressure: preempt where the step has just retracted",
@@ -3129,5 +3129,83 @@ MUTATIONS = (
         "sgl_jax/scheduler/waiting/tenants.py",
         "            if now > served and not self._num_requests[number]:\n",
         "            if False:\n",
+    ),
+    Mutation(
+        "chunks: give the short part to prompts of about the same length",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "return max(num_older - SHORT_PART * num_shorter - 1, 0) // (SHORT_PART - 1)",
+        "return num_older",
+    ),
+    Mutation(
+        "chunks: share a step that completes the older prompts",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "if SHORT_PART * num_older <= (2 * SHORT_PART - 1) * num_tokens:",
+        "if num_older <= 0:",
+    ),
+    Mutation(
+        "chunks: start as many short prompts as there are",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "            if num_shorter >= self.num_short:\n                return most\n",
+        "            if num_shorter < 0:\n                return most\n",
+    ),
+    Mutation(
+        "chunks: order started short prompts by age",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "            index = bisect_right(self._short_lens, num_tokens)\n",
+        "            index = len(self._short_lens)\n",
+    ),
+    Mutation(
+        "chunks: give a tenant its share besides the short part",
+        "sgl_jax/scheduler/step_builder.py",
+        "min(most - sum(self.chunks.get(row, 0) for row in rows), self._num_left)",
+        "min(most, self._num_left)",
+    ),
+    Mutation(
+        "chunks: start prompts of any number of tenants",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "len(self._by_tenant) >= MAX_TENANTS_AT_ONCE",
+        "len(self._by_tenant) < 0",
+    ),
+    Mutation(
+        "chunks: start a second long prompt of a tenant",
+        "sgl_jax/scheduler/shared_tokens.py",
+        "        is_open[present] = False\n",
+        "        is_open[present] = True\n",
+    ),
+    Mutation(
+        "chunks: give short prompts a page of every step",
+        "sgl_jax/scheduler/step_builder.py",
+        "max(self.rank.short_debt + num_taken - shared.num_tokens, 0)",
+        "0",
+    ),
+    Mutation(
+        "chunks: give short prompts all scored positions",
+        "sgl_jax/scheduler/step_builder.py",
+        "num_scored_before * part // shared.num_tokens",
+        "num_scored_before",
+    ),
+    Mutation(
+        "chunks: try long prompts where only short ones start",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "columns.num_lacking(dp_rank, lines, page_size) > room.most_tokens\n",
+        "columns.num_lacking(dp_rank, lines, page_size) < 0\n",
+    ),
+    Mutation(
+        "chunks: look for no short prompt that waits",
+        "sgl_jax/scheduler/waiting/waiting_queue.py",
+        "columns.num_lacking(dp_rank, lines, page_size) <= most_tokens\n",
+        "columns.num_lacking(dp_rank, lines, page_size) < 0\n",
+    ),
+    Mutation(
+        "chunks: start a long prompt in the short part",
+        "sgl_jax/scheduler/step_builder.py",
+        "return is_open or num_tokens <= self.most_tokens",
+        "return True",
+    ),
+    Mutation(
+        "chunks: wait for the prefix of a prompt that gets no tokens",
+        _IN_FLIGHT,
+        " or not self._is_served(row):\n",
+        " or False:\n",
     ),
 )

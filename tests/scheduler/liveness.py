@@ -66,7 +66,9 @@ class Liveness:
             assert any(request.priority > victim.priority + threshold for request in started)
         if builder.preempted:
             highest = max(request.priority for request in started)
-            assert builder.num_tokens_left(highest) < builder.chunk_size, "none of it is computed"
+            assert builder.num_tokens_left(highest, 0, 1) < builder.chunk_size, (
+                "none of it is computed"
+            )
 
     def _check_admitted(self, builders: Sequence[StepBuilder], step: int, before: set[str]) -> None:
         """A request that admission leaves waiting though the step could have taken it waits for a
@@ -81,7 +83,9 @@ class Liveness:
                 for builder in builders
                 if request.message.dp_rank in (None, builder.rank.dp_rank)
                 and builder.can_admit
-                and request.priority > builder.priority_floor
+                and builder.takes(
+                    request.priority, request.tenant, self._num_lacking(builder.rank, request)
+                )
                 and not is_full[request.tenant]
                 and (
                     num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
@@ -117,6 +121,11 @@ class Liveness:
                     and step + num_left > hold.until_step
                 }
                 assert {rank.dp_rank for rank in open_ranks} <= held, (request.rid, reason)
+
+    def _num_lacking(self, rank: RankScheduler, request: Request) -> int:
+        """Tokens of a waiting request that the tree of a rank lacks."""
+        cursor = self.scheduler._waiting.cursors(request)[rank.dp_rank]
+        return len(request.tokens) - cursor.length
 
     def _could_replace(self, rank: RankScheduler, request: Request, before: set[str]) -> bool:
         """Whether `request` would fit without all running ones of `before` that it may preempt."""

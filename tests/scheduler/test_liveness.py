@@ -385,7 +385,7 @@ def test_a_request_that_waits_for_a_rank_or_behind_another_names_it() -> None:
     home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
     s.driver.submit(generate("other", [10] * 24, 2, dp_rank=home))
     s.driver.step()
-    rid = s.begin("s", [1], 2)
+    rid = s.begin("s", [1] * 6, 2)  # too long for the part of short prompts
     s.driver.step()
     reason = s.driver.scheduler.why_waiting(rid)
     assert (reason.kind, reason.dp_rank) == ("rank", home)

@@ -67,7 +67,8 @@ def in_order(driver: Driver) -> list[Request]:
     """The waiting requests as they would be tried, were there room for all."""
     rooms = driver.scheduler._all_ranks.rooms()
     rooms["total"], rooms["is_open"] = 10_000, True
-    offer = Offer(rooms, np.zeros(len(rooms), np.bool_), passed_by=[], changed=set())
+    may_preempt = np.zeros(len(rooms), np.bool_)
+    offer = Offer(rooms, may_preempt, [None for _ in rooms], passed_by=[], changed=set())
     return list(driver.scheduler._waiting.candidates(offer, 0, [], 0))
 
 

@@ -26,7 +26,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.candidate_order import Offer
-from sgl_jax.scheduler.waiting.fits import Rooms
+from sgl_jax.scheduler.waiting.fits import NO_LIMIT, Rooms
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -83,7 +83,7 @@ class Admission:
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
         if not any(may_preempt) and not any(
-            builder.can_admit and builder.rank.has_row and highest > builder.priority_floor
+            builder.can_admit and builder.rank.has_row and self._has_tokens(builder, highest)
             for builder in builders
         ):
             return
@@ -98,13 +98,30 @@ class Admission:
             for dp_rank in is_counted.nonzero()[0].tolist():
                 rooms[dp_rank].take_forecast()
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}
-        offer = Offer(records, np.array(may_preempt), passed_by=[], changed=set())
+        offer = Offer(
+            records,
+            np.array(may_preempt),
+            open_tenants=[None] * len(rooms),
+            passed_by=[],
+            changed=set(),
+        )
         is_changed = True
         while is_changed:
             for each in rooms:
                 # A request for which a rank was held may start on another rank now.
                 each.release_hold()
+                offer.open_tenants[each.dp_rank] = each.open_tenants
             is_changed = self._start_some(rooms, offer, step)
+
+    def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
+        """Return whether the step may have prompt tokens for a waiting request, of the priority
+        `highest` or lower."""
+        num_above = highest - builder.priority_floor
+        if num_above == 1 and builder.most_tokens < NO_LIMIT:
+            return self._waiting.has_short(
+                builder.rank.dp_rank, builder.most_tokens, builder.open_tenants
+            )
+        return num_above > 0
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
         """Start requests in the queue's order, up to the first that preempted others. Returns
@@ -136,6 +153,7 @@ class Admission:
                     return True
             if room is not None:
                 offer.changed.add(room.dp_rank)
+                offer.open_tenants[room.dp_rank] = room.open_tenants
             if self._waiting.is_following(request):
                 num_following += 1
                 if num_following >= MAX_PUT_OFF:

@@ -37,7 +37,9 @@ class InFlight:
         rank: with the running requests.
         rows: of the prefilling requests, oldest first.
         chunk_size: prompt tokens of a step.
-        num_tokens_left: the tokens that the step has left for a request of a priority.
+        num_tokens_left: the tokens that the step has left for a request of a priority and tenant,
+            with so many to compute.
+        is_served: whether a row gets prompt tokens of the step.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class InFlight:
         rank: RankScheduler,
         rows: Sequence[int],
         chunk_size: int,
-        num_tokens_left: Callable[[int], int],
+        num_tokens_left: Callable[[int, int, int], int],
+        is_served: Callable[[int], bool],
     ) -> None:
         self._rank = rank
         self._num_tokens_left = num_tokens_left
+        self._is_served = is_served
         self._page_size = rank.memory.page_size
         self._step_price = chunk_size // _STEP_PRICE_PART
         # By the tree's node at the end of the row's published part, and the key of the next page.
@@ -107,15 +111,16 @@ class InFlight:
                 continue
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
-            if self._rank.running.priority[row] < request.priority:
+            if self._rank.running.priority[row] < request.priority or not self._is_served(row):
                 continue  # others may get the step's prompt tokens before it, and delay it
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
             # A wait brings tokens that the row has already published no nearer.
             if length <= node.end or num_saved <= 0:
                 continue
-            num_left = self._num_tokens_left(request.priority)
-            num_starts = -(-num_left // (len(request.tokens) - num_read))
+            num_wanted = len(request.tokens) - num_read
+            num_left = self._num_tokens_left(request.priority, request.tenant, num_wanted)
+            num_starts = -(-num_left // num_wanted)
             num_alike = memory.cache.cursors.num_awaiting(node, key, num_starts)
             if num_alike * num_saved >= min(num_left, self._step_price):
                 return Leader(row, length)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.forecast import Forecast
 from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
@@ -82,7 +82,7 @@ class RankRoom:
         room.num_running = self.num_running = len(self.rank.running)
         self.has_row = self.rank.has_row
         room.is_open = self.has_row and self._builder.can_admit
-        room.floor = self._builder.priority_floor
+        room.floor, room.most_tokens = self._builder.priority_floor, self._builder.most_tokens
 
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
@@ -132,9 +132,16 @@ class RankRoom:
         num_pages = self.num_pages(request, cursor)
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
-    def takes(self, request: Request) -> bool:
-        """Return whether `request` can start here in this step, if it has enough pages."""
-        return self.is_open and request.priority > self._rooms[self.dp_rank].floor
+    def takes(self, request: Request, num_read: int) -> bool:
+        """Return whether `request` can start here in this step, if it has enough pages; it reads
+        `num_read` of its tokens."""
+        num_tokens = len(request.tokens) - num_read
+        return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
+
+    @property
+    def open_tenants(self) -> BoolArray | None:
+        """The tenants, by number, whose next prompt gets tokens of the step at any length."""
+        return self._builder.open_tenants
 
     def option(
         self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, reads_host: bool
@@ -161,7 +168,7 @@ class RankRoom:
         room = self._rooms[self.dp_rank]
         num_lost = int(num_tokens * min(room.pages[room.peak] + num_pages, room.total) / room.total)
         cost = num_tokens - num_read - num_spared + num_ahead + num_lost
-        fits = has_room and self.takes(request)
+        fits = has_room and self.takes(request, num_read)
         return Option(cost, self.num_running, self.dp_rank, fits, num_read, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
@@ -171,8 +178,10 @@ class RankRoom:
             return None
         if self._in_flight is None:
             rows = self._builder.prefilling_rows()
-            left = self._builder.num_tokens_left
-            self._in_flight = InFlight(self.rank, rows, self.chunk_size, left)
+            builder = self._builder
+            self._in_flight = InFlight(
+                self.rank, rows, self.chunk_size, builder.num_tokens_left, builder.is_served
+            )
         return self._in_flight.leader(request, cursor, num_read)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
@@ -222,7 +231,9 @@ class RankRoom:
     ) -> Preemption | None:
         """The rows that give way to `request`, of priorities lower by more than `threshold`; None
         if it cannot start here in this step even so."""
-        if request.priority <= self._rooms[self.dp_rank].floor or not self._builder.can_admit:
+        num_tokens = len(request.tokens) - self.rank.reusable_len(request, cursor)
+        has_tokens = self._builder.takes(request.priority, request.tenant, num_tokens)
+        if not has_tokens or not self._builder.can_admit:
             return None
 
         def fits(room: Rooms, num_pages: int) -> bool:

@@ -17,6 +17,7 @@ from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.waiting.fits import (
     NEVER,
+    NO_LIMIT,
     Int64Array,
     Rooms,
     count_in_use,
@@ -42,6 +43,8 @@ class Offer(NamedTuple):
 
     rooms: Rooms  # ROOM[ranks]
     may_preempt: BoolArray  # [ranks] whether running requests may give way
+    # [ranks] the tenants, by number, whose next prompt is not bound by `ROOM.most_tokens`
+    open_tenants: list[BoolArray | None]
     # Lines that wait for a prefix: others that would wait for the same one are not tried.
     passed_by: list[int]
     changed: set[int]  # ranks with another room than when a line was last tried
@@ -111,6 +114,7 @@ class CandidateOrder:
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[columns.tenant[:end]]] = NEVER
+        self._rule_out_long(offer, ranks, least)
         fits = self.fits(offer.rooms, ranks, least, np.ones(end, np.bool_))
         self._add_preempting(fits, ranks, least, preemptible, threshold)
         offer.changed.clear()
@@ -126,6 +130,7 @@ class CandidateOrder:
                 keys[self._alike(offer.passed_by.pop())] = LAST
             if not offer.changed:
                 continue
+            self._rule_out_long(offer, ranks, least)
             changed = [k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed]
             is_tried = keys != LAST
             for k in changed:
@@ -190,6 +195,20 @@ class CandidateOrder:
         needs, chances = self._columns.needs, self._lengths.chances
         find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits)
         return fits
+
+    def _rule_out_long(self, offer: Offer, ranks: IntpArray, least: Int32Array) -> None:
+        """Set `least` of lines that have too many tokens to compute (`ROOM`) to `NEVER`."""
+        columns, lines = self._columns, slice(least.shape[1])
+        for k, dp_rank in enumerate(ranks.tolist()):
+            room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
+            if room.most_tokens == NO_LIMIT:
+                continue
+            page_size = self._memories[dp_rank].page_size
+            is_long = columns.num_lacking(dp_rank, lines, page_size) > room.most_tokens
+            is_long &= columns.priority[lines] == room.floor + 1
+            if open_tenants is not None:
+                is_long &= ~open_tenants[columns.tenant[lines]]
+            least[k, is_long] = NEVER
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` behind the

@@ -30,6 +30,8 @@ NEVER = np.iinfo(np.int32).max  # pages that no rank has
 NO_RANK = -1
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)
+# More tokens than any request has.
+NO_LIMIT = int(np.iinfo(np.int32).max)
 
 # What a rank has for another request.
 ROOM = np.dtype(
@@ -48,6 +50,7 @@ ROOM = np.dtype(
             ("step_price", np.int64),  # prompt tokens that take as long as a step does without any
             ("is_open", np.bool_),  # whether the step takes another request that fits
             ("floor", np.int64),  # a request starts in this step only if its priority is above
+            ("most_tokens", np.int64),  # if it is so by one, only if it has no more to compute
             # It is held against requests up to this priority, for another that takes so many pages
             # when it starts, in so many steps, and so many at most.
             ("held_above", np.int64),

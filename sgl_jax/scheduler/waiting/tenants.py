@@ -175,6 +175,11 @@ class Tenants:
         most = int(self._max_running[number])
         return not most or int(self._num_requests[number] - self._num_queued[number]) < most
 
+    def step_weights(self) -> _Float64Array | None:
+        """The weights by which tenants share the prompt tokens of a step, by number; None if shares
+        do not count, or there is only one tenant."""
+        return self._weight if self.is_fair and len(self._numbers) > 1 else None
+
     @property
     def is_full(self) -> BoolArray:
         """Return, by number, whether the tenant's running requests are at its limit."""

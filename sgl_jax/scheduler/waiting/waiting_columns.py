@@ -4,6 +4,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
 from sgl_jax.scheduler.waiting.fits import NEED, NO_RANK, Needs
 from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
@@ -84,6 +85,12 @@ class WaitingColumns:
             self.cached_pages[dp_rank, start:end],
             self.place[dp_rank, start:end],
         )
+
+    def num_lacking(self, dp_rank: int, lines: slice, page_size: int) -> Int32Array:
+        """Tokens of the lines' requests that a rank's tree lacks: int32[n]."""
+        num_cached = self.cached_pages[dp_rank, lines] * np.int32(page_size)
+        num_lacking: Int32Array = self.num_tokens[lines] - num_cached
+        return num_lacking
 
     def note_most_cached(self, start: int, end: int) -> None:
         """Call it after the lines' places were written for all ranks."""

@@ -289,11 +289,21 @@ class WaitingQueue:
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
         """Tokens of the requests that wait beside `request` which the rank's cache lacks."""
         columns, lines = self._columns, slice(self._columns.end)
-        page_size = self._memories[dp_rank].page_size
-        num_cached = columns.cached_pages[dp_rank, lines] * page_size
-        num_lacking = (columns.num_tokens[lines] - num_cached) * columns.is_waiting[lines]
+        num_lacking = columns.num_lacking(dp_rank, lines, self._memories[dp_rank].page_size)
+        num_lacking *= columns.is_waiting[lines]
         own = num_lacking[request.line] if request.rid in self._requests else 0
         return int(num_lacking.sum() - own)
+
+    def has_short(self, dp_rank: int, most_tokens: int, open_tenants: BoolArray | None) -> bool:
+        """Return whether a request, waiting for no prefix, has no more than `most_tokens` tokens
+        to compute on a rank, or a tenant, by number, of `open_tenants`."""
+        self._take_moves()
+        columns, lines = self._columns, slice(self._columns.end)
+        page_size = self._memories[dp_rank].page_size
+        is_short = columns.num_lacking(dp_rank, lines, page_size) <= most_tokens
+        if open_tenants is not None:
+            is_short |= open_tenants[columns.tenant[lines]]
+        return bool((is_short & columns.is_waiting[lines] & ~columns.has_leader[lines]).any())
 
     @property
     def highest_priority(self) -> int | None:

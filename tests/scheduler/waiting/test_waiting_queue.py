@@ -75,7 +75,7 @@ class Queue:
         rooms["pages"] = (rooms["total"] - room)[:, None]
         is_open = range(count) if open_ranks is None else open_ranks
         rooms["is_open"] = np.isin(np.arange(count), is_open)
-        return Offer(rooms, np.zeros(count, np.bool_), passed_by=[], changed=set())
+        return Offer(rooms, np.zeros(count, np.bool_), [None] * count, passed_by=[], changed=set())
 
     def tried(self, offer: Offer) -> Iterator[Request]:
         return self.waiting.candidates(offer, 0, [], 0)
@@ -214,6 +214,22 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     offer.changed.add(0)
     assert list(tried) == []
     assert [request.arrival for request in queue.tried(offer)] == [0]
+
+
+def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_that_starts() -> None:
+    queue = Queue(cached_len=0)
+    queue.add(0, 8)
+    queue.add(1, 0)
+    queue.add(2, 8, priority=1)
+    queue.add(3, 8, tenant=1)
+    offer = queue.offer(60)
+    offer.rooms["floor"] = -1
+    lengths = [len(request.tokens) for request in queue.waiting]
+    offer.rooms["most_tokens"] = min(lengths)
+    assert min(lengths) < max(lengths)
+    assert [request.arrival for request in queue.tried(offer)] == [2, 1]
+    offer.open_tenants[0] = np.array([False, True])
+    assert [request.arrival for request in queue.tried(offer)] == [2, 1, 3]
 
 
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:

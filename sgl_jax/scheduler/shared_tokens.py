@@ -1,0 +1,150 @@
+"""Divides the prompt tokens of a step among prompts of one priority that need more of them.
+
+By age, one long prompt would delay all younger ones until it is complete. So the short part, a
+quarter of the tokens, goes to the prompts with the fewest tokens left, and the rest to the oldest.
+A prompt gets tokens of the short part only if the older ones leave none for it in this step and the
+next, and if that completes it sooner than its turn by age would come. So prompts of about the same
+length are still computed one after another: to share a step would delay the first and gain nothing
+for the others. Both sides of that condition shrink alike as the prompts are computed, so it remains
+true.
+
+If tenants have shares, each tenant's prompts get its share of the tokens, the oldest first.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.step_plan import BoolArray
+
+# The short part is one in so many prompt tokens, on average over steps.
+SHORT_PART = 4
+# Tenants whose prompts are computed at the same time; others wait, and take no memory yet.
+MAX_TENANTS_AT_ONCE = 4
+
+
+class SharedTokens:
+    """The division of `num_tokens` prompt tokens of a step.
+
+    Args:
+        priority: of the rows.
+        needs: tokens to compute by row, oldest first; together `num_tokens` or more.
+        num_tokens: of the step for these rows.
+        num_short: tokens of the short part.
+        tenants: numbers by row.
+        weights: of the tenants by number, float64[n]; None if they have no shares.
+    """
+
+    def __init__(
+        self,
+        priority: int,
+        needs: dict[int, int],
+        num_tokens: int,
+        num_short: int,
+        tenants: NDArray[np.int32],
+        weights: NDArray[np.float64] | None,
+    ) -> None:
+        self.priority = priority
+        self.num_tokens, self.num_short = num_tokens, num_short
+        self._needs, self._total = needs, sum(needs.values())
+        # The rows of the short part in the order of their tokens left, and these.
+        self.short_rows: list[int] = []
+        self._short_lens: list[int] = []
+        self._weights = weights
+        self._by_tenant: dict[int, list[int]] = {}  # rows, oldest first
+        if weights is not None:
+            for row in needs:
+                self._by_tenant.setdefault(int(tenants[row]), []).append(row)
+        older = dict(zip(needs, accumulate(needs.values(), initial=0), strict=False))
+        num_shorter = 0
+        for row in sorted(needs, key=needs.__getitem__):
+            if num_shorter >= num_short:
+                break
+            if needs[row] <= _most_after(num_shorter, older[row], num_tokens):
+                self.short_rows.append(row)
+                self._short_lens.append(needs[row])
+                num_shorter += needs[row]
+
+    def add(self, row: int, num_tokens: int, tenant: int) -> None:
+        """Add the youngest row, which gets some of the tokens."""
+        if num_tokens <= self.most_tokens():
+            index = bisect_right(self._short_lens, num_tokens)
+            self.short_rows.insert(index, row)
+            self._short_lens.insert(index, num_tokens)
+        if self._weights is not None:
+            self._by_tenant.setdefault(tenant, []).append(row)
+        self._needs[row] = num_tokens
+        self._total += num_tokens
+
+    # -- further prompts ----------------------------------------------------------------------
+
+    def most_tokens(self) -> int:
+        """Return the tokens of the longest further prompt that gets any of the short part; 0 if
+        none does. Each shorter one does, too."""
+        most = num_shorter = 0
+        for left in self._short_lens:
+            if num_shorter >= self.num_short:
+                return most
+            longest = _most_after(num_shorter, self._total, self.num_tokens)
+            most = max(most, min(longest, left - 1))
+            num_shorter += left
+        if num_shorter >= self.num_short:
+            return most
+        return max(most, _most_after(num_shorter, self._total, self.num_tokens))
+
+    def open_tenants(self) -> BoolArray | None:
+        """Return, by number, the tenants whose next prompt gets tokens at any length; None if there
+        is none."""
+        if self._weights is None or len(self._by_tenant) >= MAX_TENANTS_AT_ONCE:
+            return None
+        present = list(self._by_tenant)
+        part = self._weights / (self._weights[present].sum() + self._weights)
+        is_open: BoolArray = self.num_tokens * part >= 1
+        is_open[present] = False
+        return is_open
+
+    def num_left(self, num_tokens: int, tenant: int) -> int:
+        """Return the tokens of the short part for another prompt of `num_tokens`, or of its
+        tenant's share."""
+        taken = sum(self._short_lens[: bisect_right(self._short_lens, num_tokens)])
+        num_left = max(self.num_short - taken, 0)
+        if self._weights is not None and tenant not in self._by_tenant:
+            part = self._weights[tenant] / self._weights[[*self._by_tenant, tenant]].sum()
+            num_left = max(num_left, int(self.num_tokens * part))
+        return num_left
+
+    # -- the division -------------------------------------------------------------------------
+
+    def parts(self) -> list[tuple[Sequence[int], int]]:
+        """Return the parts in the order in which they take tokens: rows in their order, and the
+        most tokens of the step that they get together, earlier parts included."""
+        parts: list[tuple[Sequence[int], int]] = [(self.short_rows, self.num_short)]
+        if self._weights is not None and len(self._by_tenant) > 1:
+            weights = self._weights[list(self._by_tenant)]
+            shares = (self.num_tokens * weights / weights.sum()).astype(int).tolist()
+            parts += zip(self._by_tenant.values(), shares, strict=True)
+        return [*parts, (list(self._needs), self.num_tokens)]
+
+    def serves(self, row: int) -> bool:
+        """Return whether `row` gets any tokens."""
+        counts = dict.fromkeys(self._needs, 0)
+        for rows, most in self.parts():
+            num_left = self.num_tokens - sum(counts.values())
+            num_left = min(num_left, most - sum(map(counts.__getitem__, rows)))
+            for other in rows:
+                count = max(min(self._needs[other] - counts[other], num_left), 0)
+                counts[other] += count
+                num_left -= count
+        return counts[row] > 0
+
+
+def _most_after(num_shorter: int, num_older: int, num_tokens: int) -> int:
+    """The most tokens of a prompt that gets any of the short part: completed there, after
+    `num_shorter` tokens of shorter prompts, before steps of `num_tokens` would complete
+    `num_older` tokens of older prompts, and the prompt."""
+    if SHORT_PART * num_older <= (2 * SHORT_PART - 1) * num_tokens:
+        return 0  # the next step completes one of up to a quarter of its tokens
+    return max(num_older - SHORT_PART * num_shorter - 1, 0) // (SHORT_PART - 1)
