@@ -1,7 +1,7 @@
 """The benchmark of scheduling: its reference, its clock, and ten of its loads."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.scheduling.__main__ import main
 from benchmarks.scheduling.clients import Tail, closed_loop, draw, open_loop, requests, sessions
+from benchmarks.scheduling.drawn_loads import drawn_load
 from benchmarks.scheduling.loads import LOADS, SHORT_LOADS
 from benchmarks.scheduling.reference import Reference
 from benchmarks.scheduling.report import counts
@@ -208,6 +209,17 @@ def test_clients_are_the_same_each_time_and_seeds_are_unique() -> None:
         assert once == again
         seeds = [next(client.requests).seed for client in each.clients()]
         assert len(set(seeds)) == len(seeds), each.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_loads_are_the_same_each_time_and_run(seed: int) -> None:
+    once, again = (replace(drawn_load(seed), seconds=0.3) for _ in range(2))
+    assert once.about == again.about
+    results = [
+        asdict(Simulation(each, Reference(each.engine_sizes())).run()) for each in (once, again)
+    ]
+    assert results[0] == results[1]
+    assert results[0]["steps"] > 0
 
 
 def test_bursts_arrive_together_and_tails_are_bounded() -> None:
