@@ -68,15 +68,19 @@ def _draw_group(
     text = (
         f"{num_clients} {kind}, prompts to {prompt}, outputs to {output}, limit {limit or output}"
     )
-    return partial(_clients, kind, num_clients, make, output, number), text
+    return partial(_clients, kind, num_clients, make, output, most, number), text
 
 
-def _clients(kind: str, num_clients: int, make: Make, output: int, number: int) -> list[Client]:
+def _clients(
+    kind: str, num_clients: int, make: Make, output: int, most: int, number: int
+) -> list[Client]:
     first = number * _CLIENTS_PER_GROUP
     if kind == "closed":
         return closed_loop(num_clients, make, first=first)
     if kind == "sessions":
-        return sessions(num_clients, make, turns=(2, 5), think_s=0.1, first=first, most_tokens=1024)
+        return sessions(
+            num_clients, make, turns=(2, 5), think_s=0.1, first=first, most_tokens=2 * most
+        )
     per_s = num_clients / (_STEP_S * output)
     num_requests = min(round(per_s * _SECONDS), _CLIENTS_PER_GROUP)
     burst = num_clients if kind == "burst" else 1

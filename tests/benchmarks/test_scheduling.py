@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,12 @@ def test_turns_of_a_session_begin_with_what_was_generated() -> None:
     assert first.tokens()[-1] == STOP_ID
     # All whole pages of the first turn are found; its last token has no KV.
     assert engine.scheduler.counters()["cached_tokens"] >= 64
+
+
+def test_a_session_begins_anew_before_it_has_too_many_tokens() -> None:
+    (client,) = sessions(1, requests("turn", 40, 30, 64), turns=5, most_tokens=150)
+    prompts = [len(each.prompt) for each in islice(client.requests, 5)]
+    assert prompts == [40, 110, 40, 110, 40]
 
 
 def test_waiting_requests_that_fit_in_the_worst_case_are_counted_by_reason() -> None:
