@@ -1,7 +1,7 @@
 """Compare our scheduler with two simple ones under synthetic loads.
 
-    python -m benchmarks.scheduling [--loads NAME ...] [--short] [--json FILE] [-j N]
-    python -m benchmarks.scheduling --drawn SEED N
+    python -m benchmarks.scheduling [--loads NAME ... | --short | --drawn SEED N] [-j N]
+    python -m benchmarks.scheduling --json FILE    # in one checkout; --against FILE in another
     python -m benchmarks.scheduling --short --counts tests/benchmarks/scheduling_counts.json
 
 Each load runs on a logical clock with modelled step times: by our scheduler, by ours with
@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks.scheduling.drawn_loads import DRAWN, drawn_load
 from benchmarks.scheduling.loads import LOADS, SHORT_LOADS
 from benchmarks.scheduling.report import (
+    against,
     counts,
     groups_table,
     table,
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print("of ours relative to the better of the others\n")
     print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
+    if words.against is not None:
+        print(f"\nours / ours in {words.against}; speed and wait relative to it")
+        print(against(comparisons, json.loads(words.against.read_text())))
     waiting = waiting_lines(comparisons)
     print("\nwaiting requests, in sampled steps, that fit next to the worst case of all running:")
     print("\n".join(waiting) or "none")
@@ -78,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="list the loads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with the figures of another --json"
+    )
     parser.add_argument(
         "--counts", type=Path, metavar="FILE", help="write exact counts to FILE, for the tests"
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from benchmarks.scheduling.run import MOST_WAIT, Comparison
+from benchmarks.scheduling.run import MOST_WAIT, Comparison, wait_ratio
 from benchmarks.scheduling.simulation import GroupResult, Result
 from benchmarks.scheduling.traffic import Load
 
@@ -95,6 +95,24 @@ def values(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
         }
         for name, each in comparisons.items()
     }
+
+
+def against(comparisons: Mapping[str, Comparison], before: Mapping[str, Any]) -> str:
+    """Return a line for each load: ours now and in `before`, figures that `values` returned."""
+    lines = [
+        f"{'load':22}{'speed':>6}{'wait':>7}{'tokens/s':>20}{'mean wait, ms':>18}{'retracts':>14}"
+    ]
+    for name, each in comparisons.items():
+        if name not in before:
+            continue
+        ours, was = each.ours, before[name]["ours"]
+        speed = ours.tokens_per_s / was["tokens_per_s"]
+        wait = wait_ratio(ours.mean_wait_ms, [was["mean_wait_ms"]])
+        rates = f"{_short(ours.tokens_per_s)} / {_short(was['tokens_per_s'])}"
+        waits = f"{_short(ours.mean_wait_ms)} / {_short(was['mean_wait_ms'])}"
+        retracts = f"{ours.retracts} / {was['retracts']}"
+        lines.append(f"{name:22}{speed:>6.2f}{wait:>7.2f}{rates:>20}{waits:>18}{retracts:>14}")
+    return "\n".join(lines)
 
 
 def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:

@@ -266,5 +266,7 @@ def test_the_command_prints_tables_and_writes_figures(
     assert "served worse than by a simple scheduler:\nnone" in printed
     figures = json.loads(file.read_text())["light"]
     assert figures["ours"]["steps"] == figures["reference"]["steps"] > 0
+    assert main(["--loads", "light", "--against", str(file)]) == 0
+    assert f"ours / ours in {file}" in capsys.readouterr().out
     assert main(["--list"]) == 0
     assert "lockstep" in capsys.readouterr().out
