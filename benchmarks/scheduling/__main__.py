@@ -14,7 +14,7 @@ Tests compare the counts of the short form: the last line updates them after a c
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from benchmarks.scheduling.report import (
     against,
     counts,
     groups_table,
+    markdown_table,
     table,
     values,
     waiting_lines,
@@ -51,22 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.json.write_text(json.dumps(values(comparisons), indent=1))
     if words.counts is not None:
         words.counts.write_text(json.dumps(counts(comparisons), indent=1) + "\n")
-    print(
-        "ours / ours with --schedule-conservativeness 0 / reference; speed (tokens/s) and mean wait"
-    )
-    print("of ours relative to the better of the others\n")
-    print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
+    if words.markdown is not None:
+        words.markdown.write_text(markdown_table(comparisons) + "\n")
+    _print(comparisons, chosen)
     if words.against is not None:
         print(f"\nours / ours in {words.against}; speed and wait relative to it")
         print(against(comparisons, json.loads(words.against.read_text())))
-    waiting = waiting_lines(comparisons)
-    print("\nwaiting requests, in sampled steps, that fit next to the worst case of all running:")
-    print("\n".join(waiting) or "none")
-    print("\ngroups that wait more than 1.3 times longer than by the better simple scheduler:")
-    print("\n".join(worse_groups(comparisons)) or "none")
-    print("\nserved worse than by a simple scheduler:")
-    print("\n".join(worse_loads(comparisons, chosen)) or "none")
     return int(any(each.is_worse and not chosen[name].reason for name, each in comparisons.items()))
+
+
+def _print(comparisons: Mapping[str, Comparison], loads: Mapping[str, Load]) -> None:
+    print("ours / ours with --schedule-conservativeness 0 / reference")
+    print("speed (tokens/s) and wait (the mean): ours relative to the better of the two others\n")
+    print(f"{table(comparisons)}\n\n{groups_table(comparisons)}")
+    for title, lines in (
+        ("waiting requests that fit next to the worst case of all running", waiting_lines),
+        ("groups that wait more than 1.3 times longer than by a simple scheduler", worse_groups),
+    ):
+        print(f"\n{title}:", *(lines(comparisons) or ["none"]), sep="\n")
+    print("\nserved worse than by a simple scheduler:")
+    print("\n".join(worse_loads(comparisons, loads)) or "none")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,13 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--loads", nargs="+", choices=list(LOADS), metavar="NAME")
-    parser.add_argument("--short", action="store_true", help="ten loads")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--loads", nargs="+", choices=list(LOADS), metavar="NAME")
+    which.add_argument("--short", action="store_true", help="ten loads")
+    which.add_argument(
         "--drawn", nargs=2, type=int, metavar=("SEED", "N"), help="N loads drawn from SEED on"
     )
     parser.add_argument("--list", action="store_true", help="list the loads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the table of the docs to FILE"
+    )
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="compare with the figures of another --json"
     )

@@ -260,8 +260,9 @@ def test_the_command_prints_tables_and_writes_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LOADS, "light", replace(LOADS["light"], seconds=0.5))
-    file = tmp_path / "figures.json"
-    assert main(["--loads", "light", "--json", str(file)]) == 0
+    file, page = tmp_path / "figures.json", tmp_path / "table.md"
+    assert main(["--loads", "light", "--json", str(file), "--markdown", str(page)]) == 0
+    assert "| light | 1.00 | 1.00 |" in page.read_text()
     printed = capsys.readouterr().out
     assert "served worse than by a simple scheduler:\nnone" in printed
     figures = json.loads(file.read_text())["light"]
