@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ class Tail(NamedTuple):
 
 
 Span = int | tuple[int, int] | Tail  # a length, or the first and last of equally likely ones
-_REQUESTS_PER_CLIENT = 1 << 12  # seeds of one client
+_REQUESTS_PER_CLIENT = 1 << 12  # at most, so that all seeds are distinct
 
 Make = Callable[[np.random.Generator, int], LoadRequest]
 
@@ -87,8 +87,12 @@ def requests(
 
 def _stream(make: Make, client: int) -> Iterator[LoadRequest]:
     rng = np.random.default_rng((1, client))
-    for number in count():
-        yield make(rng, client * _REQUESTS_PER_CLIENT + number)
+    for seed in _seeds(client):
+        yield make(rng, seed)
+
+
+def _seeds(client: int) -> range:
+    return range(client * _REQUESTS_PER_CLIENT, (client + 1) * _REQUESTS_PER_CLIENT)
 
 
 def closed_loop(
@@ -146,20 +150,20 @@ def sessions(
 
     Args:
         turns: requests of a session; a new one follows it.
-        most_tokens: a session ends before a prompt of more tokens.
+        most_tokens: a prompt that would have more begins a new history.
     """
 
     def turns_of(client: int) -> Iterator[LoadRequest]:
         rng = np.random.default_rng((3, client))
-        seeds = iter(range(client * _REQUESTS_PER_CLIENT, (client + 1) * _REQUESTS_PER_CLIENT))
-        while True:
-            history = np.zeros(0, np.int32)
-            for _ in range(draw(rng, turns)):
-                request = make(rng, next(seeds))
-                request = replace(request, prompt=np.concatenate((history, request.prompt)))
-                if len(request.prompt) > most_tokens:
-                    break
-                yield request
-                history = request.tokens()
+        num_left = 0
+        for seed in _seeds(client):
+            if not num_left:
+                history, num_left = np.zeros(0, np.int32), draw(rng, turns)
+            request = make(rng, seed)
+            if len(history) + len(request.prompt) > most_tokens:
+                history = np.zeros(0, np.int32)
+            request = replace(request, prompt=np.concatenate((history, request.prompt)))
+            yield request
+            history, num_left = request.tokens(), num_left - 1
 
     return [Client(i * stagger_s, turns_of(first + i), think_s) for i in range(num_clients)]

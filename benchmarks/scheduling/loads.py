@@ -15,7 +15,7 @@ _SHORT_SECONDS = {
     "short-next-to-long": 4.0,
     "retracted-long-4k": 8.0,
     "lockstep": 6.0,
-    "preempted-stream": 10.0,
+    "preempted-stream": 20.0,
     "uneven-ranks": 5.0,
     "long-prompt": 2.0,
     "prefixes": 4.0,

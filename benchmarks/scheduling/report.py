@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from benchmarks.scheduling.run import MOST_WAIT, Comparison
+from benchmarks.scheduling.run import MOST_WAIT, Comparison, wait_ratio
 from benchmarks.scheduling.simulation import GroupResult, Result
 from benchmarks.scheduling.traffic import Load
 
@@ -12,14 +12,15 @@ T = TypeVar("T")
 
 # Column, its width, and the text of one result.
 _COLUMNS: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
-    ("tokens/s", 27, lambda result: _short(result.tokens_per_s)),
+    ("tokens/s", 30, lambda result: _short(result.tokens_per_s)),
     ("output tokens/s", 25, lambda result: _short(result.output_per_s)),
-    ("mean wait, ms", 24, lambda result: _short(result.mean_wait_ms)),
+    ("mean wait, ms", 26, lambda result: _short(result.mean_wait_ms)),
     ("retracts", 19, lambda result: str(result.retracts)),
     ("preempted", 14, lambda result: str(result.preemptions)),
     ("computed again", 28, lambda result: _short(result.recomputed)),
     ("pages", 16, lambda result: f"{result.utilization:.2f}".lstrip("0")),
 )
+_PAGE_COLUMNS = ("tokens/s", "mean wait, ms", "retracts", "computed again")
 _GROUP_COLUMNS: tuple[tuple[str, int, Callable[[GroupResult], str]], ...] = (
     ("number", 24, lambda group: str(group.count)),
     ("mean wait, ms", 28, lambda group: _short(group.mean_wait_ms)),
@@ -35,6 +36,18 @@ def table(comparisons: Mapping[str, Comparison]) -> str:
     for name, each in comparisons.items():
         cells = "".join(f"{_three(each, text):>{width}}" for _, width, text in _COLUMNS)
         lines.append(f"{name:22}{each.speed:>6.2f}{each.wait:>7.2f}{cells}")
+    return "\n".join(lines)
+
+
+def markdown_table(comparisons: Mapping[str, Comparison]) -> str:
+    """Return the columns that the page of measurements has."""
+    columns = [(name, text) for name, _, text in _COLUMNS if name in _PAGE_COLUMNS]
+    heads = ["load", "speed", "wait", *(name for name, _ in columns)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, each in comparisons.items():
+        ratios = [f"{each.speed:.2f}", f"{each.wait:.2f}"]
+        cells = [name, *ratios, *(_three(each, text) for _, text in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -95,6 +108,24 @@ def values(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
         }
         for name, each in comparisons.items()
     }
+
+
+def against(comparisons: Mapping[str, Comparison], before: Mapping[str, Any]) -> str:
+    """Return a line for each load: ours now and in `before`, figures that `values` returned."""
+    lines = [
+        f"{'load':22}{'speed':>6}{'wait':>7}{'tokens/s':>20}{'mean wait, ms':>18}{'retracts':>14}"
+    ]
+    for name, each in comparisons.items():
+        if name not in before:
+            continue
+        ours, was = each.ours, before[name]["ours"]
+        speed = ours.tokens_per_s / was["tokens_per_s"]
+        wait = wait_ratio(ours.mean_wait_ms, [was["mean_wait_ms"]])
+        rates = f"{_short(ours.tokens_per_s)} / {_short(was['tokens_per_s'])}"
+        waits = f"{_short(ours.mean_wait_ms)} / {_short(was['mean_wait_ms'])}"
+        retracts = f"{ours.retracts} / {was['retracts']}"
+        lines.append(f"{name:22}{speed:>6.2f}{wait:>7.2f}{rates:>20}{waits:>18}{retracts:>14}")
+    return "\n".join(lines)
 
 
 def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:

@@ -39,12 +39,12 @@ class Comparison(NamedTuple):
     @property
     def wait(self) -> float:
         """Mean wait, relative to the better of the simple schedulers."""
-        return _wait_ratio(self.ours.mean_wait_ms, [each.mean_wait_ms for each in self.simple])
+        return wait_ratio(self.ours.mean_wait_ms, [each.mean_wait_ms for each in self.simple])
 
     def group_wait(self, group: str) -> float:
         """Mean wait of one group, relative to the better of the simple schedulers."""
         waits = [each.groups[group].mean_wait_ms for each in self.simple if group in each.groups]
-        return _wait_ratio(self.ours.groups[group].mean_wait_ms, waits)
+        return wait_ratio(self.ours.groups[group].mean_wait_ms, waits)
 
     @property
     def is_worse(self) -> bool:
@@ -52,7 +52,8 @@ class Comparison(NamedTuple):
         return self.speed < LEAST_SPEED or self.wait > MOST_WAIT
 
 
-def _wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
+def wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
+    """Return a wait, relative to the shortest of others."""
     return max(own_ms, LEAST_WAIT_MS) / max(min(others_ms, default=own_ms), LEAST_WAIT_MS)
 
 

@@ -191,7 +191,7 @@ class Simulation(Generic[S]):
         times = [self._engine.next_end_s, self._arrivals[0][0] if self._arrivals else None]
         known = [each for each in times if each is not None]
         if known:
-            self._now_s = max(self._now_s, min(known))
+            self._now_s = min(max(self._now_s, min(known)), self._seconds)
         elif self._num_live:
             raise RuntimeError("requests wait, and no step can be planned")
 

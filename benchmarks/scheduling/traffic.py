@@ -94,7 +94,7 @@ class Load:
     """A synthetic load and the engine that serves it.
 
     Attributes:
-        about: one line for the table of loads.
+        about: the load in words.
         clients: returns fresh clients; two calls return equal ones.
         seconds: the run ends at this time of the logical clock, or with the last request.
         pool_tokens: of the KV pool, per rank.

@@ -1,7 +1,8 @@
 """The benchmark of scheduling: its reference, its clock, and ten of its loads."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.scheduling.__main__ import main
 from benchmarks.scheduling.clients import Tail, closed_loop, draw, open_loop, requests, sessions
+from benchmarks.scheduling.drawn_loads import drawn_load
 from benchmarks.scheduling.loads import LOADS, SHORT_LOADS
 from benchmarks.scheduling.reference import Reference
 from benchmarks.scheduling.report import counts
@@ -180,6 +182,12 @@ def test_turns_of_a_session_begin_with_what_was_generated() -> None:
     assert engine.scheduler.counters()["cached_tokens"] >= 64
 
 
+def test_a_session_begins_anew_before_it_has_too_many_tokens() -> None:
+    (client,) = sessions(1, requests("turn", 40, 30, 64), turns=5, most_tokens=150)
+    prompts = [len(each.prompt) for each in islice(client.requests, 5)]
+    assert prompts == [40, 110, 40, 110, 40]
+
+
 def test_waiting_requests_that_fit_in_the_worst_case_are_counted_by_reason() -> None:
     engine = new_engine(load([]))
     tenant = Tenant(name="one", max_running=1)
@@ -208,6 +216,17 @@ def test_clients_are_the_same_each_time_and_seeds_are_unique() -> None:
         assert once == again
         seeds = [next(client.requests).seed for client in each.clients()]
         assert len(set(seeds)) == len(seeds), each.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_loads_are_the_same_each_time_and_run(seed: int) -> None:
+    once, again = (replace(drawn_load(seed), seconds=0.3) for _ in range(2))
+    assert once.about == again.about
+    results = [
+        asdict(Simulation(each, Reference(each.engine_sizes())).run()) for each in (once, again)
+    ]
+    assert results[0] == results[1]
+    assert results[0]["steps"] > 0
 
 
 def test_bursts_arrive_together_and_tails_are_bounded() -> None:
@@ -241,11 +260,14 @@ def test_the_command_prints_tables_and_writes_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LOADS, "light", replace(LOADS["light"], seconds=0.5))
-    file = tmp_path / "figures.json"
-    assert main(["--loads", "light", "--json", str(file)]) == 0
+    file, page = tmp_path / "figures.json", tmp_path / "table.md"
+    assert main(["--loads", "light", "--json", str(file), "--markdown", str(page)]) == 0
+    assert "| light | 1.00 | 1.00 |" in page.read_text()
     printed = capsys.readouterr().out
     assert "served worse than by a simple scheduler:\nnone" in printed
     figures = json.loads(file.read_text())["light"]
     assert figures["ours"]["steps"] == figures["reference"]["steps"] > 0
+    assert main(["--loads", "light", "--against", str(file)]) == 0
+    assert f"ours / ours in {file}" in capsys.readouterr().out
     assert main(["--list"]) == 0
     assert "lockstep" in capsys.readouterr().out
