@@ -146,7 +146,9 @@ class StepBuilder:
         if self._shared is None:
             return True
         priority = int(self.rank.running.priority[row])
-        return priority > self._shared.priority or self._shared.serves(row)
+        if priority != self._shared.priority:
+            return priority > self._shared.priority
+        return self._shared.serves(row)
 
     @property
     def is_prefilling(self) -> bool:

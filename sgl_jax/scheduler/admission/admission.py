@@ -167,7 +167,8 @@ class Admission:
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
-        room.stay(room.num_pages(request, self._waiting.cursors(request)[room.dp_rank]))
+        num_pages, _ = room.need(request, self._waiting.cursors(request)[room.dp_rank])
+        room.stay(num_pages)
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
@@ -217,13 +218,13 @@ class Admission:
             if not open_rooms:
                 return None
             room = self._least_short(open_rooms, request)
-            num_pages = room.num_pages(request, cursors[room.dp_rank])
+            num_pages, _ = room.need(request, cursors[room.dp_rank])
             hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
             self._holds[request.rid] = hold
         room = rooms[hold.dp_rank]
         if room.is_held:
             return None
-        num_pages = room.num_pages(request, cursors[room.dp_rank])
+        num_pages, _ = room.need(request, cursors[room.dp_rank])
         room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
 
@@ -232,8 +233,8 @@ class Admission:
         cursors = self._waiting.cursors(request)
 
         def shortage(room: RankRoom) -> tuple[int, int, int]:
-            num_short = room.num_short(request, cursors[room.dp_rank])
-            return max(num_short, 0), room.num_running, room.dp_rank
+            _, short = room.need(request, cursors[room.dp_rank])
+            return max(short, 0), room.num_running, room.dp_rank
 
         return min(rooms, key=shortage)
 

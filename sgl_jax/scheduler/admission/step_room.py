@@ -65,8 +65,12 @@ class RankRoom:
         self.chunk_size = builder.chunk_size
         self._soonest_end = outlook.soonest_end
         self._most_growth = outlook.most_growth  # or more
+        self._num_total = self.rank.memory.allocator.num_pages - 1
+        self._peak = 0.0  # of the forecast
         self._enough = self.rank.memory.request_pages(self.rank.memory.sizes.max_request_tokens)
         self._started: list[int] = []  # rows
+        # True if the step takes another request of some priority here that fits.
+        self.is_open = False
         # Computed when they are first read.
         self._sorted_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
@@ -79,23 +83,26 @@ class RankRoom:
     def _look(self) -> None:
         """Compute the rank's load, which changes only as requests start here."""
         room = self._rooms[self.dp_rank]
-        room.num_running = self.num_running = len(self.rank.running)
+        room["num_running"] = self.num_running = len(self.rank.running)
         self.has_row = self.rank.has_row
-        room.is_open = self.has_row and self._builder.can_admit
-        room.floor, room.most_tokens = self._builder.priority_floor, self._builder.most_tokens
+        self.is_open = self.has_row and self._builder.can_admit
+        room["is_open"], room["floor"] = self.is_open, self._builder.priority_floor
+        room["most_tokens"] = self._builder.most_tokens
 
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
         if not self._is_counted and not self.is_ample:
             self._forecast.recount(self.dp_rank, self.rank.running.active)
             self._is_counted = True
+        room = self._rooms[self.dp_rank]
         if self._is_counted:
             self._forecast.write(self.dp_rank, self._rooms[self.dp_rank : self.dp_rank + 1])
+            self._peak = float(room["pages"][room["peak"]])
             return
-        room = self._rooms[self.dp_rank]
-        room.num_in_use = room.total - self.rank.memory.num_reclaimable_pages
-        room.pages[:] = room.num_in_use
-        room.peak, room.most = 0, room.num_in_use + self._most_growth
+        num_in_use = self._num_total - self.rank.memory.num_reclaimable_pages
+        self._peak = float(num_in_use)
+        room["pages"], room["num_in_use"] = num_in_use, num_in_use
+        room["peak"], room["most"] = 0, num_in_use + self._most_growth
 
     @property
     def is_ample(self) -> bool:
@@ -109,28 +116,20 @@ class RankRoom:
         self._note_pages()
 
     @property
-    def is_open(self) -> bool:
-        """Return whether the step takes another request of some priority here that fits."""
-        return bool(self._rooms[self.dp_rank].is_open)
-
-    @property
     def num_free(self) -> int:
         """Pages that no running request holds, nor needs for its known tokens."""
-        room = self._rooms[self.dp_rank]
-        return int(room.total - room.pages[0])
+        return self._num_total - int(self._rooms[self.dp_rank]["pages"][0])
 
-    def num_pages(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` takes to start here, or, if it fits even so, some more."""
+    def need(self, request: Request, cursor: PrefixCursor) -> tuple[int, int]:
+        """The pages that `request` takes to start here, or, if it fits even so, some more; and
+        those of them that it lacks: not above 0 if it has enough."""
         num_pages = self.rank.num_pages_at_most(request)
+        short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
         # Mostly there are enough without a look at how much of its prefix is in use.
-        if self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages) <= 0:
-            return num_pages
-        return num_pages - self.rank.memory.num_pages_in_use(cursor)
-
-    def num_short(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` lacks here; not above 0 if it has enough."""
-        num_pages = self.num_pages(request, cursor)
-        return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
+        if short > 0 and (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
+            num_pages -= num_in_use
+            short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
+        return num_pages, short
 
     def takes(self, request: Request, num_read: int) -> bool:
         """Return whether `request` can start here in this step, if it has enough pages; it reads
@@ -155,8 +154,7 @@ class RankRoom:
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        num_pages = self.num_pages(request, cursor)
-        short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
+        num_pages, short = self.need(request, cursor)
         has_room = self.has_row and short <= 0
         if not has_room:
             num_ahead += self.chunk_size * self._steps_to_room(num_pages)
@@ -165,8 +163,7 @@ class RankRoom:
             num_spared = self.rank.host.num_spared(request, num_read)
         num_tokens = len(request.tokens)
         # The fuller the rank, the likelier is a retract, which computes the request again.
-        room = self._rooms[self.dp_rank]
-        num_lost = int(num_tokens * min(room.pages[room.peak] + num_pages, room.total) / room.total)
+        num_lost = int(num_tokens * min((self._peak + num_pages) / self._num_total, 1.0))
         cost = num_tokens - num_read - num_spared + num_ahead + num_lost
         fits = has_room and self.takes(request, num_read)
         return Option(cost, self.num_running, self.dp_rank, fits, num_read, leader)

@@ -17,6 +17,7 @@ from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.waiting.fits import (
     NEVER,
+    NO_FLOOR,
     NO_LIMIT,
     Int64Array,
     Rooms,
@@ -122,7 +123,8 @@ class CandidateOrder:
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
-        keys = self._order_keys(fits, least, turns, passed_over, levels)
+        may_hold = offer.rooms["held_above"][ranks] == NO_FLOOR
+        keys = self._order_keys(fits, least, may_hold, turns, passed_over, levels)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
             yield first
@@ -142,6 +144,7 @@ class CandidateOrder:
                 keys,
                 fits,
                 least,
+                offer.rooms["held_above"][ranks] == NO_FLOOR,
                 floor[ranks],
                 self._max_passed_over,
                 columns.priority,
@@ -257,6 +260,7 @@ class CandidateOrder:
         self,
         fits: BoolArray,
         least: Int32Array,
+        may_hold: BoolArray,
         turns: Turns | None,
         passed_over: Int32Array,
         levels: Levels,
@@ -277,6 +281,7 @@ class CandidateOrder:
         keys: Int64Array = order_keys(
             fits,
             least,
+            may_hold,
             self.uses_cached_len,
             self._max_passed_over,
             level,

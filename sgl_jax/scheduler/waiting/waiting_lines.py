@@ -147,12 +147,13 @@ def drop_leaders(
 
 
 @compiled(
-    "(boolean[:, ::1], int32[:, ::1], boolean, int64, int64[::1], int32[::1], boolean[::1], "
-    "int32[::1], int32[::1], int64[::1])"
+    "(boolean[:, ::1], int32[:, ::1], boolean[::1], boolean, int64, int64[::1], int32[::1], "
+    "boolean[::1], int32[::1], int32[::1], int64[::1])"
 )
 def order_keys(
     fits: BoolArray,
     least: Int32Array,
+    may_hold: BoolArray,
     uses_cached_len: bool,
     max_passed_over: int,
     level: Int64Array,
@@ -164,19 +165,21 @@ def order_keys(
 ) -> Int64Array:
     """A number for each line that sorts in the queue's order; `LAST` for lines that are not tried.
 
-    A line is tried if it fits a rank, `fits` bool[ranks, end], or is due and may start there: then
-    it takes fewer pages than `fits.NEVER`, `least` int32[ranks, end]. `level` int64[end] counts
-    from 0, the first; `turn` int32[end] is its tenant's. The last four are the queue's columns.
+    A line is tried if it fits a rank, `fits` bool[ranks, end], or if it is due and a rank may be
+    held for it: it may start there, with fewer pages than `fits.NEVER`, `least` int32[ranks, end],
+    and the rank is held for no other, `may_hold` bool[ranks]. `level` int64[end] counts from 0, the
+    first; `turn` int32[end] is its tenant's. The last four are the queue's columns.
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
     assert fits.shape == least.shape
+    assert len(may_hold) == num_ranks
     assert end == len(level) == len(turn) <= len(arrival)
     first_arrival = LAST
     for line in range(end):
         is_due = passed_over[line] >= max_passed_over
         for k in range(num_ranks):
-            if fits[k, line] or (is_due and least[k, line] < _NEVER):
+            if fits[k, line] or (is_due and may_hold[k] and least[k, line] < _NEVER):
                 keys[line] = 0
                 first_arrival = min(first_arrival, arrival[line])
                 break
@@ -193,11 +196,15 @@ def order_keys(
     return keys
 
 
-@compiled("(int64[::1], boolean[:, ::1], int32[:, ::1], int64[:], int64, int64[:], int32[::1])")
+@compiled(
+    "(int64[::1], boolean[:, ::1], int32[:, ::1], boolean[::1], int64[:], int64, int64[:], "
+    "int32[::1])"
+)
 def rule_out(
     keys: Int64Array,
     fits: BoolArray,
     least: Int32Array,
+    may_hold: BoolArray,
     floor: Int64Array,
     max_passed_over: int,
     priority: Int64Array,
@@ -210,14 +217,14 @@ def rule_out(
     num_ranks, end = fits.shape
     assert end == len(keys) <= len(priority)
     assert least.shape == fits.shape
-    assert num_ranks == len(floor)
+    assert num_ranks == len(floor) == len(may_hold)
     for line in range(end):
         if keys[line] == LAST:
             continue
         is_tried, is_due = False, passed_over[line] >= max_passed_over
         for k in range(num_ranks):
             may_start = least[k, line] < _NEVER and priority[line] > floor[k]
-            if fits[k, line] or (is_due and may_start):
+            if fits[k, line] or (is_due and may_hold[k] and may_start):
                 is_tried = True
                 break
         if not is_tried:
