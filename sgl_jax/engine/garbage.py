@@ -1,10 +1,13 @@
-"""Python's garbage collection in the engine process: while it is idle, not between steps.
+"""Python's garbage collection: in the engine process while it is idle, not between steps.
 
 By default, Python collects after every few thousand new objects, and a full collection visits all
 objects. With thousands of requests and sessions this delays a step by tens of milliseconds, and
 finds nothing, since the scheduler and the memory stack drop no cycles. So the engine collects while
 it is idle. Under constant load it collects only after so many new objects that other code's cycles
 may have piled up.
+
+The server's process has no idle moment to wait for. There a collection is due after so many new
+objects that one answer with log-probabilities, thousands of them, makes none due.
 """
 
 import gc
@@ -12,6 +15,8 @@ import gc
 # New objects since the last collection that make the next one due: while idle, and under load.
 _MANY_AT_REST = 10_000
 _MANY_UNDER_LOAD = 1_000_000
+# In the server's process.
+_MANY_OF_ANSWERS = 50_000
 
 
 def take_over_collection() -> None:
@@ -31,3 +36,10 @@ def collect_if_many(is_resting: bool) -> bool:
         return False
     gc.collect()
     return True
+
+
+def collect_seldom() -> None:
+    """Exempt the objects that exist now from collection, and collect after many new ones only."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_MANY_OF_ANSWERS)

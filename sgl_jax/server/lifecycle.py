@@ -11,7 +11,6 @@ import jax.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -37,6 +36,7 @@ from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
 from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.garbage import collect_seldom
 from sgl_jax.engine.health import EngineHealth
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
@@ -148,8 +148,7 @@ class _Server:
             self._texts.start()
             # The objects built so far stay as long as the process. A full collection through all of
             # them, modules and vocabulary, would hold up every client.
-            gc.collect()
-            gc.freeze()
+            collect_seldom()
             gate.open(app)
             logger.info("serving %s as %r", self._args.model_path, refs.model_name)
             print(f"sgl_jax is ready at {url_of(listener)}", flush=True)

@@ -1,0 +1,52 @@
+"""The server's process collects garbage seldom: others' streams wait while it does."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from sgl_jax.core.engine_messages import TokenLogprobs
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.garbage import collect_seldom
+from sgl_jax.server.apis.native import native_logprobs
+
+REQUEST = GenerateRequest(
+    rid="r",
+    input_ids=[7] * 700,
+    sampling=SamplingParams(),
+    return_logprob=True,
+    top_logprobs_num=20,
+    logprob_start_len=0,
+)
+
+
+@pytest.fixture
+def collections() -> Iterator[list[str]]:
+    """The collections that begin while the process collects seldom."""
+    thresholds, begun = gc.get_threshold(), []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            begun.append(f"generation {info['generation']}")
+
+    collect_seldom()
+    gc.callbacks.append(note)
+    yield begun
+    gc.callbacks.remove(note)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def test_an_answer_with_log_probabilities_of_a_long_prompt_makes_no_collection_due(
+    collections: list[str],
+) -> None:
+    entry = TokenLogprobs(7, -1.0, list(range(20)), [-1.0] * 20)
+    received = msgspec.msgpack.encode([entry] * 700)
+    collections.clear()
+    for _ in range(10):
+        entries = msgspec.msgpack.decode(received, type=list[TokenLogprobs])
+        assert len(native_logprobs(REQUEST, None, (), entries)["input_top_logprobs"]) == 700
+    assert collections == []
