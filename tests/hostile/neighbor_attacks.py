@@ -165,10 +165,18 @@ async def choices_flood(target: Target) -> None:
     await many(target, one, 16)
 
 
-async def logprob_flood(target: Target) -> None:
+async def prompt_flood(target: Target) -> None:
     async def one(number: int) -> None:
-        body = generation(f"{number} word" * 300, 4)
-        await target.post(GENERATE, body | {"return_logprob": True, "top_logprobs_num": 20})
+        await target.post(GENERATE, generation(f"{number} word" * 300, 4))
+
+    await many(target, one, 16)
+
+
+async def logprob_flood(target: Target) -> None:
+    fields = {"return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
+
+    async def one(number: int) -> None:
+        await target.post(GENERATE, generation(f"{number} word" * 300, 4) | fields)
 
     await many(target, one, 16)
 
@@ -273,6 +281,7 @@ ATTACKS: dict[str, Attack] = {
         queue_flood,
         tenant_flood,
         choices_flood,
+        prompt_flood,
         logprob_flood,
         stored_responses,
         slow_readers,
@@ -284,7 +293,10 @@ ATTACKS: dict[str, Attack] = {
     )
 }
 # They compute on all rows: what they do is compared with ordinary requests on all rows.
-COMPUTING = {"queue_flood", "tenant_flood", "choices_flood", "logprob_flood", "slow_readers"}
+COMPUTING = {
+    *("queue_flood", "tenant_flood", "choices_flood"),
+    *("prompt_flood", "logprob_flood", "slow_readers"),
+}
 
 
 async def _attack(name: str, url: str, seconds: float) -> None:
