@@ -154,7 +154,13 @@ async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:
     if group.is_streaming:
         return EventStream(group, answer_format)
     chunks = await unless_gone(group.request.receive, group.collect())
-    return json_response(answer_format.whole(chunks, group.streams))
+
+    def write() -> Response:
+        return json_response(answer_format.whole(chunks, group.streams))
+
+    # A prompt has thousands of log-probabilities: others' streams go on while they are written.
+    has_many = any(chunk.prompt_logprobs for chunk in chunks)
+    return await asyncio.to_thread(write) if has_many else write()
 
 
 def json_response(value: Any) -> Response:

@@ -1,6 +1,8 @@
-"""The server's process collects garbage seldom: others' streams wait while it does."""
+"""Answers with log-probabilities of long prompts: others' streams do not wait for them."""
 
+import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,8 @@ from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.garbage import collect_seldom
+from sgl_jax.engine.request_stream import Chunk
+from sgl_jax.server.answer_stream import respond
 from sgl_jax.server.apis.native import native_logprobs
 
 REQUEST = GenerateRequest(
@@ -50,3 +54,27 @@ def test_an_answer_with_log_probabilities_of_a_long_prompt_makes_no_collection_d
         entries = msgspec.msgpack.decode(received, type=list[TokenLogprobs])
         assert len(native_logprobs(REQUEST, None, (), entries)["input_top_logprobs"]) == 700
     assert collections == []
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_log_probabilities_of_a_prompt_are_written_beside_the_loop(has_logprobs: bool) -> None:
+    entries = [TokenLogprobs(7, -1.0, [], [])] if has_logprobs else []
+    threads = []
+
+    class Group:
+        is_streaming = False
+        streams: tuple[()] = ()
+        request = type("Request", (), {"receive": staticmethod(asyncio.Event().wait)})
+
+        async def collect(self) -> list[Chunk]:
+            return [Chunk("", [], 0, [], entries, None)]
+
+    class Format:
+        def whole(self, chunks: list[Chunk], streams: tuple[()]) -> int:
+            threads.append(threading.current_thread())
+            return len(chunks)
+
+    group: Any = Group()
+    answer_format: Any = Format()
+    assert asyncio.run(respond(group, answer_format)).body == b"1"
+    assert (threads[0] is threading.current_thread()) != has_logprobs
