@@ -103,12 +103,17 @@ class OutputLengths:
     def expected(self, number: int, output_len: int, left_len: int) -> tuple[int, float]:
         """The bucket of an output of `output_len` tokens, and the mean number of tokens that
         follow, `left_len` at most."""
-        lens = np.array((number, output_len), np.int32)
-        (bucket,) = self.buckets(lens[:1], lens[1:]).tolist()
-        steps = np.diff(np.minimum(MOMENTS, left_len))
-        beyond = max(left_len - int(MOMENTS[-1]), 0)
-        chances = self.chances[number, bucket]
-        return bucket, float(steps @ chances) + beyond * float(chances[-1])
+        bucket, expected = _expected(
+            number,
+            output_len,
+            left_len,
+            self.starts,
+            self.survival,
+            MOMENTS,
+            self.chances,
+            self.is_current,
+        )
+        return bucket, expected
 
     def update(self, running: RowColumns, rows: RowIndex) -> None:
         """Compute `survival` anew, with the present lengths of the running requests in `rows`."""
@@ -174,6 +179,28 @@ def _find_chances(
 
 
 @compiled(
+    "(int64, int64, int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], boolean[:, ::1])"
+)
+def _find_bucket(
+    of_class: int,
+    output_len: int,
+    starts: IntpArray,
+    survival: Float64Array,
+    moments: IntpArray,
+    chances: Float64Array,
+    is_current: BoolArray,
+) -> int:
+    """Return the bucket of an output, whose `chances` are current then."""
+    bucket = int(np.searchsorted(starts, output_len, "right")) - 1
+    assert 0 <= of_class < len(survival)
+    assert 0 <= bucket < len(starts)
+    if not is_current[of_class, bucket]:
+        _find_chances(bucket, survival[of_class], starts, moments, chances[of_class, bucket])
+        is_current[of_class, bucket] = True
+    return bucket
+
+
+@compiled(
     "(int32[::1], int32[::1], int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], "
     "boolean[:, ::1])"
 )
@@ -190,15 +217,33 @@ def _find_buckets(
     buckets = np.empty(len(classes), np.int32)
     assert len(output_lens) == len(classes)
     for i in range(len(classes)):
-        of_class = classes[i]
-        bucket = np.searchsorted(starts, output_lens[i], "right") - 1
-        assert 0 <= of_class < len(survival)
-        assert 0 <= bucket < len(starts)
-        if not is_current[of_class, bucket]:
-            _find_chances(bucket, survival[of_class], starts, moments, chances[of_class, bucket])
-            is_current[of_class, bucket] = True
-        buckets[i] = bucket
+        buckets[i] = _find_bucket(
+            classes[i], output_lens[i], starts, survival, moments, chances, is_current
+        )
     return buckets
+
+
+@compiled(
+    "(int64, int64, int64, int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], "
+    "boolean[:, ::1])"
+)
+def _expected(
+    of_class: int,
+    output_len: int,
+    left_len: int,
+    starts: IntpArray,
+    survival: Float64Array,
+    moments: IntpArray,
+    chances: Float64Array,
+    is_current: BoolArray,
+) -> tuple[int, float]:
+    """See `OutputLengths.expected`."""
+    bucket = _find_bucket(of_class, output_len, starts, survival, moments, chances, is_current)
+    goes_on = chances[of_class, bucket]
+    expected, last = 0.0, len(goes_on) - 1
+    for j in range(len(goes_on)):
+        expected += goes_on[j] * (min(moments[j + 1], left_len) - min(moments[j], left_len))
+    return bucket, expected + goes_on[last] * max(left_len - moments[last + 1], 0)
 
 
 @compiled(

@@ -23,11 +23,15 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.fits import NO_FLOOR, Rooms, steps_to_room
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
+# A rank is full if so much of its pages is forecast to be in use: a retract is likely then.
+FULL_PART = 0.9
+
 
 class Option(NamedTuple):
     """A rank that a request may run on. Options compare by cost, then by load, then by rank."""
 
     cost: int  # prompt tokens: to compute, ahead of them, and computed elsewhere while waiting
+    is_full: bool  # whether most of its pages are forecast to be in use, at the peak
     num_running: int
     dp_rank: int
     fits: bool  # in this step
@@ -162,11 +166,10 @@ class RankRoom:
         if leader is None and reads_host:
             num_spared = self.rank.host.num_spared(request, num_read)
         num_tokens = len(request.tokens)
-        # The fuller the rank, the likelier is a retract, which computes the request again.
-        num_lost = int(num_tokens * min((self._peak + num_pages) / self._num_total, 1.0))
-        cost = num_tokens - num_read - num_spared + num_ahead + num_lost
+        cost = num_tokens - num_read - num_spared + num_ahead
         fits = has_room and self.takes(request, num_read)
-        return Option(cost, self.num_running, self.dp_rank, fits, num_read, leader)
+        is_full = self._peak + num_pages > FULL_PART * self._num_total
+        return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
         """The row computing more of the request's tokens here than the `num_read` present, if worth

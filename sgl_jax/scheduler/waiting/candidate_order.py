@@ -25,6 +25,7 @@ from sgl_jax.scheduler.waiting.fits import (
     find_fits,
     least_pages,
     places_of,
+    rule_out_long,
 )
 from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
@@ -37,6 +38,8 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     reuse_order,
     rule_out,
 )
+
+_NO_TENANTS = np.zeros(0, np.bool_)
 
 
 class Offer(NamedTuple):
@@ -115,8 +118,9 @@ class CandidateOrder:
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[columns.tenant[:end]]] = NEVER
-        self._rule_out_long(offer, ranks, least)
-        fits = self.fits(offer.rooms, ranks, least, np.ones(end, np.bool_))
+        for k, dp_rank in enumerate(ranks.tolist()):
+            self._rule_out_long(offer, dp_rank, least[k])
+        fits = self._fits(offer.rooms, ranks, least)
         self._add_preempting(fits, ranks, least, preemptible, threshold)
         offer.changed.clear()
         turns, passed_over = self._tenants.turns(), columns.passed_over
@@ -132,11 +136,11 @@ class CandidateOrder:
                 keys[self._alike(offer.passed_by.pop())] = LAST
             if not offer.changed:
                 continue
-            self._rule_out_long(offer, ranks, least)
             changed = [k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed]
             is_tried = keys != LAST
             for k in changed:
                 part = slice(k, k + 1)
+                self._rule_out_long(offer, int(ranks[k]), least[k])
                 fits[part] = self.find(offer.rooms, ranks[part], least[part], is_tried)
                 self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)
             offer.changed.clear()
@@ -151,24 +155,19 @@ class CandidateOrder:
                 passed_over,
             )
 
-    def fits(
-        self, rooms: Rooms, ranks: IntpArray, least: Int32Array, is_tried: BoolArray
-    ) -> BoolArray:
+    def _fits(self, rooms: Rooms, ranks: IntpArray, least: Int32Array) -> BoolArray:
         """Return which lines fit which of `ranks`, bool[len(ranks), end].
 
         Args:
             rooms: ROOM[all ranks].
             ranks: with the lines' rooms.
             least: int32[len(ranks), end], the pages that a line takes at least; raised for lines
-                whose start depends on the part of their prefix in use.
-            is_tried: bool[end].
+                that do not fit since too few of their cached pages are in use.
         """
-        fits = self.find(rooms, ranks, least, is_tried)
-        alone = np.where(least == NEVER, NEVER, self._columns.num_pages[: least.shape[1]])
-        is_doubtful = np.asarray(fits.any(axis=0))
-        if is_doubtful.any():
-            fits_alone = self.find(rooms, ranks, alone, is_doubtful).any(axis=0)
-            is_doubtful = np.asarray(is_doubtful & ~fits_alone)
+        end = least.shape[1]
+        fits_alone = np.zeros(end, np.bool_)
+        fits = self.find(rooms, ranks, least, np.ones(end, np.bool_), fits_alone)
+        is_doubtful = np.asarray(fits.any(axis=0) & ~fits_alone)
         if is_doubtful.any():
             needed = least.copy()
             self._count_in_use(is_doubtful, ranks, needed)
@@ -179,13 +178,18 @@ class CandidateOrder:
         return fits
 
     def find(
-        self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
+        self,
+        rooms: Rooms,
+        ranks: IntpArray,
+        pages: Int32Array,
+        is_tried: BoolArray,
+        fits_alone: BoolArray | None = None,
     ) -> BoolArray:
         """`find_fits` in the rooms of `ranks`; False for lines that are not tried."""
         fits = np.zeros(pages.shape, np.bool_)
         room_of = np.empty(pages.shape, np.int32)
         room_of[:] = ranks[:, None]
-        return self._find_in(rooms, room_of, pages, is_tried, fits)
+        return self._find_in(rooms, room_of, pages, is_tried, fits, fits_alone)
 
     def _find_in(
         self,
@@ -194,24 +198,32 @@ class CandidateOrder:
         pages: Int32Array,
         is_tried: BoolArray,
         fits: BoolArray,
+        fits_alone: BoolArray | None = None,
     ) -> BoolArray:
+        if fits_alone is None:
+            fits_alone = np.ones(pages.shape[1], np.bool_)
         needs, chances = self._columns.needs, self._lengths.chances
-        find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits)
+        find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits, fits_alone)
         return fits
 
-    def _rule_out_long(self, offer: Offer, ranks: IntpArray, least: Int32Array) -> None:
-        """Set `least` of lines that have too many tokens to compute (`ROOM`) to `NEVER`."""
-        columns, lines = self._columns, slice(least.shape[1])
-        for k, dp_rank in enumerate(ranks.tolist()):
-            room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
-            if room.most_tokens == NO_LIMIT:
-                continue
-            page_size = self._memories[dp_rank].page_size
-            is_long = columns.num_lacking(dp_rank, lines, page_size) > room.most_tokens
-            is_long &= columns.priority[lines] == room.floor + 1
-            if open_tenants is not None:
-                is_long &= ~open_tenants[columns.tenant[lines]]
-            least[k, is_long] = NEVER
+    def _rule_out_long(self, offer: Offer, dp_rank: int, pages: Int32Array) -> None:
+        """Set `pages`, int32[end], of lines that have too many tokens to compute on a rank (`ROOM`)
+        to `NEVER`."""
+        room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
+        most_tokens = int(room["most_tokens"])
+        if most_tokens == NO_LIMIT:
+            return
+        columns = self._columns
+        rule_out_long(
+            pages,
+            columns.cached_pages[dp_rank],
+            columns.tenant,
+            _NO_TENANTS if open_tenants is None else open_tenants,
+            int(room["floor"]) + 1,
+            most_tokens,
+            self._memories[dp_rank].page_size,
+            columns.needs,
+        )
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` behind the

@@ -151,6 +151,26 @@ def _pages_short(
 
 
 @compiled(
+    "(room, need, int64, float64[:, :, ::1], int64[::1])",
+    room=ROOM,
+    need=NEED,
+)
+def _is_enough(
+    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray
+) -> bool:
+    """Return whether `_pages_short` is not above 0."""
+    # Most requests that do not fit lack pages now, or at the peak.
+    if room.most + need.most - (need.pages - num_pages) > room.total:
+        if room.pages[0] + num_pages > room.total:
+            return False
+        goes_on = chances[need.length_class, need.bucket]
+        if _short_at(room, need, num_pages, goes_on, moments, room.peak) > 0:
+            return False
+    is_enough: bool = _pages_short(room, need, num_pages, chances, moments) <= 0
+    return is_enough
+
+
+@compiled(
     "(rooms[::1], int64, needs[::1], int64, int64, float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
     needs=NEED,
@@ -194,7 +214,7 @@ def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray
 
 @compiled(
     "(rooms[::1], int32[:, ::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
-    "int64[::1], boolean[:, ::1])",
+    "int64[::1], boolean[:, ::1], boolean[::1])",
     rooms=ROOM,
     needs=NEED,
 )
@@ -207,8 +227,10 @@ def find_fits(
     chances: Float64Array,
     moments: IntpArray,
     fits: BoolArray,
+    fits_alone: BoolArray,
 ) -> None:
-    """Write whether lines fit ranks to `fits`, bool[ranks, lines].
+    """Write whether lines fit ranks to `fits`, bool[ranks, lines], and set `fits_alone`,
+    bool[lines], for lines that fit one if none of their pages are in use.
 
     Args:
         rooms: any number of them.
@@ -236,15 +258,11 @@ def find_fits(
             room, need = rooms[room_of[k, line]], needs[line]
             if need.priority <= room.floor:
                 continue
-            # Most lines that do not fit lack pages now, or at the peak.
-            most = room.most + need.most - (need.pages - num_pages) - room.total
-            if most > 0:
-                if room.pages[0] + num_pages > room.total:
-                    continue
-                goes_on = chances[need.length_class, need.bucket]
-                if _short_at(room, need, num_pages, goes_on, moments, room.peak) > 0:
-                    continue
-            fits[k, line] = _pages_short(room, need, num_pages, chances, moments) <= 0
+            fits[k, line] = _is_enough(room, need, num_pages, chances, moments)
+            if fits[k, line] and not fits_alone[line]:
+                fits_alone[line] = num_pages == need.pages or _is_enough(
+                    room, need, need.pages, chances, moments
+                )
 
 
 @compiled(
@@ -298,6 +316,36 @@ def least_pages(
             if may_stay and may_run[ranks[k], line] and is_above:
                 least[k, line] = needs[line].pages - cached_pages[ranks[k], line]
     return least
+
+
+@compiled(
+    "(int32[::1], int32[::1], int32[::1], boolean[::1], int64, int64, int64, needs[::1])",
+    needs=NEED,
+)
+def rule_out_long(
+    pages: Int32Array,
+    cached_pages: Int32Array,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
+    priority: int,
+    most_tokens: int,
+    page_size: int,
+    needs: Needs,
+) -> None:
+    """Set `pages` of lines of `priority` with more than `most_tokens` tokens to compute on a rank
+    to `NEVER`.
+
+    `pages` are the pages that lines take at least; `cached_pages` and `tenant` are the queue's
+    columns, the first of that rank. Lines of `open_tenants`, by number or empty, stay.
+    """
+    assert len(pages) <= len(needs)
+    assert len(pages) <= len(cached_pages)
+    assert len(pages) <= len(tenant)
+    for line in range(len(pages)):
+        num_lacking = needs[line].tokens - cached_pages[line] * page_size
+        is_long = needs[line].priority == priority and num_lacking > most_tokens
+        if is_long and not (len(open_tenants) and open_tenants[tenant[line]]):
+            pages[line] = NEVER
 
 
 @compiled("(int32[::1], boolean[::1], int32[::1], int64)")

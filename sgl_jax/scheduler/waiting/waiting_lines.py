@@ -232,7 +232,7 @@ def rule_out(
 
 
 @compiled(
-    "(int64, int64, int64, int32, boolean, float64, int64, int64, boolean[::1], boolean[::1], "
+    "(int64, int64, int64, int32, boolean, float64, int64, int64, int64, boolean[::1], boolean[::1], "
     "int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], float64[::1], "
     "int32[::1])"
 )
@@ -244,6 +244,7 @@ def pass_over(
     was_due: bool,
     started_service: float,
     num_free: int,
+    started_cached: int,
     max_passed_over: int,
     is_waiting: BoolArray,
     may_run: BoolArray,
@@ -260,9 +261,10 @@ def pass_over(
     before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
     `turns`. If the started request was due, passes over later lines are counted anew.
 
-    A line that lacked pages, since there were only `num_free`, is passed over so often that it is
-    due, after `max_passed_over`, when the requests before it have received as much service as it
-    needs. `service` is a column; `num_pages` and `cached_pages` are columns of that rank."""
+    A line that lacked pages, since there were only `num_free`, has been passed over
+    `max_passed_over` times when the requests before it have received as much service as it needs.
+    Those with more cached pages, `started_cached`, come before it in any case and count once.
+    `service` is a column; `num_pages` and `cached_pages` are columns of that rank."""
     assert end <= len(is_waiting)
     assert end <= len(service)
     assert 0 <= started_tenant < len(turns)
@@ -273,8 +275,8 @@ def pass_over(
         turn, started_turn = turns[tenant[line]], turns[started_tenant]
         is_before = arrival[line] < started if turn == started_turn else turn < started_turn
         if is_before and priority[line] >= started_priority:
-            num_passes = 1
-            if num_pages[line] - cached_pages[line] > num_free:
+            num_passes, is_large = 1, num_pages[line] - cached_pages[line] > num_free
+            if is_large and started_cached <= cached_pages[line]:
                 part = min(started_service / service[line], 1.0)
                 num_passes = max(int(max_passed_over * part), 1)
             passed_over[line] = min(passed_over[line] + num_passes, max_passed_over)

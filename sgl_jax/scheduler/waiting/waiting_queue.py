@@ -169,6 +169,7 @@ class WaitingQueue:
         in so many starts because it is due, and the others by their order.
         """
         columns, service = self._columns, float(self._columns.service[request.line])
+        started_cached = int(columns.cached_pages[dp_rank, request.line])
         was_due, turns = self.is_due(request), self._tenants.turns()
         self.remove(request)
         pass_over(
@@ -179,6 +180,7 @@ class WaitingQueue:
             was_due,
             service,
             num_free,
+            started_cached,
             self._max_passed_over,
             columns.is_waiting,
             columns.may_run[dp_rank],
