@@ -111,6 +111,7 @@ class Ranks:
     def forecast_rooms(self) -> Rooms:
         """What each rank has for another request: ROOM[ranks]."""
         forecast, rooms = self.forecast(), self.rooms()
+        rooms["is_open"] = True
         forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))
         for dp_rank, rank in enumerate(self.ranks):
             forecast.write(dp_rank, rooms[dp_rank : dp_rank + 1])

@@ -69,7 +69,7 @@ def in_order(driver: Driver) -> list[Request]:
     rooms["total"], rooms["is_open"] = 10_000, True
     may_preempt = np.zeros(len(rooms), np.bool_)
     offer = Offer(rooms, may_preempt, [None for _ in rooms], passed_by=[], changed=set())
-    return list(driver.scheduler._waiting.candidates(offer, 0, [], 0))
+    return [request for request, _ in driver.scheduler._waiting.candidates(offer, 0, [], 0)]
 
 
 def test_the_queue_prefers_no_request_for_what_another_namespace_has_cached() -> None:

@@ -129,10 +129,11 @@ class Admission:
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_following = num_staying = num_failed = 0
-        for request in self._waiting.candidates(offer, step, preemptible, threshold):
+        candidates = self._waiting.candidates(offer, step, preemptible, threshold)
+        for request, may_start in candidates:
             if not self._tenants.may_run(request.tenant):
                 continue
-            chosen = self._choose(rooms, request, step)
+            chosen = self._choose(rooms, request, step) if may_start else None
             room: RankRoom | None = None
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
@@ -142,7 +143,7 @@ class Admission:
                 else:
                     self._put_off(room, request, chosen)
                     num_staying += chosen.leader is None
-            elif preemptible and self._preempt_for(rooms, request, threshold):
+            elif preemptible and may_start and self._preempt_for(rooms, request, threshold):
                 return True
             elif self._waiting.is_due(request):
                 room = self._hold_for(rooms, request, step)

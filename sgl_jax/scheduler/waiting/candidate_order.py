@@ -95,7 +95,7 @@ class CandidateOrder:
         preemptible: Sequence[Preemptible],
         threshold: int,
         levels: Levels,
-    ) -> Iterator[int]:
+    ) -> Iterator[tuple[int, bool]]:
         """See `WaitingQueue.candidates`; the columns are up to date."""
         columns = self._columns
         end = columns.end
@@ -121,7 +121,7 @@ class CandidateOrder:
         for k, dp_rank in enumerate(ranks.tolist()):
             self._rule_out_long(offer, dp_rank, least[k])
         fits = self._fits(offer.rooms, ranks, least)
-        self._add_preempting(fits, ranks, least, preemptible, threshold)
+        self._add_preempting(fits, ranks, least, floor, preemptible, threshold)
         offer.changed.clear()
         turns, passed_over = self._tenants.turns(), columns.passed_over
         if turns is not None and turns.is_lagging.any():
@@ -131,7 +131,7 @@ class CandidateOrder:
         keys = self._order_keys(fits, least, may_hold, turns, passed_over, levels)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
             keys[first] = LAST
-            yield first
+            yield first, bool(fits[:, first].any())
             while offer.passed_by:
                 keys[self._alike(offer.passed_by.pop())] = LAST
             if not offer.changed:
@@ -142,7 +142,9 @@ class CandidateOrder:
                 part = slice(k, k + 1)
                 self._rule_out_long(offer, int(ranks[k]), least[k])
                 fits[part] = self.find(offer.rooms, ranks[part], least[part], is_tried)
-                self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)
+                self._add_preempting(
+                    fits[part], ranks[part], least[part], floor, preemptible, threshold
+                )
             offer.changed.clear()
             rule_out(
                 keys,
@@ -187,23 +189,10 @@ class CandidateOrder:
     ) -> BoolArray:
         """`find_fits` in the rooms of `ranks`; False for lines that are not tried."""
         fits = np.zeros(pages.shape, np.bool_)
-        room_of = np.empty(pages.shape, np.int32)
-        room_of[:] = ranks[:, None]
-        return self._find_in(rooms, room_of, pages, is_tried, fits, fits_alone)
-
-    def _find_in(
-        self,
-        rooms: Rooms,
-        room_of: Int32Array,
-        pages: Int32Array,
-        is_tried: BoolArray,
-        fits: BoolArray,
-        fits_alone: BoolArray | None = None,
-    ) -> BoolArray:
         if fits_alone is None:
             fits_alone = np.ones(pages.shape[1], np.bool_)
         needs, chances = self._columns.needs, self._lengths.chances
-        find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits, fits_alone)
+        find_fits(rooms, ranks, pages, needs, is_tried, chances, MOMENTS, fits, fits_alone)
         return fits
 
     def _rule_out_long(self, offer: Offer, dp_rank: int, pages: Int32Array) -> None:
@@ -239,22 +228,27 @@ class CandidateOrder:
         fits: BoolArray,
         ranks: IntpArray,
         least: Int32Array,
+        floor: Int64Array,
         preemptible: Sequence[Preemptible],
         threshold: int,
     ) -> None:
         """Add to `fits` the lines that fit if all requests that they may preempt give way.
 
-        The arguments are `lines`'; `fits` and `least` have a line for each of `ranks`.
+        The arguments are `lines`'; `fits` and `least` have a line for each of `ranks`, `floor` of
+        each rank.
         """
         if not preemptible:
             return
         below = self._columns.priority[: least.shape[1]] - threshold
         for k, dp_rank in enumerate(ranks.tolist()):
-            at_rank = preemptible[dp_rank]
-            room_of = (np.searchsorted(at_rank.levels, below) - 1).astype(np.int32)[None]
-            part = fits[k : k + 1].copy()
-            self._find_in(at_rank.rooms, room_of, least[k : k + 1], ~part[0], part)
-            fits[k] |= part[0]
+            at_rank, part = preemptible[dp_rank], slice(k, k + 1)
+            at_rank.rooms["floor"], at_rank.rooms["is_open"] = floor[dp_rank], True
+            num_levels = np.searchsorted(at_rank.levels, below)  # that give way
+            for level in range(len(at_rank.levels)):
+                is_tried = np.asarray((num_levels == level + 1) & ~fits[k])
+                if is_tried.any():
+                    number = np.array((level,))
+                    fits[part] |= self.find(at_rank.rooms, number, least[part], is_tried)
 
     def _count_in_use(self, is_doubtful: BoolArray, ranks: IntpArray, least: Int32Array) -> None:
         """Raise `least` for lines that may fit only if enough of their cached pages are in use."""

@@ -159,10 +159,8 @@ def _is_enough(
     room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray
 ) -> bool:
     """Return whether `_pages_short` is not above 0."""
-    # Most requests that do not fit lack pages now, or at the peak.
     if room.most + need.most - (need.pages - num_pages) > room.total:
-        if room.pages[0] + num_pages > room.total:
-            return False
+        # Most requests that do not fit lack pages at the peak.
         goes_on = chances[need.length_class, need.bucket]
         if _short_at(room, need, num_pages, goes_on, moments, room.peak) > 0:
             return False
@@ -213,14 +211,14 @@ def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray
 
 
 @compiled(
-    "(rooms[::1], int32[:, ::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
+    "(rooms[::1], int64[::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
     "int64[::1], boolean[:, ::1], boolean[::1])",
     rooms=ROOM,
     needs=NEED,
 )
 def find_fits(
     rooms: Rooms,
-    room_of: Int32Array,
+    ranks: IntpArray,
     pages: Int32Array,
     needs: Needs,
     is_tried: BoolArray,
@@ -229,34 +227,39 @@ def find_fits(
     fits: BoolArray,
     fits_alone: BoolArray,
 ) -> None:
-    """Write whether lines fit ranks to `fits`, bool[ranks, lines], and set `fits_alone`,
-    bool[lines], for lines that fit one if none of their pages are in use.
+    """Write which lines fit which of `ranks` to `fits`, bool[len(ranks), lines], and set
+    `fits_alone`, bool[lines], for lines that fit one if none of their pages are in use.
 
     Args:
-        rooms: any number of them.
-        room_of: int32[ranks, lines], the room that counts, by its index; below 0 for none. Then
-            `fits` is left as it is.
-        pages: int32[ranks, lines] that a line takes to start; `NEVER` if it may not.
+        rooms: ROOM[n]; no line fits one that is not open.
+        ranks: indices of the rooms.
+        pages: int32[len(ranks), lines] that a line takes to start; `NEVER` if it may not.
         needs: NEED[lines] or more.
         is_tried: bool[lines]; `fits` of the others is left as it is.
         chances: of `OutputLengths`.
         moments: `MOMENTS`.
     """
     num_ranks, end = fits.shape
-    assert room_of.shape == pages.shape == fits.shape
+    assert num_ranks == len(ranks)
+    assert pages.shape == fits.shape
     assert end <= len(needs)
     assert end <= len(is_tried)
+    assert end <= len(fits_alone)
     for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms)
+        room = rooms[ranks[k]]
+        num_free, floor = room.total - room.pages[0], room.floor
+        if not room.is_open:
+            num_free = -1.0
         for line in range(end):
-            if not is_tried[line] or room_of[k, line] < 0:
+            if not is_tried[line]:
                 continue
-            assert room_of[k, line] < len(rooms)
             num_pages = pages[k, line]
             fits[k, line] = False
-            if num_pages == NEVER:
-                continue
-            room, need = rooms[room_of[k, line]], needs[line]
-            if need.priority <= room.floor:
+            if num_pages > num_free:
+                continue  # as most that do not fit, and those that may not start
+            need = needs[line]
+            if need.priority <= floor:
                 continue
             fits[k, line] = _is_enough(room, need, num_pages, chances, moments)
             if fits[k, line] and not fits_alone[line]:

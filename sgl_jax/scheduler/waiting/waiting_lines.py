@@ -232,9 +232,9 @@ def rule_out(
 
 
 @compiled(
-    "(int64, int64, int64, int32, boolean, float64, int64, int64, int64, boolean[::1], boolean[::1], "
-    "int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], float64[::1], "
-    "int32[::1])"
+    "(int64, int64, int64, int32, boolean, float64, int64, int64, int64, boolean[::1], "
+    "boolean[::1], int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], "
+    "float64[::1], int32[::1])"
 )
 def pass_over(
     end: int,

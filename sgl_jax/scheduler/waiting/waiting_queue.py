@@ -271,8 +271,9 @@ class WaitingQueue:
 
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
-    ) -> Iterator[Request]:
-        """The requests that may start in this step, and the due ones, first to last.
+    ) -> Iterator[tuple[Request, bool]]:
+        """The requests that may start in this step, and those that are due and may not, first to
+        last. Yields each with whether it may start.
 
         Args:
             offer: of the ranks. The caller updates it as requests start.
@@ -285,8 +286,8 @@ class WaitingQueue:
         self._drop_leaders(slice(self._columns.end))
         highest = self._priorities.highest or 0
         levels = Levels(highest, highest - (self._priorities.lowest or 0) + 1)
-        for line in self._order.lines(offer, step, preemptible, threshold, levels):
-            yield self._by_line[line]
+        for line, may_start in self._order.lines(offer, step, preemptible, threshold, levels):
+            yield self._by_line[line], may_start
 
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
         """Tokens of the requests that wait beside `request` which the rank's cache lacks."""

@@ -78,7 +78,7 @@ class Queue:
         return Offer(rooms, np.zeros(count, np.bool_), [None] * count, passed_by=[], changed=set())
 
     def tried(self, offer: Offer) -> Iterator[Request]:
-        return self.waiting.candidates(offer, 0, [], 0)
+        return (request for request, _ in self.waiting.candidates(offer, 0, [], 0))
 
 
 def leave(offer: Offer, room: int) -> None:
