@@ -69,7 +69,9 @@ _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
-_RESERVE = "sgl_jax/scheduler/admission/reserve.py"
+_FITS = "sgl_jax/scheduler/waiting/fits.py"
+_FORECAST = "sgl_jax/scheduler/admission/forecast.py"
+_PREEMPTION = "sgl_jax/scheduler/admission/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
 _STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
@@ -1231,21 +1233,21 @@ MUTATIONS = (
     # -- which request starts, and where
     Mutation(
         "hold no rank for a request that is due",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        room.hold(request.priority)\n",
+        _ADMISSION,
+        "        room.hold(request, num_pages, max(hold.until_step - step, 0))\n",
         "",
     ),
     Mutation(
         "choose in each step anew the rank that is held",
-        "sgl_jax/scheduler/admission/admission.py",
-        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}",
+        _ADMISSION,
+        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}",
         "self._holds = {}",
     ),
     Mutation(
         "hold the rank where most is lacking",
         _ADMISSION,
-        "(max(room.num_short(num_pages, cursors[r]), 0), room.num_running, r)",
-        "(-room.num_short(num_pages, cursors[r]), room.num_running, r)",
+        "return max(num_short, 0), room.num_running",
+        "return -num_short, room.num_running",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1268,8 +1270,12 @@ MUTATIONS = (
     Mutation(
         "start where most is to be computed",
         _ADMISSION,
-        "best, cheapest = min(options), min(fitting)",
-        "best, cheapest = max(options), max(fitting)",
+        "cheapest = min(fitting)\n"
+        "        # Only a longer prefix is worth a wait.\n"
+        "        best = min(",
+        "cheapest = max(fitting)\n"
+        "        # Only a longer prefix is worth a wait.\n"
+        "        best = max(",
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
@@ -1291,9 +1297,9 @@ MUTATIONS = (
     ),
     Mutation(
         "start a request without a row",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self.is_open = self._has_row and self._builder.can_admit",
-        "self.is_open = self._builder.can_admit",
+        _ROOM,
+        "self.has_row = self.rank.has_row\n",
+        "self.has_row = True\n",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1310,26 +1316,26 @@ MUTATIONS = (
     Mutation(
         "take the wait for a full rank for no work",
         _ROOM,
-        "            num_ahead += self.chunk_size * self._steps_to_room()\n",
+        "            num_ahead += self.chunk_size * self._steps_to_room(num_pages)\n",
         "            pass\n",
     ),
     Mutation(
         "let all that wait for a rank have the first room there",
         _ROOM,
-        "        if not self.num_staying:\n",
-        "        if True:\n",
+        "last = min(self.num_staying, len(self._sorted_ends) - 1)",
+        "last = 0",
     ),
     Mutation(
         "reserve nothing for running requests",
-        _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._reserve()",
-        "self.rank.memory.num_reclaimable_pages",
+        _FORECAST,
+        "growth *= min(room.conservativeness, 1.0)",
+        "growth *= 0.0",
     ),
     Mutation(
         "reserve twice",
-        _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._reserve()",
-        "self.rank.memory.num_reclaimable_pages - 2 * self._reserve()",
+        _FORECAST,
+        "growth *= min(room.conservativeness, 1.0)",
+        "growth *= 2.0",
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
@@ -1349,7 +1355,6 @@ MUTATIONS = (
         "return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))",
         "return cursor.length",
     ),
-    # -- preemption
     # -- a prefix in flight is waited for
     Mutation(
         "wait for a prompt that is scored a little at a time",
@@ -1480,9 +1485,9 @@ MUTATIONS = (
     ),
     Mutation(
         "pass over without a count",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "            passed_over[line] += 1\n",
-        "            pass\n",
+        _LINES,
+        "            num_passes = 1\n",
+        "            num_passes = 0\n",
     ),
     Mutation(
         "pass over what may not run there",
@@ -1528,25 +1533,25 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for a better rank though it has room",
-        _LINES,
+        _FITS,
         "if stays_for != NO_RANK and not is_open[stays_for]:",
         "if stays_for != NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "if pages <= room[k] or is_due or",
-        "if pages < room[k] or is_due or",
+        _FITS,
+        "if room.pages[0] + num_pages > room.total:",
+        "if room.pages[0] + num_pages >= room.total:",
     ),
     Mutation(
-        "leave out a request that needs all that is there, with what is in use",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "            if needed > room:\n",
-        "            if needed >= room:\n",
+        "leave out a request that needs all that is there at the peak",
+        _FITS,
+        "need, num_pages, goes_on, moments, room.peak) > 0:",
+        "need, num_pages, goes_on, moments, room.peak) >= 0:",
     ),
     Mutation(
         "count nothing of a prefix as in use",
-        _LINES,
+        _FITS,
         "min(in_use[place[line]], cached_pages[line])",
         "0 * min(in_use[place[line]], cached_pages[line])",
     ),
@@ -1559,8 +1564,8 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "offer.floor, room, floor):\n",
-        "offer.floor, room, floor):\n                return\n",
+        "            yield first\n",
+        "            yield first\n            if offer.changed:\n                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2272,9 +2277,9 @@ MUTATIONS = (
     # -- priorities, preemption and tenants
     Mutation(
         "pressure: preempt at the threshold",
-        "sgl_jax/scheduler/admission/preemption.py",
-        "np.searchsorted(self.priorities, below))",
-        'np.searchsorted(self.priorities, below, "right"))',
+        _PREEMPTION,
+        "int(np.searchsorted(self._priorities, below))",
+        'int(np.searchsorted(self._priorities, below, "right"))',
     ),
     Mutation(
         "pressure: preempt for any difference of priority",
@@ -2308,8 +2313,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: spare a victim without which it does not fit",
-        "sgl_jax/scheduler/admission/preemption.py",
-        "if num_needed <= self._num_pages(num_freed - num_less, rest):",
+        _PREEMPTION,
+        "if fits(self._room_without(num_freed - num_less, rest), num_needed):",
         "if True:",
     ),
     Mutation(
@@ -2350,8 +2355,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: preempt and start elsewhere",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=False)",
+        _ADMISSION,
+        "        room.preempt(found.rows)\n        self._start(room, request)\n",
         "        room.preempt(found.rows)\n",
     ),
     Mutation(
@@ -2367,16 +2372,16 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "pressure: try no preemption again after a start that made the reserve smaller",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "if was_ample or not (self.is_open or may_preempt):",
-        "if was_ample or not self.is_open:",
+        "pressure: try no preemption on a rank after a start there",
+        _CANDIDATES,
+        "self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)",
+        "pass",
     ),
     Mutation(
-        "pressure: look only at the reserve of all after a start",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "by_preemption = self.preemptible.most_pages - num_needed if may_preempt else None",
-        "by_preemption = None",
+        "pressure: preempt by what ran before a start in the same step",
+        _ROOM,
+        "        self._preemptible = self._sorted_ends = None\n        end",
+        "        self._sorted_ends = None\n        end",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
@@ -2422,21 +2427,21 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: hold a rank against every priority",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self._held_above = max(self._held_above, priority)",
-        "self._held_above = 2**62",
+        _ROOM,
+        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
+        "room.held_above, room.held_pages, room.held_steps = 2**62, num_pages",
     ),
     Mutation(
         "pressure: hold a rank against lower priorities alone",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self._held_above = max(self._held_above, priority)",
-        "self._held_above = max(self._held_above, priority - 1)",
+        _ROOM,
+        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
+        "room.held_above, room.held_pages, room.held_steps = request.priority - 1, num_pages",
     ),
     Mutation(
         "pressure: start below the floor",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "and may_run[ranks[k], line] and priority[line] > floor[k]:",
-        "and may_run[ranks[k], line]:",
+        _FITS,
+        "if may_stay and may_run[ranks[k], line] and is_above:",
+        "if may_stay and may_run[ranks[k], line]:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",
