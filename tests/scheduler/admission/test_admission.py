@@ -152,7 +152,7 @@ def test_a_request_waits_once_for_its_best_rank_and_no_longer_than_that_saves() 
 
 
 def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_there() -> None:
-    driver, prompt = cached_on_rank_0(num_running=2, chunk=8)
+    driver, prompt = cached_on_rank_0(num_running=2, chunk=8, num_pages=400)
     start(driver, "far from its end", [41] * 8, 160, 0)
     start(driver, "near its end", [42] * 8, 12, 0)
     for i in range(2):

@@ -143,6 +143,17 @@ def test_what_victims_would_come_to_hold_does_not_count() -> None:
     finish(driver)
 
 
+def test_a_request_preempts_beside_one_that_starts_in_the_same_step() -> None:
+    driver = make_driver(max_chunk_tokens=128)
+    start(driver, "low", 8, priority=0)
+    ask(driver, "fits", 6, priority=50)
+    ask(driver, "preempts", 10, priority=50)  # of 6 pages that are left, and 8
+    driver.step()
+    assert running(driver) == {"fits", "preempts"}
+    assert num_preempted(driver) == 1
+    finish(driver)
+
+
 def test_what_fits_preempts_nothing() -> None:
     driver = make_driver(num_running=2)
     start(driver, "low", 3, priority=0)
