@@ -109,7 +109,7 @@ class Ranks:
         return self._empty_rooms.copy()
 
     def forecast_rooms(self) -> Rooms:
-        """What each rank has for another request: ROOM[ranks]."""
+        """The room of each rank beside its running requests: ROOM[ranks]."""
         forecast, rooms = self.forecast(), self.rooms()
         forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))
         for dp_rank, rank in enumerate(self.ranks):

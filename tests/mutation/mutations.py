@@ -2725,8 +2725,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt again what gave way in the same step",
         _ROOM,
-        "self._in_flight = self._preemptible = self._sorted_ends = None",
-        "self._in_flight = self._sorted_ends = None",
+        "        self._preemptible = self._sorted_ends = None\n        end",
+        "        self._sorted_ends = None\n        end",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",

@@ -154,6 +154,18 @@ def test_a_request_preempts_beside_one_that_starts_in_the_same_step() -> None:
     finish(driver)
 
 
+def test_two_requests_preempt_on_one_rank_in_the_same_step() -> None:
+    driver = make_driver(max_chunk_tokens=128)
+    for i in range(2):
+        start(driver, f"low{i}", 8, priority=0)
+    for i in range(2):
+        ask(driver, f"high{i}", 10, priority=50)
+    driver.step()
+    assert running(driver) == {"high0", "high1"}
+    assert num_preempted(driver) == 2
+    finish(driver)
+
+
 def test_what_fits_preempts_nothing() -> None:
     driver = make_driver(num_running=2)
     start(driver, "low", 3, priority=0)

@@ -216,6 +216,18 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     assert [request.arrival for request in queue.tried(offer)] == [0]
 
 
+def test_a_floor_leaves_out_due_requests_as_well() -> None:
+    queue = Queue("fcfs")
+    queue.add(0)
+    for arrival in range(1, MAX_PASSED_OVER + 1):
+        queue.waiting.started(queue.add(arrival), 0, PLENTY)
+    assert [request.arrival for request in due_of(queue.waiting)] == [0]
+    offer = queue.offer(0)
+    assert [request.arrival for request in queue.tried(offer)] == [0]
+    offer.rooms["floor"][0] = 0
+    assert list(queue.tried(offer)) == []
+
+
 def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_that_starts() -> None:
     queue = Queue(cached_len=0)
     queue.add(0, 8)
