@@ -6,7 +6,7 @@ import pytest
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
-from sgl_jax.scheduler.record.events import Resume
+from sgl_jax.scheduler.record.events import Configure, Resume
 from sgl_jax.scheduler.running_rows import RowColumns
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -116,11 +116,13 @@ def test_the_sums_of_a_step_equal_those_of_all_requests() -> None:
     )
 
 
-def test_a_prompt_that_takes_many_steps_is_expected_to_stay_as_long() -> None:
+@pytest.mark.parametrize("most", [8, 64])
+def test_a_prompt_that_takes_many_steps_is_expected_to_stay_as_long(most: int) -> None:
     """Its limit of three tokens counts from the end of its prompt, in 25 steps."""
     driver = Driver(
-        make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=8), SchedulerArgs()
+        make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=most), SchedulerArgs()
     )
+    driver.scheduler.handle(Configure(SchedulerArgs(), chunk_tokens=8))
     driver.submit(generate("long", list(range(200 % 50)) + [1] * 200, 3))
     driver.step()
     (room,) = driver.scheduler._all_ranks.forecast_rooms()
