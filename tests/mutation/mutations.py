@@ -1758,8 +1758,8 @@ MUTATIONS = (
     Mutation(
         "hold one rank for several requests",
         _ADMISSION,
-        "        room = rooms[hold.dp_rank]\n        if room.is_held:\n            return None\n",
-        "        room = rooms[hold.dp_rank]\n",
+        "        if room.is_held:\n",
+        "        if False:\n",
     ),
     Mutation(
         "choose a rank to hold that is held",
@@ -1820,6 +1820,18 @@ MUTATIONS = (
         _ADMISSION,
         "max(hold.until_step - step + 1, 0)",
         "max(hold.until_step - step + 1, 0) + 8",
+    ),
+    Mutation(
+        "name a due request whose rank is held for a more important one",
+        _ADMISSION,
+        "            self._holds[request.rid] = self._holds.pop(request.rid)\n",
+        "",
+    ),
+    Mutation(
+        "forecast by the chunk size of the engine's start",
+        _SCHEDULER,
+        "        self._all_ranks.set_chunk_size(self._chunk_tokens)\n",
+        "",
     ),
     # -- the waiting queue
     Mutation(
