@@ -60,8 +60,8 @@ class SchedulerArgs:
     )
     schedule_conservativeness: float = setting(
         1.0,
-        "factor of the pages reserved for the expected output of running requests: above 1, "
-        "requests start later and are retracted less often",
+        "factor of the price of a retract and, up to 1, of the pages kept for the growth of "
+        "requests: 0 keeps none; above 1, requests start later and are retracted less often",
         bounds=(0.0, 10.0),
     )
     enable_priority_scheduling: bool = setting(

@@ -69,19 +69,23 @@ class Ranks:
         self.num_drafted = 0  # tokens with a read result, and of these:
         self.num_accepted = 0  # including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
-        self._chunk_size = sizes.max_chunk_tokens
         self._empty_rooms: Rooms = np.zeros(sizes.dp_size, ROOM)
         self._empty_rooms["total"] = sizes.pool_pages[0] - 1
         self._empty_rooms["conservativeness"] = args.schedule_conservativeness
         self._empty_rooms["page_size"] = sizes.page_size
-        self._empty_rooms["chunk_size"] = self._chunk_size
-        self._empty_rooms["step_price"] = min(STEP_PRICE, self._chunk_size)
+        self.set_chunk_size(sizes.max_chunk_tokens)
         self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
         self._empty_rooms["most_tokens"] = NO_LIMIT
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self._join(self._active_parts)
+
+    def set_chunk_size(self, num_tokens: int) -> None:
+        """Set the prompt tokens of a step."""
+        self._chunk_size = num_tokens
+        self._empty_rooms["chunk_size"] = num_tokens
+        self._empty_rooms["step_price"] = min(STEP_PRICE, num_tokens)
 
     def active(self) -> tuple[RowIndex, IntpArray]:
         """The joint rows of all running requests, oldest first on each rank, and their bounds.
@@ -109,7 +113,7 @@ class Ranks:
         return self._empty_rooms.copy()
 
     def forecast_rooms(self) -> Rooms:
-        """What each rank has for another request: ROOM[ranks]."""
+        """The room of each rank beside its running requests: ROOM[ranks]."""
         forecast, rooms = self.forecast(), self.rooms()
         rooms["is_open"] = True
         forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))

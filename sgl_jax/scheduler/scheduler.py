@@ -198,6 +198,7 @@ class Scheduler:
         self._waiting.set_policy(event.args.schedule_policy)
         self._deadlines.set_limits(event.args.waiting_timeout, event.args.request_timeout)
         self._chunk_tokens = min(event.chunk_tokens, self.sizes.max_chunk_tokens)
+        self._all_ranks.set_chunk_size(self._chunk_tokens)
 
     def needs_tick(self, now_s: float) -> bool:
         """Return whether a tick would change anything but the time. Until then, or until another

@@ -69,7 +69,9 @@ _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
-_RESERVE = "sgl_jax/scheduler/admission/reserve.py"
+_FITS = "sgl_jax/scheduler/waiting/fits.py"
+_FORECAST = "sgl_jax/scheduler/admission/forecast.py"
+_PREEMPTION = "sgl_jax/scheduler/admission/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
 _STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
@@ -1231,21 +1233,21 @@ MUTATIONS = (
     # -- which request starts, and where
     Mutation(
         "hold no rank for a request that is due",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        room.hold(request.priority)\n",
+        _ADMISSION,
+        "        room.hold(request, num_pages, max(hold.until_step - step, 0))\n",
         "",
     ),
     Mutation(
         "choose in each step anew the rank that is held",
-        "sgl_jax/scheduler/admission/admission.py",
-        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.waits_due(r)}",
+        _ADMISSION,
+        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}",
         "self._holds = {}",
     ),
     Mutation(
         "hold the rank where most is lacking",
         _ADMISSION,
-        "(max(room.num_short(num_pages, cursors[r]), 0), room.num_running, r)",
-        "(-room.num_short(num_pages, cursors[r]), room.num_running, r)",
+        "return max(num_short, 0), room.num_running",
+        "return -num_short, room.num_running",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1268,8 +1270,12 @@ MUTATIONS = (
     Mutation(
         "start where most is to be computed",
         _ADMISSION,
-        "best, cheapest = min(options), min(fitting)",
-        "best, cheapest = max(options), max(fitting)",
+        "cheapest = min(fitting)\n"
+        "        # Only a longer prefix is worth a wait.\n"
+        "        best = min(",
+        "cheapest = max(fitting)\n"
+        "        # Only a longer prefix is worth a wait.\n"
+        "        best = max(",
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
@@ -1291,9 +1297,9 @@ MUTATIONS = (
     ),
     Mutation(
         "start a request without a row",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self.is_open = self._has_row and self._builder.can_admit",
-        "self.is_open = self._builder.can_admit",
+        _ROOM,
+        "self.has_row = self.rank.has_row\n",
+        "self.has_row = True\n",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1310,26 +1316,26 @@ MUTATIONS = (
     Mutation(
         "take the wait for a full rank for no work",
         _ROOM,
-        "            num_ahead += self.chunk_size * self._steps_to_room()\n",
+        "            num_ahead += self.chunk_size * self._steps_to_room(num_pages)\n",
         "            pass\n",
     ),
     Mutation(
         "let all that wait for a rank have the first room there",
         _ROOM,
-        "        if not self.num_staying:\n",
-        "        if True:\n",
+        "last = min(self.num_staying, len(self._sorted_ends) - 1)",
+        "last = 0",
     ),
     Mutation(
         "reserve nothing for running requests",
-        _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._reserve()",
-        "self.rank.memory.num_reclaimable_pages",
+        _FORECAST,
+        "growth *= min(room.conservativeness, 1.0)",
+        "growth *= 0.0",
     ),
     Mutation(
         "reserve twice",
-        _ROOM,
-        "self.rank.memory.num_reclaimable_pages - self._reserve()",
-        "self.rank.memory.num_reclaimable_pages - 2 * self._reserve()",
+        _FORECAST,
+        "growth *= min(room.conservativeness, 1.0)",
+        "growth *= 2.0",
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
@@ -1349,7 +1355,6 @@ MUTATIONS = (
         "return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))",
         "return cursor.length",
     ),
-    # -- preemption
     # -- a prefix in flight is waited for
     Mutation(
         "wait for a prompt that is scored a little at a time",
@@ -1471,6 +1476,363 @@ MUTATIONS = (
         "        row += self._memories[dp_rank].rows.first_row\n",
         "",
     ),
+    # -- whether a request fits
+    Mutation(
+        "fit without growth of its own",
+        _FITS,
+        "growth = min(room.conservativeness, 1.0) * (most - num_pages) / max(need.left, 1)",
+        "growth = 0.0",
+    ),
+    Mutation(
+        "grow whatever the conservativeness",
+        _FITS,
+        "growth = min(room.conservativeness, 1.0) * (most",
+        "growth = 1.0 * (most",
+    ),
+    Mutation(
+        "grow beyond the forecast at a high conservativeness",
+        _FITS,
+        "growth = min(room.conservativeness, 1.0) * (most",
+        "growth = room.conservativeness * (most",
+    ),
+    Mutation(
+        "fit as if its output came to no end",
+        _FITS,
+        "own = chances[after] * (",
+        "own = 1.0 * (",
+    ),
+    Mutation(
+        "grow beyond its limit",
+        _FITS,
+        "(num_pages + growth * min(ahead, need.left))",
+        "(num_pages + growth * ahead)",
+    ),
+    Mutation(
+        "stay after its limit",
+        _FITS,
+        "if j and (is_far or moments[j] >= num_steps + need.left):",
+        "if j and is_far:",
+    ),
+    Mutation(
+        "generate while its prompt is computed",
+        _FITS,
+        "ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)",
+        "ahead = (moments[j] + moments[j + 1]) // 2",
+    ),
+    Mutation(
+        "fit by the forecast alone, though all fit to their limits",
+        _FITS,
+        "    if worst <= 0:\n        return worst\n    assert 0 <= need.length_class",
+        "    assert 0 <= need.length_class",
+    ),
+    Mutation(
+        "take shared pages of a prefix twice up to its limit",
+        _FITS,
+        "worst = int(room.most + need.most - (need.pages - num_pages) - room.total)",
+        "worst = int(room.most + need.most - room.total)",
+    ),
+    Mutation(
+        "say that more pages are lacking than can ever be",
+        _FITS,
+        "return min(worst, int(np.ceil(",
+        "return max(0, int(np.ceil(",
+    ),
+    Mutation(
+        "look as far as the forecast, though the steps saved have paid for a retract",
+        _FITS,
+        "        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "look at the present alone",
+        _FITS,
+        "        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))\n",
+        "        horizon = 0.0\n",
+    ),
+    Mutation(
+        "save a whole step with each token, however many run",
+        _FITS,
+        "room.step_price / (room.num_running + 1)",
+        "room.step_price",
+    ),
+    Mutation(
+        "price a retract whatever the conservativeness",
+        _FITS,
+        "room.step_price / (room.num_running + 1), room.conservativeness",
+        "room.step_price / (room.num_running + 1), 1.0",
+    ),
+    Mutation(
+        "compute again the prompt alone after a retract",
+        _FITS,
+        "/ (gain - price))",
+        "/ gain)",
+    ),
+    Mutation(
+        "hold a rank from the present on",
+        _FITS,
+        "        if is_held and moments[j + 1] > room.held_steps:\n",
+        "        if is_held:\n",
+    ),
+    Mutation(
+        "hold a rank without pages",
+        _FITS,
+        "            own += room.held_pages\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "let nothing pass that ends before a due request starts",
+        _FITS,
+        "is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps",
+        "is_held = need.priority <= room.held_above",
+    ),
+    Mutation(
+        "count only the output of what is to end before a due request starts",
+        _FITS,
+        "is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps",
+        "is_held = need.priority <= room.held_above and need.left > room.held_steps",
+    ),
+    Mutation(
+        "look no further than a retract is worth before a due request",
+        _FITS,
+        "is_far = moments[j] > horizon and not (is_held and moments[j] <= room.held_steps)",
+        "is_far = moments[j] > horizon",
+    ),
+    Mutation(
+        "fit up to the limits without the one of a due request",
+        _FITS,
+        "        worst += int(room.held_most)\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "pass a due request up to the limits, though it ends later",
+        _FITS,
+        "    if need.priority <= room.held_above and num_steps + need.left > room.held_steps:\n"
+        "        worst",
+        "    if need.priority < room.held_above and num_steps + need.left > room.held_steps:\n"
+        "        worst",
+    ),
+    Mutation(
+        "find room where the forecast has one page less",
+        _FITS,
+        "        if room.pages[j] + num_pages <= room.total:\n            return moments[j]\n",
+        "        if room.pages[j] + num_pages <= room.total + 1:\n            return moments[j]\n",
+    ),
+    Mutation(
+        "find room at once",
+        _FITS,
+        "            return moments[j]\n    return moments[len(moments) - 1]",
+        "            return moments[0]\n    return moments[len(moments) - 1]",
+    ),
+    Mutation(
+        "start below the floor that a start has raised",
+        _FITS,
+        "            if need.priority <= room.floor:\n                continue\n",
+        "",
+    ),
+    Mutation(
+        "forecast outputs while their prompts are computed",
+        _FORECAST,
+        "num_steps = max(lens[4, i] - 1, 0) // chunk_size",
+        "num_steps = 0",
+    ),
+    Mutation(
+        "keep requests after their limits",
+        _FORECAST,
+        "        if j and moments[j] >= num_steps + left_len:\n            break\n",
+        "",
+    ),
+    Mutation(
+        "forecast the mean alone",
+        _FORECAST,
+        "mean + _NUM_DEVIATIONS * np.sqrt(variance)",
+        "mean",
+    ),
+    Mutation(
+        "forecast that each gives back all pages that it shares",
+        _FORECAST,
+        "own_part = num_in_use / max(need.held, 1)",
+        "own_part = 1.0",
+    ),
+    Mutation(
+        "start beside prompts whose pages are still to be taken",
+        _FORECAST,
+        "            growth = max(growth, need.known)  # uncomputed prompts are no forecast\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "let all fit up to the limits of those that run not",
+        _FORECAST,
+        "num_in_use + need.most",
+        "num_in_use",
+    ),
+    Mutation(
+        "count what the engine ends as an output that ended",
+        _RANK,
+        "int(self.running.known_len[row]), has_ended=is_own)",
+        "int(self.running.known_len[row]), has_ended=True)",
+    ),
+    Mutation(
+        "count what its client ends as cut off",
+        _RANK,
+        "int(self.running.known_len[row]), has_ended=is_own)",
+        "int(self.running.known_len[row]), has_ended=False)",
+    ),
+    Mutation(
+        "count an output that came to its limit as one that ended",
+        _RANK,
+        "has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]",
+        "has_ended = True",
+    ),
+    Mutation(
+        "stay for a rank that has no more of the prefix",
+        _ADMISSION,
+        "min(o for o in options if o.fits or o.num_read > cheapest.num_read)",
+        "min(options)",
+    ),
+    Mutation(
+        "start on the fullest of equal ranks",
+        _ROOM,
+        " + num_ahead + num_lost\n",
+        " + num_ahead - num_lost\n",
+    ),
+    Mutation(
+        "take no notice of the free pages of a rank",
+        _ROOM,
+        " + num_ahead + num_lost\n",
+        " + num_ahead\n",
+    ),
+    Mutation(
+        "take what stays for a rank for no pages",
+        _ROOM,
+        "self.steps_to_room(num_pages + self._staying_pages)",
+        "self.steps_to_room(num_pages)",
+    ),
+    Mutation(
+        "wait for a row of a full rank as long as for its pages",
+        _ROOM,
+        "return max(num_steps, int(self._sorted_ends[last]))",
+        "return num_steps",
+    ),
+    Mutation(
+        "take every rank for ample",
+        _ROOM,
+        "self._most_growth >= self._enough",
+        "self._most_growth >= -self._enough * 1000",
+    ),
+    Mutation(
+        "take a rank for ample after starts that are not",
+        _ROOM,
+        "        self._most_growth += self.rank.memory.request_pages(request.max_len)\n",
+        "",
+    ),
+    Mutation(
+        "be due by the count of passes alone",
+        _LINES,
+        "part = min(started_service / service[line], 1.0)",
+        "part = 0.0",
+    ),
+    Mutation(
+        "be due after one pass without pages",
+        _LINES,
+        "part = min(started_service / service[line], 1.0)",
+        "part = 1.0",
+    ),
+    Mutation(
+        "be due by service though the pages were there",
+        _LINES,
+        "            if num_pages[line] - cached_pages[line] > num_free:\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "take the cached prefix of a request that is passed over for lacking",
+        _LINES,
+        "if num_pages[line] - cached_pages[line] > num_free:",
+        "if num_pages[line] > num_free:",
+    ),
+    Mutation(
+        "fix the end of a hold anew in each step",
+        _ADMISSION,
+        "room.hold(request, num_pages, max(hold.until_step - step, 0))",
+        "room.hold(request, num_pages, max(room.steps_to_room(num_pages), 1))",
+    ),
+    Mutation(
+        "hold one rank for several requests",
+        _ADMISSION,
+        "        if room.is_held:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "choose a rank to hold that is held",
+        _ADMISSION,
+        "[room for room in _allowed(rooms, request) if not room.is_held]",
+        "list(_allowed(rooms, request))",
+    ),
+    Mutation(
+        "hold the pages of a due request up to its present length alone",
+        _ROOM,
+        "        room.held_most = self.rank.memory.request_pages(request.max_len)\n",
+        "        room.held_most = num_pages\n",
+    ),
+    Mutation(
+        "pressure: leave the pages of those that give way in use",
+        _PREEMPTION,
+        "            rooms.append(self._room_without(num_freed, self._rows[:end]))\n",
+        "            rooms.append(self._room_without(0, self._rows[:end]))\n",
+    ),
+    Mutation(
+        "pressure: count those that give way as running",
+        _PREEMPTION,
+        '        room["num_running"] = len(kept)\n',
+        "",
+    ),
+    Mutation(
+        "pressure: share a page with one that gives way as well",
+        _PREEMPTION,
+        "        self._num_ended[pages] += 1\n        return int(",
+        "        return int(",
+    ),
+    Mutation(
+        "say that the step lacks tokens where a rank is held",
+        _ADMISSION,
+        "if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:",
+        "if self._waiting.pages_short(request, rooms, dp_rank, num_pages) <= 0:",
+    ),
+    Mutation(
+        "say that pages are lacking where a rank is held",
+        _ADMISSION,
+        "            if short[dp_rank] <= 0:\n                behind = holders[dp_rank]\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "count pages as lacking where a rank is held",
+        _LINES,
+        "kind = _ORDER if fits_unheld[rank, line] or kind == _ORDER else _PAGES",
+        "kind = _PAGES",
+    ),
+    Mutation(
+        "count a held rank last for what lacks pages elsewhere",
+        _LINES,
+        "kind = _ORDER if fits_unheld[rank, line] or kind == _ORDER else _PAGES",
+        "kind = _ORDER if fits_unheld[rank, line] else _PAGES",
+    ),
+    Mutation(
+        "state the hold of a step later",
+        _ADMISSION,
+        "max(hold.until_step - step + 1, 0)",
+        "max(hold.until_step - step + 1, 0) + 8",
+    ),
+    Mutation(
+        "name a due request whose rank is held for a more important one",
+        _ADMISSION,
+        "            self._holds[request.rid] = self._holds.pop(request.rid)\n",
+        "",
+    ),
+    Mutation(
+        "forecast by the chunk size of the engine's start",
+        _SCHEDULER,
+        "        self._all_ranks.set_chunk_size(self._chunk_tokens)\n",
+        "",
+    ),
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
@@ -1480,9 +1842,9 @@ MUTATIONS = (
     ),
     Mutation(
         "pass over without a count",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "            passed_over[line] += 1\n",
-        "            pass\n",
+        _LINES,
+        "            num_passes = 1\n",
+        "            num_passes = 0\n",
     ),
     Mutation(
         "pass over what may not run there",
@@ -1528,25 +1890,25 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for a better rank though it has room",
-        _LINES,
+        _FITS,
         "if stays_for != NO_RANK and not is_open[stays_for]:",
         "if stays_for != NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "if pages <= room[k] or is_due or",
-        "if pages < room[k] or is_due or",
+        _FITS,
+        "if room.pages[0] + num_pages > room.total:",
+        "if room.pages[0] + num_pages >= room.total:",
     ),
     Mutation(
-        "leave out a request that needs all that is there, with what is in use",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "            if needed > room:\n",
-        "            if needed >= room:\n",
+        "leave out a request that needs all that is there at the peak",
+        _FITS,
+        "need, num_pages, goes_on, moments, room.peak) > 0:",
+        "need, num_pages, goes_on, moments, room.peak) >= 0:",
     ),
     Mutation(
         "count nothing of a prefix as in use",
-        _LINES,
+        _FITS,
         "min(in_use[place[line]], cached_pages[line])",
         "0 * min(in_use[place[line]], cached_pages[line])",
     ),
@@ -1559,8 +1921,8 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "offer.floor, room, floor):\n",
-        "offer.floor, room, floor):\n                return\n",
+        "            yield first\n",
+        "            yield first\n            if offer.changed:\n                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2272,9 +2634,9 @@ MUTATIONS = (
     # -- priorities, preemption and tenants
     Mutation(
         "pressure: preempt at the threshold",
-        "sgl_jax/scheduler/admission/preemption.py",
-        "np.searchsorted(self.priorities, below))",
-        'np.searchsorted(self.priorities, below, "right"))',
+        _PREEMPTION,
+        "int(np.searchsorted(self._priorities, below))",
+        'int(np.searchsorted(self._priorities, below, "right"))',
     ),
     Mutation(
         "pressure: preempt for any difference of priority",
@@ -2308,8 +2670,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: spare a victim without which it does not fit",
-        "sgl_jax/scheduler/admission/preemption.py",
-        "if num_needed <= self._num_pages(num_freed - num_less, rest):",
+        _PREEMPTION,
+        "if fits(self._room_without(num_freed - num_less, rest), num_needed):",
         "if True:",
     ),
     Mutation(
@@ -2349,10 +2711,10 @@ MUTATIONS = (
         "cost > best[0]",
     ),
     Mutation(
-        "pressure: preempt and start elsewhere",
-        "sgl_jax/scheduler/admission/admission.py",
-        "        room.preempt(found.rows)\n        self._start(room, request, may_preempt=False)",
-        "        room.preempt(found.rows)\n",
+        "pressure: start in the place of what goes on running",
+        _ADMISSION,
+        "        room.preempt(found.rows)\n        self._start(room, request)\n",
+        "        self._start(room, request)\n",
     ),
     Mutation(
         "pressure: replace a request in the step of its start",
@@ -2367,16 +2729,16 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "pressure: try no preemption again after a start that made the reserve smaller",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "if was_ample or not (self.is_open or may_preempt):",
-        "if was_ample or not self.is_open:",
+        "pressure: try no preemption on a rank after a start there",
+        _CANDIDATES,
+        "self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)",
+        "pass",
     ),
     Mutation(
-        "pressure: look only at the reserve of all after a start",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "by_preemption = self.preemptible.most_pages - num_needed if may_preempt else None",
-        "by_preemption = None",
+        "pressure: preempt again what gave way in the same step",
+        _ROOM,
+        "        self._preemptible = self._sorted_ends = None\n        end",
+        "        self._sorted_ends = None\n        end",
     ),
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
@@ -2422,21 +2784,21 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: hold a rank against every priority",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self._held_above = max(self._held_above, priority)",
-        "self._held_above = 2**62",
+        _ROOM,
+        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
+        "room.held_above, room.held_pages, room.held_steps = 2**62, num_pages",
     ),
     Mutation(
         "pressure: hold a rank against lower priorities alone",
-        "sgl_jax/scheduler/admission/step_room.py",
-        "self._held_above = max(self._held_above, priority)",
-        "self._held_above = max(self._held_above, priority - 1)",
+        _ROOM,
+        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
+        "room.held_above, room.held_pages, room.held_steps = request.priority - 1, num_pages",
     ),
     Mutation(
         "pressure: start below the floor",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "and may_run[ranks[k], line] and priority[line] > floor[k]:",
-        "and may_run[ranks[k], line]:",
+        _FITS,
+        "if may_stay and may_run[ranks[k], line] and is_above:",
+        "if may_stay and may_run[ranks[k], line]:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",

@@ -72,7 +72,8 @@ class Admission:
         self._tenants = tenants
         self.args = args
         self._home_of = home_of
-        self._holds: dict[str, Hold] = {}  # by rid of a request that is due
+        # By rid of a due request; of several at a rank, the first in the queue's order first.
+        self._holds: dict[str, Hold] = {}
         self._next_rank = 0  # of round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
@@ -224,6 +225,7 @@ class Admission:
             self._holds[request.rid] = hold
         room = rooms[hold.dp_rank]
         if room.is_held:
+            self._holds[request.rid] = self._holds.pop(request.rid)
             return None
         num_pages, _ = room.need(request, cursors[room.dp_rank])
         room.hold(request, num_pages, max(hold.until_step - step, 0))

@@ -167,7 +167,7 @@ def _add_running(
             takes `num_steps` yet.
         left_len: tokens that the request may still gain, `growth` pages each.
         held: pages that the request lists.
-        known: pages that it lacks for its present tokens.
+        known: pages that it lacks for its present tokens and one more.
     """
     assert len(goes_on) + 1 == len(moments)
     assert len(goes_on) == len(need.mean_a)

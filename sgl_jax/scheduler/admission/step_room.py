@@ -246,7 +246,7 @@ class RankRoom:
         for row in rows:
             self._builder.preempt(row)
         self._most_growth = self.rank.memory.allocator.num_pages  # without a bound
-        self._in_flight = self._preemptible = self._sorted_ends = None
+        self._in_flight = None
         ends = self.rank.expected_steps_to_ends()
         self._soonest_end = int(ends.min()) if len(ends) else None
         self._is_counted = False
@@ -269,8 +269,8 @@ class RankRoom:
             self._in_flight.add(row)
 
     def _steps_to_room(self, num_pages: int) -> int:
-        """Steps until those that wait for room here, and one more of so many pages, have a row and
-        pages."""
+        """Steps until the rank has rows and pages for the requests that stay for it, and for one
+        more of so many pages."""
         num_steps = self.steps_to_room(num_pages + self._staying_pages)
         if self.has_row and not self.num_staying:
             return max(num_steps, 1)

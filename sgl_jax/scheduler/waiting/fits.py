@@ -33,7 +33,7 @@ NO_FLOOR = int(np.iinfo(np.int64).min)
 # More tokens than any request has.
 NO_LIMIT = int(np.iinfo(np.int32).max)
 
-# What a rank has for another request.
+# The room of a rank for another request.
 ROOM = np.dtype(
     (
         np.record,
@@ -62,7 +62,7 @@ ROOM = np.dtype(
 )
 Rooms: TypeAlias = NDArray[Any]
 
-# What a waiting request needs.
+# The need of a waiting request.
 NEED = np.dtype(
     (
         np.record,

@@ -212,7 +212,7 @@ def rule_out(
 ) -> None:
     """Set the keys of lines that can start nowhere any more to `LAST`.
 
-    The parameters are those of `order_keys`; a due line may start above `floor` int64[ranks].
+    The parameters are as in `order_keys`; a due line may start above `floor` int64[ranks].
     """
     num_ranks, end = fits.shape
     assert end == len(keys) <= len(priority)

@@ -6,6 +6,8 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
+from sgl_jax.scheduler.admission.step_room import RankRoom
+from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
 from tests.sessions.test_sessions import talk
@@ -77,6 +79,76 @@ def test_a_rank_is_held_for_a_due_request_where_it_lacks_least_and_stays_the_sam
     driver.abort("a")
     driver.step()
     assert rank_of(driver, "big") == 0
+    finish(driver)
+
+
+def test_due_requests_hold_a_rank_each() -> None:
+    driver = make_driver(num_pages=21, num_running=12)
+    for dp_rank in range(2):
+        start(driver, f"on {dp_rank}", [1 + dp_rank] * 41, 30, dp_rank)
+    for i in range(3):
+        driver.submit(generate(f"big {i}", [3 + i] * 61, 2))
+    for i in range(4):
+        driver.submit(generate(f"passes {i}", [7 + i], 1))
+        driver.step()
+    driver.step()
+    assert len(due_of(driver.scheduler._waiting)) == 3
+    holds = driver.scheduler._admission._holds
+    assert {rid: hold.dp_rank for rid, hold in holds.items()} == {"big 0": 0, "big 1": 1}
+    finish(driver)
+
+
+def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver(dp_size=1, num_pages=21)
+    holds: list[tuple[int, int, int]] = []
+    hold = RankRoom.hold
+
+    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+        hold(room, request, num_pages, num_steps)
+        until_step = driver.scheduler._steps + num_steps
+        holds.append((until_step, num_pages, int(room._rooms[0].held_most)))
+
+    monkeypatch.setattr(RankRoom, "hold", watched)
+    start(driver, "a", [1] * 41, 30, 0)  # ends in 30 steps: at moment 32 it is gone
+    driver.submit(generate("big", [4] * 61, 12))
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [5 + i], 1))
+        driver.step()
+    first = driver.scheduler._steps
+    while rank_of(driver, "big") is None:
+        driver.step()
+    until_steps, held_pages, held_most = (set(values) for values in zip(*holds, strict=True))
+    assert len(holds) > 20
+    assert len(until_steps) == 1
+    assert 24 <= until_steps.pop() - first <= 33
+    assert (held_pages, held_most) == ({16}, {19})
+    finish(driver)
+
+
+def test_a_held_rank_says_what_waits_for_the_due_request_and_what_does_not() -> None:
+    """What ends before the due request is to start may start; on another rank pages are lacking."""
+    driver = make_driver(num_pages=21, chunk=64)
+    for dp_rank in range(2):
+        start(driver, f"on {dp_rank}", [1 + dp_rank] * (41 + 20 * dp_rank), 15, dp_rank)
+    driver.submit(generate("big", [4] * 61, 2, dp_rank=0))
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [5 + i], 1, dp_rank=0))
+        driver.step()
+    driver.step()
+    (hold,) = driver.scheduler._admission._holds.values()
+    num_left = hold.until_step - driver.scheduler._steps
+    assert num_left > 4
+    driver.submit(generate("ends before", [7] * 29, num_left, dp_rank=0))
+    driver.submit(generate("ends later", [8] * 29, num_left + 2))
+    for rid, kind in (("ends before", "step"), ("ends later", "order")):
+        assert driver.scheduler.why_waiting(rid).kind == kind, rid
+    counts = driver.scheduler.count_waiting()
+    assert (counts["step"], counts["order"], counts["pages"]) == (1, 1, 1)
+    driver.step()
+    assert rank_of(driver, "ends before") == 0
+    assert rank_of(driver, "ends later") is None
     finish(driver)
 
 
@@ -152,7 +224,7 @@ def test_a_request_waits_once_for_its_best_rank_and_no_longer_than_that_saves() 
 
 
 def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_there() -> None:
-    driver, prompt = cached_on_rank_0(num_running=2, chunk=8)
+    driver, prompt = cached_on_rank_0(num_running=2, chunk=8, num_pages=400)
     start(driver, "far from its end", [41] * 8, 160, 0)
     start(driver, "near its end", [42] * 8, 12, 0)
     for i in range(2):
@@ -162,6 +234,44 @@ def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_ther
     assert rank_of(driver, "waits 1") == 1
     finish(driver)
     assert driver.dp_rank["waits 0"] == 0
+
+
+def test_of_two_that_wait_for_pages_of_a_rank_the_second_reckons_with_those_of_the_first() -> None:
+    """Beside the prefix that both share there are pages for one of them when the long one ends."""
+    driver = make_driver(chunk=8, num_pages=201, max_context_len=700)
+    prefix = [i % 40 for i in range(300)]
+    start(driver, "reads the prefix", [*prefix, 41], 150, 0)
+    start(driver, "long", [42] * 237, 8, 0)
+    for i in range(2):
+        driver.submit(generate(f"waits {i}", [*prefix, *[43 + i] * 250], 2))
+    driver.step()
+    assert driver.scheduler.why_waiting("waits 0").kind == "rank"
+    assert rank_of(driver, "waits 1") == 1
+    finish(driver)
+    assert driver.dp_rank["waits 0"] == 0
+
+
+def test_of_two_ranks_alike_the_one_with_more_free_pages_is_chosen() -> None:
+    driver = make_driver(chunk=64)
+    start(driver, "many pages", [1] * 120, 30, 0)
+    start(driver, "few pages", [2] * 20, 30, 1)
+    driver.submit(generate("other", [3] * 40, 2))
+    driver.step()
+    assert rank_of(driver, "other") == 1
+    finish(driver)
+
+
+def test_a_request_does_not_wait_for_a_rank_that_has_no_more_of_its_prefix() -> None:
+    """There are more free pages, and a row is expected in the next step."""
+    driver = make_driver(num_running=2, chunk=16)
+    start(driver, "many pages", [1] * 240, 90, 0)
+    start(driver, "on rank 1", [2] * 4, 90, 1)
+    start(driver, "ends soon", [3] * 4, 3, 1)
+    driver.submit(generate("other", [4] * 80, 2))
+    driver.step()
+    assert rank_of(driver, "ends soon") == 1
+    assert rank_of(driver, "other") == 0
+    finish(driver)
 
 
 def test_a_cached_prefix_draws_no_more_requests_than_a_rank_may_be_ahead_by() -> None:
@@ -256,6 +366,30 @@ def test_a_request_fits_by_its_own_limit_next_to_what_starts_in_the_same_step(
     assert rank_of(driver, "first") == 0
     assert rank_of(driver, "second") == (0 if starts else None)
     finish(driver)
+
+
+def test_a_rank_with_room_for_all_is_forecast_as_soon_as_it_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may come to hold 45 pages of 200."""
+    started = []
+    for is_always in (False, True):
+        if is_always:
+            monkeypatch.setattr(RankRoom, "is_ample", False)
+        driver = make_driver(
+            dp_size=1,
+            num_pages=201,
+            num_running=24,
+            chunk=512,
+            max_context_len=200,
+            config={"schedule_conservativeness": 1.0},
+        )
+        price_retracts_fully(driver.scheduler)
+        for i in range(24):
+            driver.submit(generate(f"r{i}", [1 + i] * 20, 160))
+        driver.step()
+        started.append(driver.scheduler.num_running)
+    assert started[0] == started[1] < 20
 
 
 def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:

@@ -6,9 +6,10 @@ import pytest
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
-from sgl_jax.scheduler.record.events import Resume
+from sgl_jax.scheduler.record.events import Configure, Resume
 from sgl_jax.scheduler.running_rows import RowColumns
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.scheduler.liveness import pages_in_use
 
 CLASS = 0
 
@@ -93,6 +94,45 @@ def test_the_forecast_shrinks_where_outputs_are_short_and_scales() -> None:
     assert 0 < growth_of(driver) < before / 3
 
 
+def test_the_forecast_is_the_mean_and_a_part_of_the_deviation_of_all_requests() -> None:
+    """Two share a prefix of 10 pages: each gives back its part of these as it ends."""
+    driver = Driver(
+        make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=64), SchedulerArgs()
+    )
+    shared = list(range(40))
+    driver.submit(generate("first", [*shared, 41], 120))
+    for _ in range(4):
+        driver.step()
+    driver.submit(generate("second", [*shared, 42, 43], 40))
+    for _ in range(4):
+        driver.step()
+    ranks = driver.scheduler._all_ranks
+    lengths, running, rows = ranks.output_lengths, ranks.running, ranks.ranks[0].running.active
+    (room,) = ranks.forecast_rooms()
+    tables = -(-ranks.tables.kv_allocated_len[rows] // 4)
+    assert room.num_in_use == len(pages_in_use(ranks.ranks[0])) < tables.sum() - 8
+    part = room.num_in_use / tables.sum()
+    for j in range(1, len(MOMENTS) - 1):
+        ahead, mean, variance, most = int(MOMENTS[j] + MOMENTS[j + 1]) // 2, 0.0, 0.0, 0.0
+        for row, listed in zip(rows, tables, strict=True):
+            left = int(running.max_len[row] - running.planned_len[row])
+            if MOMENTS[j] >= left:
+                continue
+            output_len = int(running.planned_len[row] - running.prompt_len[row])
+            number = int(running.length_class[row])
+            bucket = int(np.searchsorted(lengths.starts, output_len, "right")) - 1
+            next_len, max_len = int(running.planned_len[row]) + 1, int(running.max_len[row])
+            known = -(-next_len // 4) - int(listed)
+            growth = -(-max_len // 4) - int(listed) - known
+            chance = lengths.chances[number, bucket][MOMENTS[:-1] <= ahead][-1]
+            pages = part * listed + known + growth * min(ahead / left, 1)
+            mean += chance * pages
+            variance += chance * (1 - chance) * pages**2
+            most += pages * (chance > 0)
+        expected = min(mean + variance**0.5 / 4, most)
+        assert room.pages[j] == pytest.approx(expected), MOMENTS[j]
+
+
 def test_the_sums_of_a_step_equal_those_of_all_requests() -> None:
     driver = Driver(
         make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=64), SchedulerArgs()
@@ -116,11 +156,13 @@ def test_the_sums_of_a_step_equal_those_of_all_requests() -> None:
     )
 
 
-def test_a_prompt_that_takes_many_steps_is_expected_to_stay_as_long() -> None:
+@pytest.mark.parametrize("most", [8, 64])
+def test_a_prompt_that_takes_many_steps_is_expected_to_stay_as_long(most: int) -> None:
     """Its limit of three tokens counts from the end of its prompt, in 25 steps."""
     driver = Driver(
-        make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=8), SchedulerArgs()
+        make_sizes(num_pages=400, max_context_len=300, max_chunk_tokens=most), SchedulerArgs()
     )
+    driver.scheduler.handle(Configure(SchedulerArgs(), chunk_tokens=8))
     driver.submit(generate("long", list(range(200 % 50)) + [1] * 200, 3))
     driver.step()
     (room,) = driver.scheduler._all_ranks.forecast_rooms()
@@ -151,6 +193,14 @@ def test_an_output_that_its_client_ends_is_expected_again(way: str) -> None:
         driver.run()
     assert chance_to_pass(lengths, 16) > 0.9
     assert chance_to_pass(lengths, 32) < 0.3
+
+
+def test_an_output_that_came_to_its_limit_was_only_cut_off() -> None:
+    driver = Driver(make_sizes(num_pages=400, max_context_len=300))
+    for number in range(40):
+        driver.submit(generate(f"r{number}", [1] * 4, 20))
+        driver.run()
+    assert chance_to_pass(driver.scheduler._all_ranks.output_lengths, 32) > 0.9
 
 
 def test_what_the_engine_itself_ends_was_only_cut_off() -> None:

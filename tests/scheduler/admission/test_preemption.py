@@ -131,6 +131,18 @@ def test_a_request_that_started_in_this_step_is_not_chosen() -> None:
     assert chosen(driver, "high", 50, started=[rows["just started"]]) == [rows["low"]]
 
 
+def test_without_those_that_may_give_way_a_rank_has_their_pages_and_its_other_requests() -> None:
+    driver = make_driver()
+    for number, priority in enumerate((0, 0, 7)):
+        start(driver, f"r{number}", 3 + number, priority=priority)
+    ranks = driver.scheduler._all_ranks
+    preemptible = Preemptible(ranks.ranks[0], [], ranks.forecast(), ranks.forecast_rooms()[:1])
+    assert preemptible.levels.tolist() == [0, 7]
+    assert preemptible.rooms["num_running"].tolist() == [1, 0]
+    assert preemptible.rooms["num_in_use"].tolist() == [5, 0]
+    assert preemptible.rooms["most"].tolist() == [20, 0]
+
+
 def test_what_victims_would_come_to_hold_does_not_count() -> None:
     driver = make_driver(conservativeness=1.0)
     price_retracts_fully(driver.scheduler)
@@ -140,6 +152,29 @@ def test_what_victims_would_come_to_hold_does_not_count() -> None:
     driver.submit(generate("high", [40] * 57, 22, priority=50))
     driver.step()
     assert running(driver) == {"high"}
+    finish(driver)
+
+
+def test_a_request_preempts_beside_one_that_starts_in_the_same_step() -> None:
+    driver = make_driver(max_chunk_tokens=128)
+    start(driver, "low", 8, priority=0)
+    ask(driver, "fits", 6, priority=50)
+    ask(driver, "preempts", 10, priority=50)  # of 6 pages that are left, and 8
+    driver.step()
+    assert running(driver) == {"fits", "preempts"}
+    assert num_preempted(driver) == 1
+    finish(driver)
+
+
+def test_two_requests_preempt_on_one_rank_in_the_same_step() -> None:
+    driver = make_driver(max_chunk_tokens=128)
+    for i in range(2):
+        start(driver, f"low{i}", 8, priority=0)
+    for i in range(2):
+        ask(driver, f"high{i}", 10, priority=50)
+    driver.step()
+    assert running(driver) == {"high0", "high1"}
+    assert num_preempted(driver) == 2
     finish(driver)
 
 
@@ -419,6 +454,26 @@ def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
     assert "due" in running(driver)
     finish(driver)
     assert num_preempted(driver) == 0
+
+
+def test_a_rank_is_held_for_the_most_important_of_the_due_requests() -> None:
+    driver = make_driver(num_pages=41, num_running=12)
+    driver.submit(generate("running", [45] * 69, 60, priority=90))
+    decode(driver, "running")
+    for priority in (0, 5):  # the less important one is due first
+        ask(driver, f"due {priority}", 25, priority=priority)
+        for i in range(2):
+            ask(driver, f"passes {priority} {i}", 1, priority=priority)
+        for _ in range(4):
+            driver.step()
+    assert {r.rid for r in due_of(driver.scheduler._waiting)} == {"due 0", "due 5"}
+    driver.submit(generate("between", [40], 110, priority=3))
+    driver.step()
+    assert running(driver) == {"running"}
+    assert driver.scheduler.why_waiting("between") == WaitReason("order", behind="due 5")
+    counts = driver.scheduler.count_waiting()
+    assert (counts["order"], counts["pages"]) == (1, 2)
+    finish(driver)
 
 
 def test_nothing_waits_for_a_prefix_in_flight_of_lower_priority() -> None:

@@ -216,6 +216,18 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     assert [request.arrival for request in queue.tried(offer)] == [0]
 
 
+def test_a_floor_leaves_out_due_requests_as_well() -> None:
+    queue = Queue("fcfs")
+    queue.add(0)
+    for arrival in range(1, MAX_PASSED_OVER + 1):
+        queue.waiting.started(queue.add(arrival), 0, PLENTY)
+    assert [request.arrival for request in due_of(queue.waiting)] == [0]
+    offer = queue.offer(0)
+    assert [request.arrival for request in queue.tried(offer)] == [0]
+    offer.rooms["floor"][0] = 0
+    assert list(queue.tried(offer)) == []
+
+
 def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_that_starts() -> None:
     queue = Queue(cached_len=0)
     queue.add(0, 8)
@@ -312,6 +324,35 @@ def test_what_starts_where_a_request_may_not_run_does_not_pass_it_over() -> None
     assert not queue.waiting.is_due(pinned)
     pass_over(queue, range(1000, 1000 + MAX_PASSED_OVER), dp_rank=1)
     assert queue.waiting.is_due(pinned)
+
+
+@pytest.mark.parametrize("num_tokens", [17, 21, 37])
+def test_a_request_that_lacks_pages_is_due_by_the_service_that_later_ones_received(
+    num_tokens: int,
+) -> None:
+    queue = Queue("fcfs", cached_len=0)
+    tokens = [49] * 37
+    oldest = queue.add(0, tokens=tokens)
+    service = queue.waiting._columns.service
+    needed = float(service[oldest.line])
+    for number in range(1, MAX_PASSED_OVER):
+        request = queue.add(number, tokens=tokens[:num_tokens])
+        received = number * float(service[request.line])
+        queue.waiting.started(request, 0, num_free=9)  # of 10 pages
+        assert queue.waiting.is_due(oldest) == (received >= needed)
+        if received >= needed:
+            return
+    pytest.fail("it is due after as many passes as one that lacks no pages")
+
+
+def test_a_request_that_lacks_no_pages_beside_its_cached_prefix_is_due_by_passes_alone() -> None:
+    queue = Queue("fcfs")
+    queue.add(0, 32)  # 10 pages, 8 of them cached
+    for arrival in range(1, MAX_PASSED_OVER):
+        queue.waiting.started(queue.add(arrival, 32), 0, num_free=2)
+        assert due_of(queue.waiting) == []
+    queue.waiting.started(queue.add(MAX_PASSED_OVER, 32), 0, num_free=2)
+    assert [request.arrival for request in due_of(queue.waiting)] == [0]
 
 
 def test_a_request_is_not_due_because_another_was() -> None:
