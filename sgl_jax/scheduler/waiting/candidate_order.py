@@ -130,32 +130,53 @@ class CandidateOrder:
         may_hold = offer.rooms["held_above"][ranks] == NO_FLOOR
         keys = self._order_keys(fits, least, may_hold, turns, passed_over, levels)
         while len(keys) and keys[first := int(keys.argmin())] != LAST:
+            may_start = bool(fits[:, first].any())
+            # Holds for due requests come before others that may start, and are counted together.
+            if offer.changed and (may_start or not may_hold.any()):
+                self._recount(fits, ranks, least, keys != LAST, offer, preemptible, threshold)
+                rule_out(
+                    keys,
+                    fits,
+                    least,
+                    may_hold,
+                    floor[ranks],
+                    self._max_passed_over,
+                    columns.priority,
+                    passed_over,
+                )
+                continue
             keys[first] = LAST
-            yield first, bool(fits[:, first].any())
+            yield first, may_start
             while offer.passed_by:
                 keys[self._alike(offer.passed_by.pop())] = LAST
-            if not offer.changed:
-                continue
-            changed = [k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed]
-            is_tried = keys != LAST
-            for k in changed:
-                part = slice(k, k + 1)
-                self._rule_out_long(offer, int(ranks[k]), least[k])
-                fits[part] = self.find(offer.rooms, ranks[part], least[part], is_tried)
-                self._add_preempting(
-                    fits[part], ranks[part], least[part], floor, preemptible, threshold
-                )
-            offer.changed.clear()
-            rule_out(
-                keys,
-                fits,
-                least,
-                offer.rooms["held_above"][ranks] == NO_FLOOR,
-                floor[ranks],
-                self._max_passed_over,
-                columns.priority,
-                passed_over,
-            )
+            if offer.changed:
+                may_hold = offer.rooms["held_above"][ranks] == NO_FLOOR
+
+    def _recount(
+        self,
+        fits: BoolArray,
+        ranks: IntpArray,
+        least: Int32Array,
+        is_left: BoolArray,
+        offer: Offer,
+        preemptible: Sequence[Preemptible],
+        threshold: int,
+    ) -> None:
+        """Update `fits` for the changed ranks, and for the lines that are left, bool[end].
+
+        As requests start, there is less room: lines that did not fit before do not now.
+        """
+        parts = np.array([k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed])
+        offer.changed.clear()
+        if not len(parts):
+            return
+        for k in parts.tolist():
+            self._rule_out_long(offer, int(ranks[k]), least[k])
+        changed, before, pages = ranks[parts], fits[parts], least[parts]
+        is_tried = np.asarray(is_left & before.any(axis=0))
+        after = np.asarray(before & self.find(offer.rooms, changed, pages, is_tried))
+        self._add_preempting(after, changed, pages, offer.rooms["floor"], preemptible, threshold)
+        fits[parts] = after
 
     def _fits(self, rooms: Rooms, ranks: IntpArray, least: Int32Array) -> BoolArray:
         """Return which lines fit which of `ranks`, bool[len(ranks), end].
@@ -171,12 +192,13 @@ class CandidateOrder:
         fits = self.find(rooms, ranks, least, np.ones(end, np.bool_), fits_alone)
         is_doubtful = np.asarray(fits.any(axis=0) & ~fits_alone)
         if is_doubtful.any():
-            needed = least.copy()
+            needed = np.where(fits, least, NEVER)
             self._count_in_use(is_doubtful, ranks, needed)
-            fits[:, is_doubtful] = False
-            fits |= self.find(rooms, ranks, needed, is_doubtful)
+            fits_now = self.find(rooms, ranks, needed, is_doubtful)
             # Others that start may bring more of its prefix into use, where it fits.
-            least[~fits] = needed[~fits]
+            is_short = np.asarray(fits & is_doubtful & ~fits_now)
+            least[is_short] = needed[is_short]
+            fits[is_short] = False
         return fits
 
     def find(

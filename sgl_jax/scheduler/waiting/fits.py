@@ -81,53 +81,75 @@ NEED = np.dtype(
 Needs: TypeAlias = NDArray[Any]
 
 
+@compiled("(room, int64)", room=ROOM)
+def _num_steps(room: Any, num_pages: int) -> int:
+    """The steps until a prompt of `num_pages` pages is computed."""
+    num_tokens = num_pages * room.page_size
+    return num_tokens // room.chunk_size if num_tokens >= room.chunk_size else 0
+
+
+@compiled("(room,)", room=ROOM)
+def _steps_per_page(room: Any) -> float:
+    """The steps in which a request has done enough for a retract, for each page that it takes to
+    start; infinity if it never has."""
+    # In prompt tokens, by each of its tokens.
+    gain, price = room.step_price / (room.num_running + 1), room.conservativeness
+    return float(price * room.page_size / (gain - price)) if gain > price else np.inf
+
+
 @compiled(
-    "(room, need, int64, float64[::1], int64[::1], int64)",
+    "(room, need, int64, float64[::1], int64[::1], float64)",
     room=ROOM,
     need=NEED,
 )
-def _short_at(
-    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray, first: int
+def _most_short(
+    room: Any,
+    need: Any,
+    num_pages: int,
+    chances: Float64Array,
+    moments: IntpArray,
+    steps_per_page: float,
 ) -> float:
-    """The pages that a request lacks at moment `first`, or, if that is negative, at the worst.
+    """The pages that a request lacks at the moment at which it lacks most.
 
-    See `pages_short`.
+    See `pages_short`; `steps_per_page` is from `_steps_per_page`.
     """
-    most = need.most - (need.pages - num_pages)
-    growth = min(room.conservativeness, 1.0) * (most - num_pages) / max(need.left, 1)
-    num_steps = num_pages * room.page_size // room.chunk_size
+    growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)
+    num_steps = _num_steps(room, num_pages)
     is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
-    horizon = float(moments[len(moments) - 1])
-    # In prompt tokens, by each of its tokens.
-    gain, price = room.step_price / (room.num_running + 1), room.conservativeness
-    if gain > price:
-        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))
+    horizon = num_pages * steps_per_page
     worst, after = -float(room.total), 0
-    for j in range(max(first, 0), len(chances)):
+    for j in range(len(chances)):
         ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
         is_far = moments[j] > horizon and not (is_held and moments[j] <= room.held_steps)
         if j and (is_far or moments[j] >= num_steps + need.left):
             break
-        while after + 1 < len(chances) and moments[after + 1] <= ahead:
-            after += 1
+        if num_steps == 0:
+            after = j
+        else:
+            while after + 1 < len(chances) and moments[after + 1] <= ahead:
+                after += 1
         own = float(num_pages)
         if j:
             own = chances[after] * (num_pages + growth * min(ahead, need.left))
         if is_held and moments[j + 1] > room.held_steps:
             own += room.held_pages
         worst = max(worst, room.pages[j] + own - room.total)
-        if j == first:
-            break
     return worst
 
 
 @compiled(
-    "(room, need, int64, float64[:, :, ::1], int64[::1])",
+    "(room, need, int64, float64[:, :, ::1], int64[::1], float64)",
     room=ROOM,
     need=NEED,
 )
 def _pages_short(
-    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray
+    room: Any,
+    need: Any,
+    num_pages: int,
+    chances: Float64Array,
+    moments: IntpArray,
+    steps_per_page: float,
 ) -> int:
     """The pages that a request lacks in a room; not above 0 if it has enough.
 
@@ -138,8 +160,8 @@ def _pages_short(
         chances: of `OutputLengths`.
         moments: `MOMENTS`.
     """
-    worst = int(room.most + need.most - (need.pages - num_pages) - room.total)
-    num_steps = num_pages * room.page_size // room.chunk_size
+    worst: int = int(room.most + need.most - (need.pages - num_pages) - room.total)
+    num_steps = _num_steps(room, num_pages)
     if need.priority <= room.held_above and num_steps + need.left > room.held_steps:
         worst += int(room.held_most)
     if worst <= 0:
@@ -147,25 +169,8 @@ def _pages_short(
     assert 0 <= need.length_class < len(chances)
     assert 0 <= need.bucket < chances.shape[1]
     goes_on = chances[need.length_class, need.bucket]
-    return min(worst, int(np.ceil(_short_at(room, need, num_pages, goes_on, moments, -1))))
-
-
-@compiled(
-    "(room, need, int64, float64[:, :, ::1], int64[::1])",
-    room=ROOM,
-    need=NEED,
-)
-def _is_enough(
-    room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray
-) -> bool:
-    """Return whether `_pages_short` is not above 0."""
-    if room.most + need.most - (need.pages - num_pages) > room.total:
-        # Most requests that do not fit lack pages at the peak.
-        goes_on = chances[need.length_class, need.bucket]
-        if _short_at(room, need, num_pages, goes_on, moments, room.peak) > 0:
-            return False
-    is_enough: bool = _pages_short(room, need, num_pages, chances, moments) <= 0
-    return is_enough
+    short = _most_short(room, need, num_pages, goes_on, moments, steps_per_page)
+    return min(worst, int(np.ceil(short)))
 
 
 @compiled(
@@ -195,7 +200,8 @@ def pages_short(
     """
     assert 0 <= dp_rank < len(rooms)
     assert 0 <= line < len(needs)
-    return _pages_short(rooms[dp_rank], needs[line], num_pages, chances, moments)
+    steps_per_page = _steps_per_page(rooms[dp_rank])
+    return _pages_short(rooms[dp_rank], needs[line], num_pages, chances, moments, steps_per_page)
 
 
 @compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
@@ -248,9 +254,14 @@ def find_fits(
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms)
         room = rooms[ranks[k]]
-        num_free, floor = room.total - room.pages[0], room.floor
-        if not room.is_open:
-            num_free = -1.0
+        steps_per_page = _steps_per_page(room)
+        # The compiler cannot keep fields of a record in registers.
+        total, most, floor, peak = room.total, room.most, room.floor, room.peak
+        num_free = total - room.pages[0] if room.is_open else -1.0
+        num_free_then = total - room.pages[peak]
+        peak_start, ahead = moments[peak], (moments[peak] + moments[peak + 1]) // 2
+        most_pages = room.chunk_size // room.page_size  # of a prompt of one step
+        growth_part = min(room.conservativeness, 1.0)
         for line in range(end):
             if not is_tried[line]:
                 continue
@@ -261,10 +272,23 @@ def find_fits(
             need = needs[line]
             if need.priority <= floor:
                 continue
-            fits[k, line] = _is_enough(room, need, num_pages, chances, moments)
+            num_shared, left = need.pages - num_pages, need.left
+            if (
+                most + need.most - num_shared > total
+                and 0 < peak_start < left
+                and peak_start <= num_pages * steps_per_page
+                and num_pages < most_pages
+            ):
+                # At the peak, as in `_most_short`: most of the others lack pages then.
+                growth = growth_part * (need.most - need.pages) / left
+                chance = chances[need.length_class, need.bucket, peak]
+                if chance * (num_pages + growth * min(ahead, left)) > num_free_then:
+                    continue
+            short = _pages_short(room, need, num_pages, chances, moments, steps_per_page)
+            fits[k, line] = short <= 0
             if fits[k, line] and not fits_alone[line]:
-                fits_alone[line] = num_pages == need.pages or _is_enough(
-                    room, need, need.pages, chances, moments
+                fits_alone[line] = num_shared == 0 or (
+                    _pages_short(room, need, need.pages, chances, moments, steps_per_page) <= 0
                 )
 
 
