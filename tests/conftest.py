@@ -4,7 +4,9 @@ Meshes have four at most. While kernels that wait for each other are simulated o
 has the thread that converts the arguments of their callbacks.
 """
 
+import faulthandler
 import os
+import sys
 
 from tests.quick_compilation import QUICK_FLAGS
 
@@ -13,6 +15,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
 
 import hypothesis
 import jax
+import pytest
 from hypothesis.internal.conjecture import engine
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
@@ -26,3 +29,18 @@ hypothesis.settings.load_profile("default")
 engine.MAX_SHRINKING_SECONDS = 90
 
 jax.config.update("jax_num_cpu_devices", 5)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a worker end no earlier than a minute after the test's own time-out.
+
+    `faulthandler_timeout` is one for all tests, and ends those that may take longer.
+    """
+    marker = item.get_closest_marker("timeout")
+    if marker is None or not faulthandler.is_enabled():
+        return
+    seconds = marker.args[0]
+    faulthandler.cancel_dump_traceback_later()
+    if seconds:
+        faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
