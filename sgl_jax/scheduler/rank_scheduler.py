@@ -127,9 +127,14 @@ class RankScheduler:
     # -- room for a request -------------------------------------------------------------------
 
     @property
+    def num_rows_left(self) -> int:
+        """Rows that are free, or available from idle sessions."""
+        return self.memory.rows.num_free + self.memory.sessions.num_idle
+
+    @property
     def has_row(self) -> bool:
         """Return whether a row is free, or available from an idle session."""
-        return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
+        return self.num_rows_left > 0
 
     def num_pages_at_most(self, request: Request) -> int:
         """Pages that `request` would take if no running request read its prefix."""

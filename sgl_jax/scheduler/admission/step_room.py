@@ -126,7 +126,7 @@ class RankRoom:
 
     def need(self, request: Request, cursor: PrefixCursor) -> tuple[int, int]:
         """The pages that `request` takes to start here, or, if it fits even so, some more; and
-        those of them that it lacks: not above 0 if it has enough."""
+        the number that it lacks: not above 0 if it has enough."""
         num_pages = self.rank.num_pages_at_most(request)
         short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
         # Mostly there are enough without a look at how much of its prefix is in use.
@@ -272,11 +272,10 @@ class RankRoom:
         """Steps until the rank has rows and pages for the requests that stay for it, and for one
         more of so many pages."""
         num_steps = self.steps_to_room(num_pages + self._staying_pages)
-        if self.has_row and not self.num_staying:
-            return max(num_steps, 1)
-        if self._soonest_end is None:
+        last = self.num_staying - self.rank.num_rows_left  # of the ends that leave a row
+        if last < 0 or self._soonest_end is None:
             return max(num_steps, 1)
         if self._sorted_ends is None:
             self._sorted_ends = np.sort(self.rank.expected_steps_to_ends())
-        last = min(self.num_staying, len(self._sorted_ends) - 1)
+        last = min(last, len(self._sorted_ends) - 1)
         return max(num_steps, int(self._sorted_ends[last]))
