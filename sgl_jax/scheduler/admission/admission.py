@@ -72,7 +72,7 @@ class Admission:
         self._tenants = tenants
         self.args = args
         self._home_of = home_of
-        # By rid of a due request; of several at a rank, the first in the queue's order first.
+        # By rid of a due request; a rank is held for the last of several.
         self._holds: dict[str, Hold] = {}
         self._next_rank = 0  # of round_robin
 
@@ -225,8 +225,8 @@ class Admission:
             self._holds[request.rid] = hold
         room = rooms[hold.dp_rank]
         if room.is_held:
-            self._holds[request.rid] = self._holds.pop(request.rid)
             return None
+        self._holds[request.rid] = self._holds.pop(request.rid)
         num_pages, _ = room.need(request, cursors[room.dp_rank])
         room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
@@ -287,7 +287,7 @@ class Admission:
         """`rooms` with the holds of the last planned step, and the ids of the requests that ranks
         are held for."""
         held, holders = rooms.copy(), {}
-        for rid, hold in self._holds.items():
+        for rid, hold in reversed(self._holds.items()):
             request = self._waiting.find_due(rid)
             dp_rank = hold.dp_rank
             if request is None or dp_rank in holders:

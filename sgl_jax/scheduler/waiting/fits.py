@@ -212,8 +212,8 @@ def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray
     room = rooms[dp_rank]
     for j in range(len(room.pages)):
         if room.pages[j] + num_pages <= room.total:
-            return moments[j]
-    return moments[len(moments) - 1]
+            return int(moments[j])
+    return int(moments[len(moments) - 1])
 
 
 @compiled(
@@ -268,7 +268,7 @@ def find_fits(
             num_pages = pages[k, line]
             fits[k, line] = False
             if num_pages > num_free:
-                continue  # as most that do not fit, and those that may not start
+                continue  # as in most lines that do not fit, and in all that may not start
             need = needs[line]
             if need.priority <= floor:
                 continue

@@ -272,8 +272,8 @@ class WaitingQueue:
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
     ) -> Iterator[tuple[Request, bool]]:
-        """The requests that may start in this step, and those that are due and may not, first to
-        last. Yields each with whether it may start.
+        """The requests that may start in this step, and the due ones that may not, first to last.
+        Yields each with whether it may start.
 
         Args:
             offer: of the ranks. The caller updates it as requests start.
