@@ -1246,8 +1246,8 @@ MUTATIONS = (
     Mutation(
         "hold the rank where most is lacking",
         _ADMISSION,
-        "return max(num_short, 0), room.num_running",
-        "return -num_short, room.num_running",
+        "return max(short, 0), room.num_running",
+        "return -short, room.num_running",
     ),
     Mutation(
         "start a request on another rank than it is pinned to",
@@ -1322,7 +1322,7 @@ MUTATIONS = (
     Mutation(
         "let all that wait for a rank have the first room there",
         _ROOM,
-        "last = min(self.num_staying, len(self._sorted_ends) - 1)",
+        "last = min(last, len(self._sorted_ends) - 1)",
         "last = 0",
     ),
     Mutation(
@@ -1448,9 +1448,9 @@ MUTATIONS = (
     ),
     Mutation(
         "states: keep none where one that waits for a gap branches off",
-        "sgl_jax/scheduler/admission/admission.py",
-        "            room.rank.keep_branch(*chosen.leader)\n        room",
-        "        room",
+        _ADMISSION,
+        "            room.rank.keep_branch(*chosen.leader)\n        num_pages",
+        "        num_pages",
     ),
     Mutation(
         "states: wait for one that cannot be kept",
@@ -1480,20 +1480,20 @@ MUTATIONS = (
     Mutation(
         "fit without growth of its own",
         _FITS,
-        "growth = min(room.conservativeness, 1.0) * (most - num_pages) / max(need.left, 1)",
+        "growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)",
         "growth = 0.0",
     ),
     Mutation(
         "grow whatever the conservativeness",
         _FITS,
-        "growth = min(room.conservativeness, 1.0) * (most",
-        "growth = 1.0 * (most",
+        "growth = min(room.conservativeness, 1.0) * (need",
+        "growth = 1.0 * (need",
     ),
     Mutation(
         "grow beyond the forecast at a high conservativeness",
         _FITS,
-        "growth = min(room.conservativeness, 1.0) * (most",
-        "growth = room.conservativeness * (most",
+        "growth = min(room.conservativeness, 1.0) * (need",
+        "growth = room.conservativeness * (need",
     ),
     Mutation(
         "fit as if its output came to no end",
@@ -1528,8 +1528,8 @@ MUTATIONS = (
     Mutation(
         "take shared pages of a prefix twice up to its limit",
         _FITS,
-        "worst = int(room.most + need.most - (need.pages - num_pages) - room.total)",
-        "worst = int(room.most + need.most - room.total)",
+        "worst: int = int(room.most + need.most - (need.pages - num_pages) - room.total)",
+        "worst: int = int(room.most + need.most - room.total)",
     ),
     Mutation(
         "say that more pages are lacking than can ever be",
@@ -1540,14 +1540,14 @@ MUTATIONS = (
     Mutation(
         "look as far as the forecast, though the steps saved have paid for a retract",
         _FITS,
-        "        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))\n",
-        "        pass\n",
+        "horizon = num_pages * steps_per_page",
+        "horizon = np.inf",
     ),
     Mutation(
         "look at the present alone",
         _FITS,
-        "        horizon = min(horizon, price * num_pages * room.page_size / (gain - price))\n",
-        "        horizon = 0.0\n",
+        "horizon = num_pages * steps_per_page",
+        "horizon = 0.0",
     ),
     Mutation(
         "save a whole step with each token, however many run",
@@ -1614,19 +1614,19 @@ MUTATIONS = (
     Mutation(
         "find room where the forecast has one page less",
         _FITS,
-        "        if room.pages[j] + num_pages <= room.total:\n            return moments[j]\n",
-        "        if room.pages[j] + num_pages <= room.total + 1:\n            return moments[j]\n",
+        "if room.pages[j] + num_pages <= room.total:",
+        "if room.pages[j] + num_pages <= room.total + 1:",
     ),
     Mutation(
         "find room at once",
         _FITS,
-        "            return moments[j]\n    return moments[len(moments) - 1]",
-        "            return moments[0]\n    return moments[len(moments) - 1]",
+        "            return int(moments[j])\n    return int(moments[len(moments) - 1])",
+        "            return int(moments[0])\n    return int(moments[len(moments) - 1])",
     ),
     Mutation(
         "start below the floor that a start has raised",
         _FITS,
-        "            if need.priority <= room.floor:\n                continue\n",
+        "            if need.priority <= floor:\n                continue\n",
         "",
     ),
     Mutation(
@@ -1692,14 +1692,14 @@ MUTATIONS = (
     Mutation(
         "start on the fullest of equal ranks",
         _ROOM,
-        " + num_ahead + num_lost\n",
-        " + num_ahead - num_lost\n",
+        "return Option(cost, is_full,",
+        "return Option(cost, not is_full,",
     ),
     Mutation(
         "take no notice of the free pages of a rank",
         _ROOM,
-        " + num_ahead + num_lost\n",
-        " + num_ahead\n",
+        "is_full = self._peak + num_pages > FULL_PART * self._num_total",
+        "is_full = False",
     ),
     Mutation(
         "take what stays for a rank for no pages",
@@ -1740,14 +1740,14 @@ MUTATIONS = (
     Mutation(
         "be due by service though the pages were there",
         _LINES,
-        "            if num_pages[line] - cached_pages[line] > num_free:\n",
-        "            if True:\n",
+        "if is_large and started_cached <=",
+        "if started_cached <=",
     ),
     Mutation(
         "take the cached prefix of a request that is passed over for lacking",
         _LINES,
-        "if num_pages[line] - cached_pages[line] > num_free:",
-        "if num_pages[line] > num_free:",
+        "1, num_pages[line] - cached_pages[line] > num_free",
+        "1, num_pages[line] > num_free",
     ),
     Mutation(
         "fix the end of a hold anew in each step",
@@ -1824,7 +1824,7 @@ MUTATIONS = (
     Mutation(
         "name a due request whose rank is held for a more important one",
         _ADMISSION,
-        "            self._holds[request.rid] = self._holds.pop(request.rid)\n",
+        "        self._holds[request.rid] = self._holds.pop(request.rid)\n",
         "",
     ),
     Mutation(
@@ -1832,6 +1832,42 @@ MUTATIONS = (
         _SCHEDULER,
         "        self._all_ranks.set_chunk_size(self._chunk_tokens)\n",
         "",
+    ),
+    Mutation(
+        "be due by the service of later requests with a longer prefix",
+        _LINES,
+        "            if is_large and started_cached <= cached_pages[line]:\n",
+        "            if is_large:\n",
+    ),
+    Mutation(
+        "wait for the ends of requests on a rank with rows for all that wait there",
+        _ROOM,
+        "last = self.num_staying - self.rank.num_rows_left",
+        "last = self.num_staying",
+    ),
+    Mutation(
+        "leave out what has paid for a retract before the peak",
+        _FITS,
+        "                and peak_start <= num_pages * steps_per_page\n",
+        "",
+    ),
+    Mutation(
+        "leave out long prompts that generate after the peak",
+        _FITS,
+        "                and num_pages < most_pages\n",
+        "",
+    ),
+    Mutation(
+        "leave out what ends before the peak",
+        _FITS,
+        "                and 0 < peak_start < left\n",
+        "                and 0 < left\n",
+    ),
+    Mutation(
+        "leave out what fits up to the limits of all, since it lacks pages at the peak",
+        _FITS,
+        "                most + need.most - num_shared > total\n                and 0 <",
+        "                0 <",
     ),
     # -- the waiting queue
     Mutation(
@@ -1843,8 +1879,8 @@ MUTATIONS = (
     Mutation(
         "pass over without a count",
         _LINES,
-        "            num_passes = 1\n",
-        "            num_passes = 0\n",
+        "            num_passes, is_large = 1,",
+        "            num_passes, is_large = 0,",
     ),
     Mutation(
         "pass over what may not run there",
@@ -1897,14 +1933,14 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _FITS,
-        "if room.pages[0] + num_pages > room.total:",
-        "if room.pages[0] + num_pages >= room.total:",
+        "if num_pages > num_free:",
+        "if num_pages >= num_free:",
     ),
     Mutation(
         "leave out a request that needs all that is there at the peak",
         _FITS,
-        "need, num_pages, goes_on, moments, room.peak) > 0:",
-        "need, num_pages, goes_on, moments, room.peak) >= 0:",
+        "growth * min(ahead, left)) > num_free_then:",
+        "growth * min(ahead, left)) >= num_free_then:",
     ),
     Mutation(
         "count nothing of a prefix as in use",
@@ -1921,8 +1957,10 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "            yield first\n",
-        "            yield first\n            if offer.changed:\n                return\n",
+        "            yield first, may_start\n",
+        "            yield first, may_start\n"
+        "            if offer.changed:\n"
+        "                return\n",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2731,7 +2769,7 @@ MUTATIONS = (
     Mutation(
         "pressure: try no preemption on a rank after a start there",
         _CANDIDATES,
-        "self._add_preempting(fits[part], ranks[part], least[part], preemptible, threshold)",
+        'self._add_preempting(after, changed, pages, offer.rooms["floor"], preemptible, threshold)',
         "pass",
     ),
     Mutation(
@@ -3548,9 +3586,9 @@ MUTATIONS = (
     ),
     Mutation(
         "chunks: try long prompts where only short ones start",
-        "sgl_jax/scheduler/waiting/candidate_order.py",
-        "columns.num_lacking(dp_rank, lines, page_size) > room.most_tokens\n",
-        "columns.num_lacking(dp_rank, lines, page_size) < 0\n",
+        _FITS,
+        "priority == priority and num_lacking > most_tokens",
+        "priority == priority and num_lacking < 0",
     ),
     Mutation(
         "chunks: look for no short prompt that waits",

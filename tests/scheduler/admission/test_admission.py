@@ -236,24 +236,28 @@ def test_of_two_that_wait_for_a_rank_the_second_reckons_with_the_second_end_ther
     assert driver.dp_rank["waits 0"] == 0
 
 
-def test_of_two_that_wait_for_pages_of_a_rank_the_second_reckons_with_those_of_the_first() -> None:
-    """Beside the prefix that both share there are pages for one of them when the long one ends."""
-    driver = make_driver(chunk=8, num_pages=201, max_context_len=700)
-    prefix = [i % 40 for i in range(300)]
+@pytest.mark.parametrize(("num_pages", "num_waiting"), [(201, 1), (301, 2)])
+def test_of_two_that_wait_for_pages_of_a_rank_the_second_reckons_with_those_of_the_first(
+    num_pages: int, num_waiting: int
+) -> None:
+    """As the long one ends there are pages for one of them, or two, beside their prefix. Rows are
+    free."""
+    driver = make_driver(chunk=16, num_pages=num_pages, max_context_len=1000)
+    prefix = [i % 40 for i in range(300)]  # 75 pages
     start(driver, "reads the prefix", [*prefix, 41], 150, 0)
-    start(driver, "long", [42] * 237, 8, 0)
+    start(driver, "long", [42] * (4 * (num_pages - 140) + 1), 8, 0)
     for i in range(2):
-        driver.submit(generate(f"waits {i}", [*prefix, *[43 + i] * 250], 2))
+        driver.submit(generate(f"waits {i}", [*prefix, *[43 + i] * 250], 2))  # 63 pages
     driver.step()
-    assert driver.scheduler.why_waiting("waits 0").kind == "rank"
-    assert rank_of(driver, "waits 1") == 1
+    assert driver.scheduler.count_waiting()["rank"] == num_waiting
+    assert rank_of(driver, "waits 1") == (1 if num_waiting == 1 else None)
     finish(driver)
     assert driver.dp_rank["waits 0"] == 0
 
 
 def test_of_two_ranks_alike_the_one_with_more_free_pages_is_chosen() -> None:
     driver = make_driver(chunk=64)
-    start(driver, "many pages", [1] * 120, 30, 0)
+    start(driver, "many pages", [1] * 340, 30, 0)
     start(driver, "few pages", [2] * 20, 30, 1)
     driver.submit(generate("other", [3] * 40, 2))
     driver.step()
@@ -262,14 +266,13 @@ def test_of_two_ranks_alike_the_one_with_more_free_pages_is_chosen() -> None:
 
 
 def test_a_request_does_not_wait_for_a_rank_that_has_no_more_of_its_prefix() -> None:
-    """There are more free pages, and a row is expected in the next step."""
-    driver = make_driver(num_running=2, chunk=16)
-    start(driver, "many pages", [1] * 240, 90, 0)
-    start(driver, "on rank 1", [2] * 4, 90, 1)
-    start(driver, "ends soon", [3] * 4, 3, 1)
-    driver.submit(generate("other", [4] * 80, 2))
+    """A rank runs 13 more than the other, which lacks pages for some steps."""
+    driver = make_driver(num_running=16, chunk=32, num_pages=301, max_context_len=1300)
+    for i in range(14):
+        driver.submit(generate(f"on rank 0 {i}", [1 + i] * 4, 90, dp_rank=0))
+    start(driver, "on rank 1", [20] * 1140, 9, 1)
+    driver.submit(generate("other", [30] * 80, 2))
     driver.step()
-    assert rank_of(driver, "ends soon") == 1
     assert rank_of(driver, "other") == 0
     finish(driver)
 

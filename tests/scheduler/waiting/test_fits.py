@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.admission.output_lengths import MOMENTS
 from sgl_jax.scheduler.waiting.fits import (
     NEED,
@@ -63,9 +64,38 @@ def need(pages: int, left: int, **fields: Any) -> Needs:
 def short(
     rooms: Rooms, needs: Needs, chances: Any = TO_ITS_LIMIT, num_pages: int | None = None
 ) -> int:
-    """The pages that the request lacks."""
+    """The pages that the request lacks. It fits, among all lines, if it lacks none."""
     taken = int(needs["pages"][0]) if num_pages is None else num_pages
-    return int(pages_short(rooms, 0, needs, 0, taken, chances, MOMENTS))
+    found = int(pages_short(rooms, 0, needs, 0, taken, chances, MOMENTS))
+    fits = np.zeros((1, 1), np.bool_)
+    find(rooms, [0], [[taken]], needs, [True], fits, np.zeros(1, np.bool_), chances)
+    may_start = rooms["is_open"][0] and needs["priority"][0] > rooms["floor"][0]
+    assert fits[0, 0] == (found <= 0 and may_start)
+    return found
+
+
+def find(
+    rooms: Rooms,
+    ranks: list[int],
+    pages: list[list[int]],
+    needs: Needs,
+    is_tried: list[bool],
+    fits: BoolArray,
+    fits_alone: BoolArray,
+    chances: Any = TO_ITS_LIMIT,
+) -> None:
+    """Call `find_fits`."""
+    find_fits(
+        rooms,
+        np.array(ranks),
+        np.array(pages, np.int32),
+        needs,
+        np.array(is_tried),
+        chances,
+        MOMENTS,
+        fits,
+        fits_alone,
+    )
 
 
 def ends_after(num_steps: int) -> Any:
@@ -254,7 +284,8 @@ def drawn_rooms(draw: st.DrawFn) -> Rooms:
     is_held = draw(st.booleans())
     pages = draw(st.lists(st.integers(0, 110), min_size=1, max_size=8))
     rooms = room(
-        most=draw(st.integers(0, 300)),
+        most=pages[0] + draw(st.integers(0, 200)),
+        is_open=draw(st.sampled_from([True, True, True, False])),
         conservativeness=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0])),
         chunk_size=draw(st.sampled_from([4, 16, 64])),
         step_price=draw(st.sampled_from([0, 1, 2, 16, 512])),
@@ -294,19 +325,15 @@ def test_a_request_lacks_what_the_rules_say(
     num_pages = max(int(part * int(needs["pages"][0])), 1)
     found = short(rooms, needs, chances, num_pages)
     assert found == slow_pages_short(rooms[0], needs[0], num_pages, chances[0, 0].tolist())
-    # All lines at once, where most are excluded early.
-    fits = np.zeros((1, 1), np.bool_)
-    pages, is_tried = np.full((1, 1), num_pages, np.int32), np.ones(1, np.bool_)
-    room_of = np.zeros((1, 1), np.int32)
-    find_fits(rooms, room_of, pages, needs, is_tried, chances, MOMENTS, fits)
-    assert fits[0, 0] == (found <= 0 and needs["priority"][0] > rooms["floor"][0])
+    fits, fits_alone = np.zeros((1, 1), np.bool_), np.zeros(1, np.bool_)
+    find(rooms, [0], [[num_pages]], needs, [True], fits, fits_alone, chances)
+    assert fits_alone[0] == (fits[0, 0] and short(rooms, needs, chances) <= 0)
 
 
-def test_lines_that_are_not_tried_keep_their_entry_and_others_lack_a_rank() -> None:
+def test_lines_that_are_not_tried_keep_their_entries() -> None:
     rooms, needs = room(90), np.concatenate([need(10, 0)] * 4)
-    fits = np.array([[True, True, True, False]])
-    pages = np.array([[10, 10, NEVER, 10]], np.int32)
-    room_of = np.array([[0, -1, 0, 0]], np.int32)
-    is_tried = np.array([False, True, True, True])
-    find_fits(rooms, room_of, pages, needs, is_tried, TO_ITS_LIMIT, MOMENTS, fits)
-    assert fits.tolist() == [[True, True, False, True]]
+    fits, fits_alone = np.array([[True, False, True, False]]), np.zeros(4, np.bool_)
+    pages, is_tried = [[10, 10, NEVER, 10]], [False, False, True, True]
+    find(rooms, [0], pages, needs, is_tried, fits, fits_alone)
+    assert fits.tolist() == [[True, False, False, True]]
+    assert fits_alone.tolist() == [False, False, False, True]
