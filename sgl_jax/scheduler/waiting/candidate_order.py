@@ -164,7 +164,7 @@ class CandidateOrder:
     ) -> None:
         """Update `fits` for the changed ranks, and for the lines that are left, bool[end].
 
-        As requests start, there is less room: lines that did not fit before do not now.
+        A start leaves less room, so lines that did not fit before do not fit now.
         """
         parts = np.array([k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed])
         offer.changed.clear()
