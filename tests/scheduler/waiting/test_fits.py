@@ -144,6 +144,9 @@ def test_a_long_prompt_is_there_while_it_is_computed() -> None:
     rooms["pages"][0, 1] = 25
     chances = ends_after(0)
     assert short(rooms, need(80, 4), chances) == 6  # at moment 8; at 16 it is gone
+    rooms = room(0, 0)
+    rooms["pages"][0, 1], rooms["peak"] = 18, 1
+    assert short(rooms, need(80, 64)) == 0  # it has gained 7 tokens then, in the mean
 
 
 def test_shared_pages_of_a_prefix_are_not_taken_again() -> None:
