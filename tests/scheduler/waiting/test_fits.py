@@ -116,6 +116,14 @@ def test_a_request_fits_by_what_it_grows_to_and_no_longer_than_to_its_limit() ->
     assert short(room(58), need(10, 132)) == 1
 
 
+@pytest.mark.parametrize("num_short", [0, 1])
+def test_a_request_fits_if_it_takes_all_that_is_left_at_the_peak(num_short: int) -> None:
+    rooms = room(0, 0)
+    rooms["peak"] = peak = MOMENTS.tolist().index(64)
+    rooms["pages"][0, peak] = 72 + num_short
+    assert short(rooms, need(10, 120)) == num_short  # it has 28 pages then
+
+
 def test_a_request_counts_by_the_chance_that_it_still_runs() -> None:
     assert short(room(40), need(10, 400)) == 50
     assert short(room(40), need(10, 400), TO_ITS_LIMIT / 2) == -5
