@@ -345,6 +345,14 @@ def test_a_request_that_lacks_pages_is_due_by_the_service_that_later_ones_receiv
     pytest.fail("it is due after as many passes as one that lacks no pages")
 
 
+def test_the_service_of_requests_with_a_longer_prefix_makes_no_other_due() -> None:
+    queue = Queue()
+    queue.add(0, tokens=[49] * 37)
+    for arrival in range(1, 4):
+        queue.waiting.started(queue.add(arrival, 32), 0, num_free=9)
+    assert due_of(queue.waiting) == []
+
+
 def test_a_request_that_lacks_no_pages_beside_its_cached_prefix_is_due_by_passes_alone() -> None:
     queue = Queue("fcfs")
     queue.add(0, 32)  # 10 pages, 8 of them cached
