@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.scheduling.clients import Tail, closed_loop, open_loop, requests, sessions
-from benchmarks.scheduling.traffic import Load
+from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 
 _PRIORITIES = {"enable_priority_scheduling": True}
@@ -131,6 +131,7 @@ FEATURED = [
         15.0,
         pool_tokens=32_768,
         sizes=_WINDOWS,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "windows-long",
@@ -142,6 +143,7 @@ FEATURED = [
         15.0,
         pool_tokens=32_768,
         sizes=_WINDOWS,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "states",
@@ -183,5 +185,6 @@ FEATURED = [
         20.0,
         pool_tokens=24_576,
         sizes={"host_blocks": (1 + 24_576 // 16,)},
+        reason=FEWER_RETRACTS,
     ),
 ]

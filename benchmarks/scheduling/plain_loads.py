@@ -1,7 +1,7 @@
 """Loads that the reference serves too: pools of 2k to 1M tokens, ranks, prefixes, sessions."""
 
 from benchmarks.scheduling.clients import Tail, closed_loop, open_loop, requests, sessions
-from benchmarks.scheduling.traffic import Load
+from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load
 
 PLAIN = [
     Load(
@@ -46,6 +46,7 @@ PLAIN = [
         lambda: closed_loop(120, requests("equal", 100, 400), stagger_s=0.02),
         20.0,
         pool_tokens=32_768,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "equal-pages-128",
@@ -54,6 +55,7 @@ PLAIN = [
         20.0,
         pool_tokens=16_384,
         page_size=128,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "few-rows",
@@ -136,6 +138,7 @@ PLAIN = [
         lambda: closed_loop(96, requests("chat", 100, (50, 150), 256, prefixes=(1, 2_000))),
         15.0,
         pool_tokens=16_384,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "prefixes-dp2",

@@ -1,7 +1,7 @@
 """Loads that the scheduler once served much worse than a simple rule."""
 
 from benchmarks.scheduling.clients import closed_loop, requests
-from benchmarks.scheduling.traffic import Load
+from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load
 
 REGRESSIONS = [
     Load(
@@ -101,6 +101,7 @@ REGRESSIONS = [
         lambda: closed_loop(256, requests("equal", 100, 500)),
         30.0,
         pool_tokens=61_440,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "preempted-stream",
