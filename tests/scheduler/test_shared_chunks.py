@@ -309,3 +309,19 @@ def test_without_shares_tenants_are_computed_by_age() -> None:
     driver.submit(of_tenant("b", "second", 1000))
     steps = steps_to_first_tokens(driver)
     assert steps == {"first": 32, "second": 63}
+
+
+def test_nothing_waits_for_a_less_important_prompt_that_gets_no_tokens() -> None:
+    """Two important prompts share the steps of rank 0; rank 1 has tokens for the other request."""
+    driver = make_driver(args=SchedulerArgs(enable_priority_scheduling=True), dp_size=2)
+    driver.submit(generate("low", prompt(0, 1000), 2, dp_rank=0))
+    driver.step()
+    for number in (1, 2):
+        driver.submit(generate(f"high {number}", prompt(number, 1000), 2, priority=8, dp_rank=0))
+    driver.step()
+    driver.step()
+    driver.submit(generate("alike", [*prompt(0, 1000), 7], 2))
+    driver.step()
+    assert driver.scheduler._requests["alike"].lease is not None
+    driver.run()
+    assert driver.dp_rank["alike"] == 1
