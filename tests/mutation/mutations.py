@@ -1580,6 +1580,12 @@ MUTATIONS = (
         "            pass\n",
     ),
     Mutation(
+        "hold a rank for what a due request takes to start alone",
+        _ROOM,
+        "num_pages = self._waiting.peak_pages(request, self._rooms, self.dp_rank, num_pages)",
+        "pass",
+    ),
+    Mutation(
         "let nothing pass that ends before a due request starts",
         _FITS,
         "is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps",

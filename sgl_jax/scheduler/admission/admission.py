@@ -296,7 +296,8 @@ class Admission:
             room = held[dp_rank]
             cursor = self._waiting.cursors(request)[dp_rank]
             room.held_above = request.priority
-            room.held_pages = rank.num_pages_needed(request, cursor)
+            num_pages = rank.num_pages_needed(request, cursor)
+            room.held_pages = self._waiting.peak_pages(request, rooms, dp_rank, num_pages)
             room.held_steps = max(hold.until_step - step + 1, 0)
             room.held_most = rank.memory.request_pages(request.max_len)
         return held, holders

@@ -51,8 +51,8 @@ ROOM = np.dtype(
             ("is_open", np.bool_),  # whether the step takes another request that fits
             ("floor", np.int64),  # a request starts in this step only if its priority is above
             ("most_tokens", np.int64),  # if it is so by one, only if it has no more to compute
-            # It is held against requests up to this priority, for another that takes so many pages
-            # when it starts, in so many steps, and so many at most.
+            # It is held against requests up to this priority, for another that is expected to hold
+            # so many pages, from so many steps on, and so many at most.
             ("held_above", np.int64),
             ("held_pages", np.int64),
             ("held_steps", np.int64),

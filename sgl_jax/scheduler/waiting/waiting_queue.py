@@ -18,7 +18,7 @@ from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
-from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, pages_short
+from sgl_jax.scheduler.waiting.fits import NEVER, NO_FLOOR, NO_RANK, Rooms, pages_short
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
@@ -327,6 +327,13 @@ class WaitingQueue:
             MOMENTS,
         )
         return short
+
+    def peak_pages(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
+        """The pages that `request` is expected to hold on a rank at the moment, of those that
+        count, at which it holds most, if it takes `num_pages` to start."""
+        alone = rooms[dp_rank : dp_rank + 1].copy()
+        alone["pages"], alone["most"], alone["held_above"] = 0, NEVER, NO_FLOOR
+        return self.pages_short(request, alone, 0, num_pages) + int(alone["total"][0])
 
     def _note_chances(self) -> None:
         """Compute the chances of the requests' outputs, if the lengths of outputs were updated."""

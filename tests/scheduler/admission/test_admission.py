@@ -98,6 +98,33 @@ def test_due_requests_hold_a_rank_each() -> None:
     finish(driver)
 
 
+@pytest.mark.parametrize(("conservativeness", "held_pages"), [(0.0, 16), (1.0, 18)])
+def test_a_hold_leaves_a_due_request_the_pages_that_it_grows_to(
+    monkeypatch: pytest.MonkeyPatch, conservativeness: float, held_pages: int
+) -> None:
+    config = {"schedule_conservativeness": conservativeness}
+    driver = make_driver(dp_size=1, num_pages=21, config=config)
+    price_retracts_fully(driver.scheduler)
+    held: list[int] = []
+    hold = RankRoom.hold
+
+    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+        hold(room, request, num_pages, num_steps)
+        held.append(int(room._rooms[0].held_pages))
+
+    monkeypatch.setattr(RankRoom, "hold", watched)
+    start(driver, "a", [1] * 41, 24, 0)
+    driver.submit(generate("big", [4] * 61, 12))  # 16 pages at its start, 18 eight tokens later
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [5 + i], 1))
+        driver.step()
+    driver.step()
+    assert set(held) == {held_pages}
+    reason = driver.scheduler.why_waiting("big")
+    assert reason.kind == "pages"
+    finish(driver)
+
+
 def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
