@@ -1580,6 +1580,12 @@ MUTATIONS = (
         "            pass\n",
     ),
     Mutation(
+        "forecast more than requests may come to hold",
+        _FORECAST,
+        "        room.pages[j] = min(num_in_use + growth, room.most)\n",
+        "        room.pages[j] = num_in_use + growth\n",
+    ),
+    Mutation(
         "hold a rank for what a due request takes to start alone",
         _ROOM,
         "num_pages = self._waiting.peak_pages(request, self._rooms, self.dp_rank, num_pages)",

@@ -256,7 +256,7 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
     need, room = needs[0], rooms[0]
     # A shared page is given back by the last that reads it: each has its part of it.
     own_part = num_in_use / max(need.held, 1)
-    peak = 0
+    peak, room.most = 0, num_in_use + need.most
     for j in range(len(need.mean_a)):
         mean = own_part * need.mean_a[j] + need.mean_b[j]
         most = own_part * need.most_a[j] + need.most_b[j]
@@ -266,7 +266,8 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
             growth *= min(room.conservativeness, 1.0)
         if j == 0:
             growth = max(growth, need.known)  # uncomputed prompts are no forecast
-        room.pages[j] = num_in_use + growth
+        # A sum of rounded parts may be above the most of an exact fit.
+        room.pages[j] = min(num_in_use + growth, room.most)
         if room.pages[j] > room.pages[peak]:
             peak = j
-    room.num_in_use, room.peak, room.most = num_in_use, peak, num_in_use + need.most
+    room.num_in_use, room.peak = num_in_use, peak
