@@ -1606,7 +1606,7 @@ MUTATIONS = (
     Mutation(
         "look no further than a retract is worth before a due request",
         _FITS,
-        "is_far = moments[j] > horizon and not (is_held and moments[j] <= room.held_steps)",
+        "is_far = moments[j] > horizon and not is_held",
         "is_far = moments[j] > horizon",
     ),
     Mutation(

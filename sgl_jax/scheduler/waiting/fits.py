@@ -121,7 +121,7 @@ def _most_short(
     worst, after = -float(room.total), 0
     for j in range(len(chances)):
         ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
-        is_far = moments[j] > horizon and not (is_held and moments[j] <= room.held_steps)
+        is_far = moments[j] > horizon and not is_held
         if j and (is_far or moments[j] >= num_steps + need.left):
             break
         if num_steps == 0:

@@ -236,6 +236,16 @@ def test_a_hold_counts_beyond_the_horizon_up_to_its_step() -> None:
     assert short(room(0, **cheap, **HELD), need(80, 400, priority=5)) > 0
 
 
+def test_a_hold_counts_beyond_the_horizon_after_its_step() -> None:
+    """What starts behind the fixed step leaves enough as long as it may run, not for a few steps:
+    else others that grow keep the due request out."""
+    cheap = {"step_price": 512, "num_running": 0}
+    late = HELD | {"held_steps": 0}
+    assert short(room(0, **cheap, **late), need(10, 400, priority=6)) <= 0
+    assert short(room(0, **cheap, **late), need(10, 120, priority=5)) <= 0
+    assert short(room(0, **cheap, **late), need(10, 400, priority=5)) > 0
+
+
 def test_up_to_the_limits_of_all_the_due_request_has_its_own() -> None:
     held = HELD | {"held_pages": 10, "held_most": 60}
     assert short(room(0, 90, most=0, **held), need(10, 120, priority=5)) == 0
@@ -277,8 +287,7 @@ def slow_pages_short(room: Any, need: Any, num_pages: int, chances: list[float])
         lacking[0] += int(room.held_pages)
     growth = min(float(room.conservativeness), 1.0) * (most - num_pages) / max(int(need.left), 1)
     for j in range(1, NUM_MOMENTS):
-        awaits_due = is_held and moments[j] <= room.held_steps
-        if moments[j] >= end or (has_paid(moments[j]) and not awaits_due):
+        if moments[j] >= end or (has_paid(moments[j]) and not is_held):
             continue
         gained = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
         chance = chances[max(k for k in range(NUM_MOMENTS) if moments[k] <= gained)]
