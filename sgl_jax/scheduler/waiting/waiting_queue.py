@@ -329,8 +329,8 @@ class WaitingQueue:
         return short
 
     def peak_pages(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
-        """The pages that `request` is expected to hold on a rank at the moment, of those that
-        count, at which it holds most, if it takes `num_pages` to start."""
+        """The most pages that `request` is expected to hold on a rank while moments count, if it
+        takes `num_pages` to start there."""
         alone = rooms[dp_rank : dp_rank + 1].copy()
         alone["pages"], alone["most"], alone["held_above"] = 0, NEVER, NO_FLOOR
         return self.pages_short(request, alone, 0, num_pages) + int(alone["total"][0])
