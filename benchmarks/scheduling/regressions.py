@@ -1,7 +1,7 @@
 """Loads that the scheduler once served much worse than a simple rule."""
 
 from benchmarks.scheduling.clients import closed_loop, requests
-from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load
+from benchmarks.scheduling.traffic import DUE_BY_SERVICE, FEWER_RETRACTS, Load
 
 REGRESSIONS = [
     Load(
@@ -74,6 +74,7 @@ REGRESSIONS = [
         ],
         130.0,
         pool_tokens=32_768,
+        reason=DUE_BY_SERVICE,
     ),
     Load(
         "retracted-long",

@@ -13,7 +13,8 @@ import numpy as np
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 
-# The policy by which requests may start later than with a simple scheduler.
+# The policies by which requests may start later than with a simple scheduler.
+DUE_BY_SERVICE = "others pass a large request until they had as much service as it needs"
 FEWER_RETRACTS = "memory is kept for the growth of running requests, so that fewer are retracted"
 VOCAB_SIZE = 1 << 20
 STOP_ID = VOCAB_SIZE - 1  # ends an output; no prompt contains it
