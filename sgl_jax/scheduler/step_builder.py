@@ -158,6 +158,7 @@ class StepBuilder:
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Start a waiting request that fits, and return its row."""
         row = self.rank.admit(request, cursor)
+        self._needs.pop(row, None)  # of a request that was preempted in this step
         self._has_admitted = True
         self._prefilling.append(row)
         self.num_prefill_tokens += self._count_left(row)

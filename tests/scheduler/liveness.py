@@ -17,8 +17,9 @@ import numpy as np
 
 from sgl_jax.core.step_plan import RowIndex
 from sgl_jax.mem_cache.pages.row_growth import pages_held_and_lacking
-from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
+from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.admission.victims import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
@@ -43,6 +44,8 @@ class Liveness:
         self.scheduler = scheduler
         self.num_waits: dict[str, int] = {}  # requests found waiting, by kind of reason
         self.num_preempted = 0
+        # Requests, and ranks whose step has had prompt tokens for them all the time.
+        self._had_tokens: set[tuple[str, int]] = set()
         self._due_since: dict[str, int] = {}
         self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
         admit_into = scheduler._admission.admit_into
@@ -50,12 +53,45 @@ class Liveness:
         def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
             check_spared(builders)
             running = {rid for rank in ranks.ranks for rid in rids_of(rank)}
+            self._had_tokens = self._with_tokens(builders)
+            for builder in builders:
+                self._watch_starts(builder, builders)
             admit_into(ranks, builders, step)
             for builder in builders:
                 self._check_preempted(builder, running)
             self._check_admitted(builders, step, running)
 
         scheduler._admission.admit_into = watched
+        fetches_for = scheduler._admission._fetches_for
+
+        def fetched(room: RankRoom, request: Request) -> bool:
+            has_begun = fetches_for(room, request)
+            if has_begun:  # a fetch that ends in this step leaves the request to the next
+                self._had_tokens = {each for each in self._had_tokens if each[0] != request.rid}
+            return has_begun
+
+        scheduler._admission._fetches_for = fetched
+
+    def _with_tokens(self, builders: Sequence[StepBuilder]) -> set[tuple[str, int]]:
+        """The waiting requests, and ranks whose step has prompt tokens for them."""
+        return {
+            (request.rid, builder.rank.dp_rank)
+            for request in self.scheduler._waiting
+            for builder in builders
+            if self._has_tokens(builder, request)
+        }
+
+    def _watch_starts(self, builder: StepBuilder, builders: Sequence[StepBuilder]) -> None:
+        """A request that a step has no prompt tokens for is left to the next, though the short part
+        may have some for it when longer prompts have started."""
+        admit = builder.admit
+
+        def watched(request: Request, cursor: PrefixCursor) -> int:
+            row = admit(request, cursor)
+            self._had_tokens &= self._with_tokens(builders)
+            return row
+
+        builder.admit = watched
 
     def _check_preempted(self, builder: StepBuilder, before: set[str]) -> None:
         """What gave way did so for requests that are more important and run there now."""
@@ -70,6 +106,11 @@ class Liveness:
                 "none of it is computed"
             )
 
+    def _has_tokens(self, builder: StepBuilder, request: Request) -> bool:
+        """Whether the step has prompt tokens for a waiting request."""
+        num_lacking = self._num_lacking(builder.rank, request)
+        return builder.takes(request.priority, request.tenant, num_lacking)
+
     def _check_admitted(self, builders: Sequence[StepBuilder], step: int, before: set[str]) -> None:
         """A request that admission leaves waiting though the step could have taken it waits for a
         reason. `before` are the requests that ran before: those that started in this step may be
@@ -83,9 +124,8 @@ class Liveness:
                 for builder in builders
                 if request.message.dp_rank in (None, builder.rank.dp_rank)
                 and builder.can_admit
-                and builder.takes(
-                    request.priority, request.tenant, self._num_lacking(builder.rank, request)
-                )
+                and self._has_tokens(builder, request)
+                and (request.rid, builder.rank.dp_rank) in self._had_tokens
                 and not is_full[request.tenant]
                 and (
                     num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0

@@ -34,6 +34,22 @@ def test_a_run_whose_due_request_starts_on_another_rank_than_the_one_held_for_it
     main(981, 981)
 
 
+def test_a_run_whose_request_starts_in_the_row_of_a_preempted_prompt() -> None:
+    """Its prompt tokens were taken to be what the preempted one lacked, and a step had too many."""
+    main(500_107, 500_107)
+
+
+def test_a_run_whose_short_request_is_tried_again_when_its_prefix_has_come() -> None:
+    """The queue took it to wait still, and the rank took no short requests meanwhile."""
+    main(500_059, 500_059)
+
+
+@pytest.mark.parametrize("seed", [500_057, 500_117, 500_127])
+def test_a_run_whose_step_gets_tokens_for_short_prompts_as_longer_ones_start(seed: int) -> None:
+    """They start in the next step."""
+    main(seed, seed)
+
+
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_runs_with_rows_that_are_not_finite_break_no_invariant(*, with_sessions: bool) -> None:
     main(1, 2, with_sessions=with_sessions, with_glitches=True)

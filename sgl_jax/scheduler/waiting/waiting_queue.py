@@ -300,8 +300,9 @@ class WaitingQueue:
     def has_short(self, dp_rank: int, most_tokens: int, open_tenants: BoolArray | None) -> bool:
         """Return whether a request, waiting for no prefix, has no more than `most_tokens` tokens
         to compute on a rank, or a tenant, by number, of `open_tenants`."""
-        self._take_moves()
         columns, lines = self._columns, slice(self._columns.end)
+        self._take_moves()
+        self._drop_leaders(lines)
         page_size = self._memories[dp_rank].page_size
         is_short = columns.num_lacking(dp_rank, lines, page_size) <= most_tokens
         if open_tenants is not None:
