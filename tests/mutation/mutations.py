@@ -1587,9 +1587,9 @@ MUTATIONS = (
     ),
     Mutation(
         "hold a rank for what a due request takes to start alone",
-        _ROOM,
-        "num_pages = self._waiting.peak_pages(request, self._rooms, self.dp_rank, num_pages)",
-        "pass",
+        _QUEUE,
+        "held_pages = self._peak_pages(request, rooms, dp_rank, num_pages)",
+        "held_pages = num_pages",
     ),
     Mutation(
         "let nothing pass that ends before a due request starts",
@@ -1618,10 +1618,8 @@ MUTATIONS = (
     Mutation(
         "pass a due request up to the limits, though it ends later",
         _FITS,
-        "    if need.priority <= room.held_above and num_steps + need.left > room.held_steps:\n"
-        "        worst",
-        "    if need.priority < room.held_above and num_steps + need.left > room.held_steps:\n"
-        "        worst",
+        "    if is_held:\n        worst",
+        "    if is_held and need.priority < room.held_above:\n        worst",
     ),
     Mutation(
         "find room where the forecast has one page less",
@@ -1781,9 +1779,9 @@ MUTATIONS = (
     ),
     Mutation(
         "hold the pages of a due request up to its present length alone",
-        _ROOM,
-        "        room.held_most = self.rank.memory.request_pages(request.max_len)\n",
-        "        room.held_most = num_pages\n",
+        _QUEUE,
+        'room.held_steps, room.held_most = num_steps, self._columns.needs["most"][request.line]',
+        "room.held_steps, room.held_most = num_steps, num_pages",
     ),
     Mutation(
         "pressure: leave the pages of those that give way in use",
@@ -1836,8 +1834,8 @@ MUTATIONS = (
     Mutation(
         "name a due request whose rank is held for a more important one",
         _ADMISSION,
-        "        self._holds[request.rid] = self._holds.pop(request.rid)\n",
-        "",
+        "        self._holds.pop(request.rid, None)\n        self._holds[request.rid] = hold",
+        "        self._holds[request.rid] = hold",
     ),
     Mutation(
         "forecast by the chunk size of the engine's start",
@@ -2834,15 +2832,15 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: hold a rank against every priority",
-        _ROOM,
-        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
-        "room.held_above, room.held_pages, room.held_steps = 2**62, num_pages",
+        _QUEUE,
+        "room.held_above, room.held_pages = request.priority, held_pages",
+        "room.held_above, room.held_pages = 2**62, held_pages",
     ),
     Mutation(
         "pressure: hold a rank against lower priorities alone",
-        _ROOM,
-        "room.held_above, room.held_pages, room.held_steps = request.priority, num_pages",
-        "room.held_above, room.held_pages, room.held_steps = request.priority - 1, num_pages",
+        _QUEUE,
+        "room.held_above, room.held_pages = request.priority, held_pages",
+        "room.held_above, room.held_pages = request.priority - 1, held_pages",
     ),
     Mutation(
         "pressure: start below the floor",

@@ -220,14 +220,15 @@ class Admission:
             if not open_rooms:
                 return None
             room = self._least_short(open_rooms, request)
-            num_pages, _ = room.need(request, cursors[room.dp_rank])
-            hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
-            self._holds[request.rid] = hold
-        room = rooms[hold.dp_rank]
+        else:
+            room = rooms[hold.dp_rank]
         if room.is_held:
             return None
-        self._holds[request.rid] = self._holds.pop(request.rid)
         num_pages, _ = room.need(request, cursors[room.dp_rank])
+        if hold is None:
+            hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
+        self._holds.pop(request.rid, None)
+        self._holds[request.rid] = hold  # comes last now
         room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
 
@@ -292,14 +293,11 @@ class Admission:
             dp_rank = hold.dp_rank
             if request is None or dp_rank in holders:
                 continue
-            rank, holders[dp_rank] = ranks.ranks[dp_rank], rid
-            room = held[dp_rank]
+            holders[dp_rank] = rid
             cursor = self._waiting.cursors(request)[dp_rank]
-            room.held_above = request.priority
-            num_pages = rank.num_pages_needed(request, cursor)
-            room.held_pages = self._waiting.peak_pages(request, rooms, dp_rank, num_pages)
-            room.held_steps = max(hold.until_step - step + 1, 0)
-            room.held_most = rank.memory.request_pages(request.max_len)
+            num_pages = ranks.ranks[dp_rank].num_pages_needed(request, cursor)
+            num_steps = max(hold.until_step - step + 1, 0)
+            self._waiting.hold(request, held, dp_rank, num_pages, num_steps)
         return held, holders
 
     def count_waiting(self, ranks: Ranks, rooms: Rooms, step: int) -> dict[WaitKind, int]:

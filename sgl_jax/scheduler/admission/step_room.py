@@ -206,10 +206,7 @@ class RankRoom:
     def hold(self, request: Request, num_pages: int, num_steps: int) -> None:
         """Let requests of its priority or a lower one start here only if they leave the rank to
         `request`, which takes so many pages to start, in so many steps."""
-        num_pages = self._waiting.peak_pages(request, self._rooms, self.dp_rank, num_pages)
-        room = self._rooms[self.dp_rank]
-        room.held_above, room.held_pages, room.held_steps = request.priority, num_pages, num_steps
-        room.held_most = self.rank.memory.request_pages(request.max_len)
+        self._waiting.hold(request, self._rooms, self.dp_rank, num_pages, num_steps)
 
     @property
     def is_held(self) -> bool:

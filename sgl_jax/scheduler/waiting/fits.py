@@ -83,22 +83,22 @@ Needs: TypeAlias = NDArray[Any]
 
 @compiled("(room, int64)", room=ROOM)
 def _num_steps(room: Any, num_pages: int) -> int:
-    """The steps until a prompt of `num_pages` pages is computed."""
+    """Return the steps until a prompt of `num_pages` pages is computed."""
     num_tokens = num_pages * room.page_size
     return num_tokens // room.chunk_size if num_tokens >= room.chunk_size else 0
 
 
 @compiled("(room,)", room=ROOM)
 def _steps_per_page(room: Any) -> float:
-    """The steps in which a request has done enough for a retract, for each page that it takes to
-    start; infinity if it never has."""
+    """Return the steps in which a request has done enough for a retract, for each page that it
+    takes to start; infinity if it never has."""
     # In prompt tokens, by each of its tokens.
     gain, price = room.step_price / (room.num_running + 1), room.conservativeness
     return float(price * room.page_size / (gain - price)) if gain > price else np.inf
 
 
 @compiled(
-    "(room, need, int64, float64[::1], int64[::1], float64)",
+    "(room, need, int64, int64, boolean, float64[::1], int64[::1], float64)",
     room=ROOM,
     need=NEED,
 )
@@ -106,17 +106,18 @@ def _most_short(
     room: Any,
     need: Any,
     num_pages: int,
+    num_steps: int,
+    is_held: bool,
     chances: Float64Array,
     moments: IntpArray,
     steps_per_page: float,
 ) -> float:
-    """The pages that a request lacks at the moment at which it lacks most.
+    """Return the pages that a request lacks at the moment at which it lacks most.
 
-    See `pages_short`; `steps_per_page` is from `_steps_per_page`.
+    See `pages_short`. Its prompt takes `num_steps`. If `is_held`, the rank's hold counts.
+    `steps_per_page` is from `_steps_per_page`.
     """
     growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)
-    num_steps = _num_steps(room, num_pages)
-    is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
     horizon = num_pages * steps_per_page
     worst, after = -float(room.total), 0
     for j in range(len(chances)):
@@ -151,7 +152,7 @@ def _pages_short(
     moments: IntpArray,
     steps_per_page: float,
 ) -> int:
-    """The pages that a request lacks in a room; not above 0 if it has enough.
+    """Return the pages that a request lacks in a room; not above 0 if it has enough.
 
     Args:
         room: of a rank.
@@ -162,14 +163,15 @@ def _pages_short(
     """
     worst: int = int(room.most + need.most - (need.pages - num_pages) - room.total)
     num_steps = _num_steps(room, num_pages)
-    if need.priority <= room.held_above and num_steps + need.left > room.held_steps:
+    is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
+    if is_held:
         worst += int(room.held_most)
     if worst <= 0:
         return worst
     assert 0 <= need.length_class < len(chances)
     assert 0 <= need.bucket < chances.shape[1]
     goes_on = chances[need.length_class, need.bucket]
-    short = _most_short(room, need, num_pages, goes_on, moments, steps_per_page)
+    short = _most_short(room, need, num_pages, num_steps, is_held, goes_on, moments, steps_per_page)
     return min(worst, int(np.ceil(short)))
 
 
@@ -187,7 +189,7 @@ def pages_short(
     chances: Float64Array,
     moments: IntpArray,
 ) -> int:
-    """The pages that the request in `line` lacks on a rank; not above 0 if it has enough.
+    """Return the pages that the request in `line` lacks on a rank; not above 0 if it has enough.
 
     Args:
         rooms: ROOM[ranks].
@@ -206,8 +208,8 @@ def pages_short(
 
 @compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
 def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray) -> int:
-    """Steps until the forecast leaves `num_pages` on a rank; the last of `moments` if it does not
-    before."""
+    """Return the steps until the forecast leaves `num_pages` on a rank; the last of `moments` if it
+    does not before."""
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
     for j in range(len(room.pages)):
@@ -311,7 +313,7 @@ def least_pages(
     needs: Needs,
     cached_pages: Int32Array,
 ) -> Int32Array:
-    """The pages that each line below `end` takes at least on each of the open `ranks`.
+    """Return the pages that each line below `end` takes at least on each of the open `ranks`.
 
     int32[len(ranks), end]: as if all of its prefix that is cached were in use; `NEVER` if it may
     not start in this step.
@@ -379,7 +381,7 @@ def rule_out_long(
 def places_of(
     pages: Int32Array, is_doubtful: BoolArray, place: Int32Array, num_places: int
 ) -> IntpArray:
-    """The places, each once, of the cursors of the lines that are doubtful on a rank.
+    """Return the places, each once, of the cursors of the lines that are doubtful on a rank.
 
     `pages` are the pages that lines take at least; `place` is the queue's column. Both are of that
     rank. There are `num_places` places.

@@ -329,9 +329,19 @@ class WaitingQueue:
         )
         return short
 
-    def peak_pages(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
-        """The most pages that `request` is expected to hold on a rank while moments count, if it
-        takes `num_pages` to start there."""
+    def hold(
+        self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int, num_steps: int
+    ) -> None:
+        """Note in `rooms` that a rank is held for `request`, which takes `num_pages` to start
+        there, in `num_steps`."""
+        held_pages = self._peak_pages(request, rooms, dp_rank, num_pages)
+        room = rooms[dp_rank]
+        room.held_above, room.held_pages = request.priority, held_pages
+        room.held_steps, room.held_most = num_steps, self._columns.needs["most"][request.line]
+
+    def _peak_pages(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
+        """Return the most pages that `request` is expected to hold on a rank while moments count,
+        if it takes `num_pages` to start there."""
         alone = rooms[dp_rank : dp_rank + 1].copy()
         alone["pages"], alone["most"], alone["held_above"] = 0, NEVER, NO_FLOOR
         return self.pages_short(request, alone, 0, num_pages) + int(alone["total"][0])
