@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.bench.fleet.command import main
-from sgl_jax.bench.fleet.engine import BURST_STEPS, FleetEngine, ServedRequest, fleet_sizes
+from sgl_jax.bench.fleet.engine import BURST_STEPS, FleetEngine, fleet_sizes
 from sgl_jax.bench.fleet.policies import POLICIES, RouterView
 from sgl_jax.bench.fleet.report import Target, run_values
 from sgl_jax.bench.fleet.run import FleetRouter, run_fleet
@@ -108,24 +108,26 @@ def test_bursts_of_decode_steps_change_no_figure(excerpt):
 
 @pytest.mark.long
 def test_bursts_change_little_when_memory_is_short(excerpt):
-    """An engine with six times the work that it can do, which retracts requests."""
-    traffic = Traffic(excerpt, 1, speedup=4.0)
-    one_by_one = engine_of(excerpt, burst_steps=1, num_tokens=130_000)
-    in_bursts = engine_of(excerpt, num_tokens=130_000)
-    wanted, got = (
-        ServedRequest._make(
-            np.array(column) for column in zip(*serve(engine, traffic), strict=True)
-        )
-        for engine in (one_by_one, in_bursts)
-    )
-    assert got.output_tokens.tolist() == wanted.output_tokens.tolist()  # type: ignore[attr-defined]
-    assert got.cached_tokens.sum() == pytest.approx(wanted.cached_tokens.sum(), rel=0.02)  # type: ignore[attr-defined]
-    # Some requests start in another order.
-    mean_got, mean_wanted = (
-        (each.first_token_s - traffic.arrivals_s).mean() for each in (got, wanted)
-    )
-    assert mean_got == pytest.approx(mean_wanted, rel=0.05)
-    assert in_bursts.busy_s == pytest.approx(one_by_one.busy_s, rel=0.01)
+    """Engines with five to seven times the work that they can do, which retract requests.
+
+    A burst takes its pages earlier, so some requests start in another order. One run's time then
+    changes by up to two percent either way; that of several stays.
+    """
+    busy_s, waits_s, cached_tokens = np.zeros(2), np.zeros(2), np.zeros(2)
+    for speedup in (3.5, 3.8, 4.0, 4.2, 4.5):
+        traffic = Traffic(excerpt, 1, speedup=speedup)
+        outputs = []
+        for kind, burst_steps in enumerate((1, BURST_STEPS)):
+            engine = engine_of(excerpt, burst_steps=burst_steps, num_tokens=130_000)
+            served = serve(engine, traffic)
+            outputs.append([each.output_tokens for each in served])
+            busy_s[kind] += engine.busy_s
+            waits_s[kind] += sum(each.first_token_s for each in served) - traffic.arrivals_s.sum()
+            cached_tokens[kind] += sum(each.cached_tokens for each in served)
+        assert outputs[0] == outputs[1]
+    assert cached_tokens[1] == pytest.approx(cached_tokens[0], rel=0.01)
+    assert waits_s[1] == pytest.approx(waits_s[0], rel=0.05)
+    assert busy_s[1] == pytest.approx(busy_s[0], rel=0.01)
 
 
 def test_an_arrival_ends_a_burst_at_the_next_step():
