@@ -16,15 +16,14 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.waiting.fits import (
+    MAY_START,
     NEVER,
     NO_FLOOR,
     NO_LIMIT,
-    Int64Array,
     Rooms,
-    count_in_use,
     find_fits,
     least_pages,
-    places_of,
+    next_line,
     rule_out_long,
 )
 from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
@@ -36,10 +35,12 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     alike_lines,
     order_keys,
     reuse_order,
-    rule_out,
 )
 
 _NO_TENANTS = np.zeros(0, np.bool_)
+_NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
+# Lines for which the pages in use are counted together.
+_COUNTED_AT_ONCE = 32
 
 
 class Offer(NamedTuple):
@@ -118,123 +119,77 @@ class CandidateOrder:
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[columns.tenant[:end]]] = NEVER
-        for k, dp_rank in enumerate(ranks.tolist()):
-            self._rule_out_long(offer, dp_rank, least[k])
-        fits = self._fits(offer.rooms, ranks, least)
-        self._add_preempting(fits, ranks, least, floor, preemptible, threshold)
-        offer.changed.clear()
-        turns, passed_over = self._tenants.turns(), columns.passed_over
+        offer.changed.update(ranks.tolist())
+        self._rule_out_long(offer, ranks, least)
+        preempts = self._find_preempting(ranks, least, preemptible, threshold)
+        turns, passed_over = self._tenants.turns(), columns.passed_over[:end]
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.tenant[:end]]
-            passed_over = np.where(is_lagging, self._max_passed_over, passed_over[:end])
-        may_hold = offer.rooms["held_above"][ranks] == NO_FLOOR
-        keys = self._order_keys(fits, least, may_hold, turns, passed_over, levels)
-        while len(keys) and keys[first := int(keys.argmin())] != LAST:
-            may_start = bool(fits[:, first].any())
-            # Holds for due requests come before others that may start, and are counted together.
-            if offer.changed and (may_start or not may_hold.any()):
-                self._recount(fits, ranks, least, keys != LAST, offer, preemptible, threshold)
-                rule_out(
-                    keys,
-                    fits,
-                    least,
-                    may_hold,
-                    floor[ranks],
-                    self._max_passed_over,
-                    columns.priority,
-                    passed_over,
-                )
+            passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
+        is_due = passed_over >= self._max_passed_over
+        order = self._sorted_lines(least, turns, is_due, levels)
+        in_use, index = np.zeros((len(ranks), 0), np.int32), 0
+        while True:
+            index, found = next_line(
+                order,
+                index,
+                offer.rooms,
+                ranks,
+                least,
+                preempts,
+                columns.needs,
+                is_due,
+                columns.place,
+                in_use,
+                self._lengths.chances,
+                MOMENTS,
+            )
+            if index == len(order):
+                return
+            line = int(order[index])
+            if found >= 0:
+                if not in_use.size:
+                    in_use = self._uncounted(ranks)
+                lines = order[index : index + _COUNTED_AT_ONCE]
+                self._count_in_use(int(ranks[found]), lines, in_use[found])
                 continue
-            keys[first] = LAST
-            yield first, may_start
+            index += 1
+            yield line, found == MAY_START
             while offer.passed_by:
-                keys[self._alike(offer.passed_by.pop())] = LAST
-            if offer.changed:
-                may_hold = offer.rooms["held_above"][ranks] == NO_FLOOR
-
-    def _recount(
-        self,
-        fits: BoolArray,
-        ranks: IntpArray,
-        least: Int32Array,
-        is_left: BoolArray,
-        offer: Offer,
-        preemptible: Sequence[Preemptible],
-        threshold: int,
-    ) -> None:
-        """Update `fits` for the changed ranks, and for the lines that are left, bool[end].
-
-        A start leaves less room, so lines that did not fit before do not fit now.
-        """
-        parts = np.array([k for k, rank in enumerate(ranks.tolist()) if rank in offer.changed])
-        offer.changed.clear()
-        if not len(parts):
-            return
-        for k in parts.tolist():
-            self._rule_out_long(offer, int(ranks[k]), least[k])
-        changed, before, pages = ranks[parts], fits[parts], least[parts]
-        is_tried = np.asarray(is_left & before.any(axis=0))
-        after = np.asarray(before & self.find(offer.rooms, changed, pages, is_tried))
-        self._add_preempting(after, changed, pages, offer.rooms["floor"], preemptible, threshold)
-        fits[parts] = after
-
-    def _fits(self, rooms: Rooms, ranks: IntpArray, least: Int32Array) -> BoolArray:
-        """Return which lines fit which of `ranks`, bool[len(ranks), end].
-
-        Args:
-            rooms: ROOM[all ranks].
-            ranks: with the lines' rooms.
-            least: int32[len(ranks), end], the pages that a line takes at least; raised for lines
-                that do not fit since too few of their cached pages are in use.
-        """
-        end = least.shape[1]
-        fits_alone = np.zeros(end, np.bool_)
-        fits = self.find(rooms, ranks, least, np.ones(end, np.bool_), fits_alone)
-        is_doubtful = np.asarray(fits.any(axis=0) & ~fits_alone)
-        if is_doubtful.any():
-            needed = np.where(fits, least, NEVER)
-            self._count_in_use(is_doubtful, ranks, needed)
-            fits_now = self.find(rooms, ranks, needed, is_doubtful)
-            # Others that start may bring more of its prefix into use, where it fits.
-            is_short = np.asarray(fits & is_doubtful & ~fits_now)
-            least[is_short] = needed[is_short]
-            fits[is_short] = False
-        return fits
+                least[:, self._alike(offer.passed_by.pop())] = NEVER
+            self._rule_out_long(offer, ranks, least)
 
     def find(
-        self,
-        rooms: Rooms,
-        ranks: IntpArray,
-        pages: Int32Array,
-        is_tried: BoolArray,
-        fits_alone: BoolArray | None = None,
+        self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
     ) -> BoolArray:
-        """`find_fits` in the rooms of `ranks`; False for lines that are not tried."""
-        fits = np.zeros(pages.shape, np.bool_)
-        if fits_alone is None:
-            fits_alone = np.ones(pages.shape[1], np.bool_)
-        needs, chances = self._columns.needs, self._lengths.chances
-        find_fits(rooms, ranks, pages, needs, is_tried, chances, MOMENTS, fits, fits_alone)
+        """Return which lines fit which of `ranks`: `find_fits` in their rooms."""
+        fits: BoolArray = find_fits(
+            rooms, ranks, pages, self._columns.needs, is_tried, self._lengths.chances, MOMENTS
+        )
         return fits
 
-    def _rule_out_long(self, offer: Offer, dp_rank: int, pages: Int32Array) -> None:
-        """Set `pages`, int32[end], of lines that have too many tokens to compute on a rank (`ROOM`)
-        to `NEVER`."""
-        room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
-        most_tokens = int(room["most_tokens"])
-        if most_tokens == NO_LIMIT:
+    def _rule_out_long(self, offer: Offer, ranks: IntpArray, least: Int32Array) -> None:
+        """Set `least`, int32[len(ranks), end], of lines that have too many tokens to compute on a
+        changed rank (`ROOM`) to `NEVER`."""
+        if not offer.changed:
             return
         columns = self._columns
-        rule_out_long(
-            pages,
-            columns.cached_pages[dp_rank],
-            columns.tenant,
-            _NO_TENANTS if open_tenants is None else open_tenants,
-            int(room["floor"]) + 1,
-            most_tokens,
-            self._memories[dp_rank].page_size,
-            columns.needs,
-        )
+        for k, dp_rank in enumerate(ranks.tolist()):
+            room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
+            most_tokens = int(room["most_tokens"])
+            if dp_rank not in offer.changed or most_tokens == NO_LIMIT:
+                continue
+            rule_out_long(
+                least[k],
+                columns.cached_pages[dp_rank],
+                columns.tenant,
+                _NO_TENANTS if open_tenants is None else open_tenants,
+                int(room["floor"]) + 1,
+                most_tokens,
+                self._memories[dp_rank].page_size,
+                columns.needs,
+            )
+        offer.changed.clear()
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` behind the
@@ -245,55 +200,49 @@ class CandidateOrder:
         is_alike: BoolArray = alike_lines(line, columns.cursor[dp_rank, : columns.end], above)
         return is_alike
 
-    def _add_preempting(
+    def _find_preempting(
         self,
-        fits: BoolArray,
         ranks: IntpArray,
         least: Int32Array,
-        floor: Int64Array,
         preemptible: Sequence[Preemptible],
         threshold: int,
-    ) -> None:
-        """Add to `fits` the lines that fit if all requests that they may preempt give way.
-
-        The arguments are `lines`'; `fits` and `least` have a line for each of `ranks`, `floor` of
-        each rank.
-        """
+    ) -> BoolArray:
+        """Return the lines that fit if all requests that they may preempt give way, bool[ranks,
+        end]; empty if none may. The arguments are `lines`'."""
         if not preemptible:
-            return
+            return _NONE_PREEMPTS
+        preempts = np.zeros(least.shape, np.bool_)
         below = self._columns.priority[: least.shape[1]] - threshold
         for k, dp_rank in enumerate(ranks.tolist()):
-            at_rank, part = preemptible[dp_rank], slice(k, k + 1)
-            at_rank.rooms["floor"], at_rank.rooms["is_open"] = floor[dp_rank], True
+            at_rank = preemptible[dp_rank]
+            at_rank.rooms["floor"], at_rank.rooms["is_open"] = NO_FLOOR, True
             num_levels = np.searchsorted(at_rank.levels, below)  # that give way
             for level in range(len(at_rank.levels)):
-                is_tried = np.asarray((num_levels == level + 1) & ~fits[k])
+                is_tried = np.asarray(num_levels == level + 1)
                 if is_tried.any():
-                    number = np.array((level,))
-                    fits[part] |= self.find(at_rank.rooms, number, least[part], is_tried)
+                    number, part = np.array((level,)), slice(k, k + 1)
+                    preempts[part] |= self.find(at_rank.rooms, number, least[part], is_tried)
+        return preempts
 
-    def _count_in_use(self, is_doubtful: BoolArray, ranks: IntpArray, least: Int32Array) -> None:
-        """Raise `least` for lines that may fit only if enough of their cached pages are in use."""
-        columns = self._columns
-        for k, dp_rank in enumerate(ranks.tolist()):
-            memory, place = self._memories[dp_rank], columns.place[dp_rank]
-            nodes = memory.cache.cursors.nodes
-            in_use = np.zeros(len(nodes), np.int32)
-            for number in places_of(least[k], is_doubtful, place, len(nodes)).tolist():
+    def _uncounted(self, ranks: IntpArray) -> Int32Array:
+        """Return -1 for each place of the lines' prefixes: int32[len(ranks), places]."""
+        num_places = max(len(memory.cache.cursors.nodes) for memory in self._memories)
+        return np.full((len(ranks), num_places), -1, np.int32)
+
+    def _count_in_use(self, dp_rank: int, lines: IntpArray, in_use: Int32Array) -> None:
+        """Write the pages of the cached prefixes of `lines` on a rank that are in use to `in_use`,
+        int32[places]."""
+        memory = self._memories[dp_rank]
+        nodes = memory.cache.cursors.nodes
+        for number in self._columns.place[dp_rank, lines].tolist():
+            if in_use[number] < 0:
                 in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
-            cached_pages = columns.cached_pages[dp_rank]
-            count_in_use(least[k], is_doubtful, place, in_use, columns.needs, cached_pages)
 
-    def _order_keys(
-        self,
-        fits: BoolArray,
-        least: Int32Array,
-        may_hold: BoolArray,
-        turns: Turns | None,
-        passed_over: Int32Array,
-        levels: Levels,
-    ) -> Int64Array:
-        """`order_keys`; the arguments are `lines`'."""
+    def _sorted_lines(
+        self, least: Int32Array, turns: Turns | None, is_due: BoolArray, levels: Levels
+    ) -> IntpArray:
+        """Return the lines that may start on a rank with enough pages, in the queue's order. The
+        arguments are `lines`'."""
         columns = self._columns
         end = columns.end
         tenant = columns.tenant[:end]
@@ -306,20 +255,18 @@ class CandidateOrder:
                 turn = turn * NUM_REUSES + self._reuse_order()
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys: Int64Array = order_keys(
-            fits,
+        keys = order_keys(
             least,
-            may_hold,
             self.uses_cached_len,
-            self._max_passed_over,
             level,
             turn,
             columns.is_retracted,
             columns.most_cached,
-            passed_over,
+            is_due,
             columns.arrival,
         )
-        return keys
+        order: IntpArray = keys.argsort()
+        return order[: np.count_nonzero(keys != LAST)]
 
     def _reuse_order(self) -> Int32Array:
         columns, end = self._columns, self._columns.end

@@ -28,6 +28,8 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 NO_RANK = -1
+# What `next_line` finds, if not the index of a rank.
+MAY_START, MAY_HOLD = -1, -2
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)
 # More tokens than any request has.
@@ -218,9 +220,32 @@ def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray
     return int(moments[len(moments) - 1])
 
 
+@compiled("(room, need, int64, float64[:, :, ::1], int64[::1])", room=ROOM, need=NEED)
+def _fits(room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray) -> bool:
+    """Return whether a request fits a room if it takes `num_pages` to start there."""
+    # As in most lines that do not fit, and in all that may not start.
+    if not room.is_open or num_pages > room.total - room.pages[0] or need.priority <= room.floor:
+        return False
+    steps_per_page = _steps_per_page(room)
+    num_shared, peak = need.pages - num_pages, room.peak
+    if (
+        room.most + need.most - num_shared > room.total
+        and 0 < moments[peak] < need.left
+        and moments[peak] <= num_pages * steps_per_page
+        and num_pages * room.page_size < room.chunk_size
+    ):
+        # At the peak, as in `_most_short`: most of the others lack pages then.
+        growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / need.left
+        ahead = min((moments[peak] + moments[peak + 1]) // 2, need.left)
+        chance = chances[need.length_class, need.bucket, peak]
+        if chance * (num_pages + growth * ahead) > room.total - room.pages[peak]:
+            return False
+    return _pages_short(room, need, num_pages, chances, moments, steps_per_page) <= 0
+
+
 @compiled(
     "(rooms[::1], int64[::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
-    "int64[::1], boolean[:, ::1], boolean[::1])",
+    "int64[::1])",
     rooms=ROOM,
     needs=NEED,
 )
@@ -232,66 +257,112 @@ def find_fits(
     is_tried: BoolArray,
     chances: Float64Array,
     moments: IntpArray,
-    fits: BoolArray,
-    fits_alone: BoolArray,
-) -> None:
-    """Write which lines fit which of `ranks` to `fits`, bool[len(ranks), lines], and set
-    `fits_alone`, bool[lines], for lines that fit one if none of their pages are in use.
+) -> BoolArray:
+    """Return which lines fit which of `ranks`, bool[len(ranks), lines].
 
     Args:
         rooms: ROOM[n]; no line fits one that is not open.
         ranks: indices of the rooms.
         pages: int32[len(ranks), lines] that a line takes to start; `NEVER` if it may not.
         needs: NEED[lines] or more.
-        is_tried: bool[lines]; `fits` of the others is left as it is.
+        is_tried: bool[lines]; False for the others.
         chances: of `OutputLengths`.
         moments: `MOMENTS`.
     """
-    num_ranks, end = fits.shape
+    fits = np.zeros(pages.shape, np.bool_)
+    num_ranks, end = pages.shape
     assert num_ranks == len(ranks)
-    assert pages.shape == fits.shape
     assert end <= len(needs)
     assert end <= len(is_tried)
-    assert end <= len(fits_alone)
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms)
         room = rooms[ranks[k]]
-        steps_per_page = _steps_per_page(room)
-        # The compiler cannot keep fields of a record in registers.
-        total, most, floor, peak = room.total, room.most, room.floor, room.peak
-        num_free = total - room.pages[0] if room.is_open else -1.0
-        num_free_then = total - room.pages[peak]
-        peak_start, ahead = moments[peak], (moments[peak] + moments[peak + 1]) // 2
-        most_pages = room.chunk_size // room.page_size  # of a prompt of one step
-        growth_part = min(room.conservativeness, 1.0)
         for line in range(end):
-            if not is_tried[line]:
+            if is_tried[line]:
+                fits[k, line] = _fits(room, needs[line], pages[k, line], chances, moments)
+    return fits
+
+
+@compiled(
+    "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
+    "boolean[::1], int32[:, ::1], int32[:, ::1], float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def next_line(
+    order: IntpArray,
+    start: int,
+    rooms: Rooms,
+    ranks: IntpArray,
+    least: Int32Array,
+    preempts: BoolArray,
+    needs: Needs,
+    is_due: BoolArray,
+    place: Int32Array,
+    in_use: Int32Array,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> tuple[int, int]:
+    """Return the index in `order` of the first line from `start` on that may start or that a rank
+    may be held for, and which of the two: `MAY_START` or `MAY_HOLD`; len(order) and `MAY_HOLD` if
+    there is none.
+
+    If that depends on how many of a line's cached pages are in use, and `in_use` does not have it,
+    return the line's index and the index in `ranks` of the rank.
+
+    Args:
+        order: the lines, first to last.
+        rooms: ROOM[all ranks].
+        ranks: indices of the rooms of the following arrays.
+        least: int32[len(ranks), lines], the pages that a line takes to start if all of its prefix
+            that is cached is in use; `NEVER` if it may not.
+        preempts: bool[len(ranks), lines], whether a line fits if others give way, or empty.
+        needs: NEED[lines] or more.
+        is_due: bool[lines].
+        place: int32[all ranks, lines] or more, the places of the lines' prefixes.
+        in_use: int32[len(ranks), places], pages in use at a place, below 0 if not counted yet; or
+            int32[len(ranks), 0].
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    num_ranks, end = least.shape
+    assert num_ranks == len(ranks) == len(in_use)
+    assert end <= len(needs)
+    assert end == len(is_due) <= place.shape[1]
+    for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms) == len(place)
+    for index in range(start, len(order)):
+        line = order[index]
+        assert 0 <= line < end
+        need, uncounted, may_hold = needs[line], -1, False
+        for k in range(num_ranks):
+            room, num_pages = rooms[ranks[k]], least[k, line]
+            if num_pages == NEVER or need.priority <= room.floor:
                 continue
-            num_pages = pages[k, line]
-            fits[k, line] = False
-            if num_pages > num_free:
-                continue  # as in most lines that do not fit, and in all that may not start
-            need = needs[line]
-            if need.priority <= floor:
+            if preempts.size and preempts[k, line]:
+                return index, MAY_START
+            if is_due[line] and room.held_above == NO_FLOOR:
+                may_hold = True
+            if not _fits(room, need, num_pages, chances, moments):
                 continue
-            num_shared, left = need.pages - num_pages, need.left
-            if (
-                most + need.most - num_shared > total
-                and 0 < peak_start < left
-                and peak_start <= num_pages * steps_per_page
-                and num_pages < most_pages
-            ):
-                # At the peak, as in `_most_short`: most of the others lack pages then.
-                growth = growth_part * (need.most - need.pages) / left
-                chance = chances[need.length_class, need.bucket, peak]
-                if chance * (num_pages + growth * min(ahead, left)) > num_free_then:
-                    continue
-            short = _pages_short(room, need, num_pages, chances, moments, steps_per_page)
-            fits[k, line] = short <= 0
-            if fits[k, line] and not fits_alone[line]:
-                fits_alone[line] = num_shared == 0 or (
-                    _pages_short(room, need, need.pages, chances, moments, steps_per_page) <= 0
-                )
+            num_cached = need.pages - num_pages
+            if num_cached == 0 or _fits(room, need, need.pages, chances, moments):
+                return index, MAY_START
+            number, num_in_use = place[ranks[k], line], -1
+            if in_use.size:
+                assert 0 <= number < in_use.shape[1]
+                num_in_use = in_use[k, number]
+            if num_in_use < 0:
+                uncounted = k
+                continue
+            num_pages = need.pages - min(num_in_use, num_cached)
+            if _fits(room, need, num_pages, chances, moments):
+                return index, MAY_START
+        if uncounted >= 0:
+            return index, uncounted
+        if may_hold:
+            return index, MAY_HOLD
+    return len(order), MAY_HOLD
 
 
 @compiled(
@@ -375,45 +446,3 @@ def rule_out_long(
         is_long = needs[line].priority == priority and num_lacking > most_tokens
         if is_long and not (len(open_tenants) and open_tenants[tenant[line]]):
             pages[line] = NEVER
-
-
-@compiled("(int32[::1], boolean[::1], int32[::1], int64)")
-def places_of(
-    pages: Int32Array, is_doubtful: BoolArray, place: Int32Array, num_places: int
-) -> IntpArray:
-    """Return the places, each once, of the cursors of the lines that are doubtful on a rank.
-
-    `pages` are the pages that lines take at least; `place` is the queue's column. Both are of that
-    rank. There are `num_places` places.
-    """
-    is_used = np.zeros(num_places, np.bool_)
-    assert len(pages) == len(is_doubtful) <= len(place)
-    for line in range(len(pages)):
-        if is_doubtful[line] and pages[line] != NEVER:
-            assert 0 <= place[line] < num_places
-            is_used[place[line]] = True
-    return is_used.nonzero()[0]
-
-
-@compiled("(int32[::1], boolean[::1], int32[::1], int32[::1], needs[::1], int32[::1])", needs=NEED)
-def count_in_use(
-    pages: Int32Array,
-    is_doubtful: BoolArray,
-    place: Int32Array,
-    in_use: Int32Array,
-    needs: Needs,
-    cached_pages: Int32Array,
-) -> None:
-    """Raise `pages` of lines that are doubtful on a rank: a line takes all its pages but those in
-    use.
-
-    `in_use` are the pages in use by place. Other parameters are as in `places_of`, or columns of
-    the queue for that rank.
-    """
-    assert len(pages) == len(is_doubtful) <= len(place)
-    assert len(pages) <= len(needs)
-    assert len(pages) <= len(cached_pages)
-    for line in range(len(pages)):
-        if is_doubtful[line] and pages[line] != NEVER:
-            assert 0 <= place[line] < len(in_use)
-            pages[line] = needs[line].pages - min(in_use[place[line]], cached_pages[line])

@@ -147,88 +147,52 @@ def drop_leaders(
 
 
 @compiled(
-    "(boolean[:, ::1], int32[:, ::1], boolean[::1], boolean, int64, int64[::1], int32[::1], "
-    "boolean[::1], int32[::1], int32[::1], int64[::1])"
+    "(int32[:, ::1], boolean, int64[::1], int32[::1], boolean[::1], int32[::1], boolean[::1], "
+    "int64[::1])"
 )
 def order_keys(
-    fits: BoolArray,
     least: Int32Array,
-    may_hold: BoolArray,
     uses_cached_len: bool,
-    max_passed_over: int,
     level: Int64Array,
     turn: Int32Array,
     is_retracted: BoolArray,
     most_cached: Int32Array,
-    passed_over: Int32Array,
+    is_due: BoolArray,
     arrival: Int64Array,
 ) -> Int64Array:
-    """A number for each line that sorts in the queue's order; `LAST` for lines that are not tried.
+    """Return a number for each line that sorts in the queue's order; `LAST` for lines that may
+    start nowhere.
 
-    A line is tried if it fits a rank, `fits` bool[ranks, end], or if it is due and a rank may be
-    held for it: it may start there, with fewer pages than `fits.NEVER`, `least` int32[ranks, end],
-    and the rank is held for no other, `may_hold` bool[ranks]. `level` int64[end] counts from 0, the
-    first; `turn` int32[end] is its tenant's. The last four are the queue's columns.
+    Args:
+        least: int32[ranks, end], the pages that a line takes to start; `fits.NEVER` if it may not.
+        uses_cached_len: whether the longest cached prefix comes first.
+        level: int64[end] from 0 for the first.
+        turn: int32[end], the place of a line's tenant.
+        is_retracted: as `most_cached` and `arrival`, the queue's column.
+        is_due: bool[end].
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
-    assert fits.shape == least.shape
-    assert len(may_hold) == num_ranks
-    assert end == len(level) == len(turn) <= len(arrival)
+    assert end == len(level) == len(turn) == len(is_due) <= len(arrival)
+    assert end <= len(is_retracted)
+    assert end <= len(most_cached)
     first_arrival = LAST
-    for line in range(end):
-        is_due = passed_over[line] >= max_passed_over
-        for k in range(num_ranks):
-            if fits[k, line] or (is_due and may_hold[k] and least[k, line] < _NEVER):
+    for k in range(num_ranks):
+        for line in range(end):
+            if least[k, line] < _NEVER:
                 keys[line] = 0
                 first_arrival = min(first_arrival, arrival[line])
-                break
     for line in range(end):
         if keys[line] == LAST:
             continue
         key = min(level[line], MOST_LEVELS) << 1
-        key = (key + (passed_over[line] < max_passed_over)) << 1
+        key = (key + (not is_due[line])) << 1
         key = (key + (not is_retracted[line])) << _CACHED_BITS
         if uses_cached_len:
             key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         keys[line] = (key << _ARRIVAL_BITS) + min(arrival[line] - first_arrival, MOST_ARRIVALS)
     return keys
-
-
-@compiled(
-    "(int64[::1], boolean[:, ::1], int32[:, ::1], boolean[::1], int64[:], int64, int64[:], "
-    "int32[::1])"
-)
-def rule_out(
-    keys: Int64Array,
-    fits: BoolArray,
-    least: Int32Array,
-    may_hold: BoolArray,
-    floor: Int64Array,
-    max_passed_over: int,
-    priority: Int64Array,
-    passed_over: Int32Array,
-) -> None:
-    """Set the keys of lines that can start nowhere any more to `LAST`.
-
-    The parameters are as in `order_keys`; a due line may start above `floor` int64[ranks].
-    """
-    num_ranks, end = fits.shape
-    assert end == len(keys) <= len(priority)
-    assert least.shape == fits.shape
-    assert num_ranks == len(floor) == len(may_hold)
-    for line in range(end):
-        if keys[line] == LAST:
-            continue
-        is_tried, is_due = False, passed_over[line] >= max_passed_over
-        for k in range(num_ranks):
-            may_start = least[k, line] < _NEVER and priority[line] > floor[k]
-            if fits[k, line] or (is_due and may_hold[k] and may_start):
-                is_tried = True
-                break
-        if not is_tried:
-            keys[line] = LAST
 
 
 @compiled(

@@ -67,8 +67,7 @@ def short(
     """The pages that the request lacks. It fits, among all lines, if it lacks none."""
     taken = int(needs["pages"][0]) if num_pages is None else num_pages
     found = int(pages_short(rooms, 0, needs, 0, taken, chances, MOMENTS))
-    fits = np.zeros((1, 1), np.bool_)
-    find(rooms, [0], [[taken]], needs, [True], fits, np.zeros(1, np.bool_), chances)
+    fits = find(rooms, [0], [[taken]], needs, [True], chances)
     may_start = rooms["is_open"][0] and needs["priority"][0] > rooms["floor"][0]
     assert fits[0, 0] == (found <= 0 and may_start)
     return found
@@ -80,22 +79,14 @@ def find(
     pages: list[list[int]],
     needs: Needs,
     is_tried: list[bool],
-    fits: BoolArray,
-    fits_alone: BoolArray,
     chances: Any = TO_ITS_LIMIT,
-) -> None:
+) -> BoolArray:
     """Call `find_fits`."""
-    find_fits(
-        rooms,
-        np.array(ranks),
-        np.array(pages, np.int32),
-        needs,
-        np.array(is_tried),
-        chances,
-        MOMENTS,
-        fits,
-        fits_alone,
+    places = np.array(pages, np.int32)
+    fits: BoolArray = find_fits(
+        rooms, np.array(ranks), places, needs, np.array(is_tried), chances, MOMENTS
     )
+    return fits
 
 
 def ends_after(num_steps: int) -> Any:
@@ -345,15 +336,9 @@ def test_a_request_lacks_what_the_rules_say(
     num_pages = max(int(part * int(needs["pages"][0])), 1)
     found = short(rooms, needs, chances, num_pages)
     assert found == slow_pages_short(rooms[0], needs[0], num_pages, chances[0, 0].tolist())
-    fits, fits_alone = np.zeros((1, 1), np.bool_), np.zeros(1, np.bool_)
-    find(rooms, [0], [[num_pages]], needs, [True], fits, fits_alone, chances)
-    assert fits_alone[0] == (fits[0, 0] and short(rooms, needs, chances) <= 0)
 
 
-def test_lines_that_are_not_tried_keep_their_entries() -> None:
+def test_lines_that_are_not_tried_do_not_fit() -> None:
     rooms, needs = room(90), np.concatenate([need(10, 0)] * 4)
-    fits, fits_alone = np.array([[True, False, True, False]]), np.zeros(4, np.bool_)
-    pages, is_tried = [[10, 10, NEVER, 10]], [False, False, True, True]
-    find(rooms, [0], pages, needs, is_tried, fits, fits_alone)
-    assert fits.tolist() == [[True, False, False, True]]
-    assert fits_alone.tolist() == [False, False, False, True]
+    pages, is_tried = [[10, 10, NEVER, 10]], [False, True, True, True]
+    assert find(rooms, [0], pages, needs, is_tried).tolist() == [[False, True, False, True]]
