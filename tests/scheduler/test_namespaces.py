@@ -68,7 +68,7 @@ def in_order(driver: Driver) -> list[Request]:
     rooms = driver.scheduler._all_ranks.rooms()
     rooms["total"], rooms["is_open"] = 10_000, True
     may_preempt = np.zeros(len(rooms), np.bool_)
-    offer = Offer(rooms, may_preempt, [None for _ in rooms], passed_by=[], changed=set())
+    offer = Offer(rooms, may_preempt, np.zeros((len(rooms), 2), np.bool_), passed_by=[])
     return [request for request, _ in driver.scheduler._waiting.candidates(offer, 0, [], 0)]
 
 

@@ -27,7 +27,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.candidate_order import Offer
 from sgl_jax.scheduler.waiting.fits import NO_LIMIT, Rooms
-from sgl_jax.scheduler.waiting.tenants import Tenants
+from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
@@ -102,9 +102,8 @@ class Admission:
         offer = Offer(
             records,
             np.array(may_preempt),
-            open_tenants=[None] * len(rooms),
+            open_tenants=np.zeros((len(rooms), MAX_TENANTS + 1), np.bool_),
             passed_by=[],
-            changed=set(),
         )
         is_changed = True
         while is_changed:
@@ -154,7 +153,6 @@ class Admission:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
-                offer.changed.add(room.dp_rank)
                 offer.open_tenants[room.dp_rank] = room.open_tenants
             if self._waiting.is_following(request):
                 num_following += 1

@@ -142,9 +142,11 @@ class RankRoom:
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
     @property
-    def open_tenants(self) -> BoolArray | None:
-        """The tenants, by number, whose next prompt gets tokens of the step at any length."""
-        return self._builder.open_tenants
+    def open_tenants(self) -> BoolArray | bool:
+        """Return whether a tenant's next prompt gets tokens of the step at any length: by number,
+        or of all."""
+        open_tenants = self._builder.open_tenants
+        return False if open_tenants is None else open_tenants
 
     def option(
         self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, reads_host: bool

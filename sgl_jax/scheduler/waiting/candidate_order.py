@@ -19,12 +19,10 @@ from sgl_jax.scheduler.waiting.fits import (
     MAY_START,
     NEVER,
     NO_FLOOR,
-    NO_LIMIT,
     Rooms,
     find_fits,
     least_pages,
     next_line,
-    rule_out_long,
 )
 from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
@@ -37,7 +35,6 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     reuse_order,
 )
 
-_NO_TENANTS = np.zeros(0, np.bool_)
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
 # Lines for which the pages in use are counted together.
 _COUNTED_AT_ONCE = 32
@@ -48,11 +45,10 @@ class Offer(NamedTuple):
 
     rooms: Rooms  # ROOM[ranks]
     may_preempt: BoolArray  # [ranks] whether running requests may give way
-    # [ranks] the tenants, by number, whose next prompt is not bound by `ROOM.most_tokens`
-    open_tenants: list[BoolArray | None]
+    # [ranks, tenants] whether a tenant's next prompt is not bound by `ROOM.most_tokens`
+    open_tenants: BoolArray
     # Lines that wait for a prefix: others that would wait for the same one are not tried.
     passed_by: list[int]
-    changed: set[int]  # ranks with another room than when a line was last tried
 
 
 class Levels(NamedTuple):
@@ -119,8 +115,6 @@ class CandidateOrder:
         is_full = self._tenants.is_full
         if is_full.any():
             least[:, is_full[columns.tenant[:end]]] = NEVER
-        offer.changed.update(ranks.tolist())
-        self._rule_out_long(offer, ranks, least)
         preempts = self._find_preempting(ranks, least, preemptible, threshold)
         turns, passed_over = self._tenants.turns(), columns.passed_over[:end]
         if turns is not None and turns.is_lagging.any():
@@ -138,6 +132,8 @@ class CandidateOrder:
                 least,
                 preempts,
                 columns.needs,
+                columns.tenant,
+                offer.open_tenants,
                 is_due,
                 columns.place,
                 in_use,
@@ -157,7 +153,6 @@ class CandidateOrder:
             yield line, found == MAY_START
             while offer.passed_by:
                 least[:, self._alike(offer.passed_by.pop())] = NEVER
-            self._rule_out_long(offer, ranks, least)
 
     def find(
         self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
@@ -167,29 +162,6 @@ class CandidateOrder:
             rooms, ranks, pages, self._columns.needs, is_tried, self._lengths.chances, MOMENTS
         )
         return fits
-
-    def _rule_out_long(self, offer: Offer, ranks: IntpArray, least: Int32Array) -> None:
-        """Set `least`, int32[len(ranks), end], of lines that have too many tokens to compute on a
-        changed rank (`ROOM`) to `NEVER`."""
-        if not offer.changed:
-            return
-        columns = self._columns
-        for k, dp_rank in enumerate(ranks.tolist()):
-            room, open_tenants = offer.rooms[dp_rank], offer.open_tenants[dp_rank]
-            most_tokens = int(room["most_tokens"])
-            if dp_rank not in offer.changed or most_tokens == NO_LIMIT:
-                continue
-            rule_out_long(
-                least[k],
-                columns.cached_pages[dp_rank],
-                columns.tenant,
-                _NO_TENANTS if open_tenants is None else open_tenants,
-                int(room["floor"]) + 1,
-                most_tokens,
-                self._memories[dp_rank].page_size,
-                columns.needs,
-            )
-        offer.changed.clear()
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` behind the

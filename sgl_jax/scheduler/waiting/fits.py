@@ -285,7 +285,8 @@ def find_fits(
 
 @compiled(
     "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
-    "boolean[::1], int32[:, ::1], int32[:, ::1], float64[:, :, ::1], int64[::1])",
+    "int32[::1], boolean[:, ::1], boolean[::1], int32[:, ::1], int32[:, ::1], "
+    "float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
     needs=NEED,
 )
@@ -297,6 +298,8 @@ def next_line(
     least: Int32Array,
     preempts: BoolArray,
     needs: Needs,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
     is_due: BoolArray,
     place: Int32Array,
     in_use: Int32Array,
@@ -318,6 +321,9 @@ def next_line(
             that is cached is in use; `NEVER` if it may not.
         preempts: bool[len(ranks), lines], whether a line fits if others give way, or empty.
         needs: NEED[lines] or more.
+        tenant: int32[lines] or more.
+        open_tenants: bool[all ranks, tenants], whether a tenant's next prompt is not bound by
+            `ROOM.most_tokens`.
         is_due: bool[lines].
         place: int32[all ranks, lines] or more, the places of the lines' prefixes.
         in_use: int32[len(ranks), places], pages in use at a place, below 0 if not counted yet; or
@@ -328,9 +334,10 @@ def next_line(
     num_ranks, end = least.shape
     assert num_ranks == len(ranks) == len(in_use)
     assert end <= len(needs)
+    assert end <= len(tenant)
     assert end == len(is_due) <= place.shape[1]
     for k in range(num_ranks):
-        assert 0 <= ranks[k] < len(rooms) == len(place)
+        assert 0 <= ranks[k] < len(rooms) == len(place) == len(open_tenants)
     for index in range(start, len(order)):
         line = order[index]
         assert 0 <= line < end
@@ -339,13 +346,19 @@ def next_line(
             room, num_pages = rooms[ranks[k]], least[k, line]
             if num_pages == NEVER or need.priority <= room.floor:
                 continue
+            num_cached = need.pages - num_pages
+            if (
+                need.priority == room.floor + 1
+                and need.tokens - num_cached * room.page_size > room.most_tokens
+                and not open_tenants[ranks[k], tenant[line]]
+            ):
+                continue
             if preempts.size and preempts[k, line]:
                 return index, MAY_START
             if is_due[line] and room.held_above == NO_FLOOR:
                 may_hold = True
             if not _fits(room, need, num_pages, chances, moments):
                 continue
-            num_cached = need.pages - num_pages
             if num_cached == 0 or _fits(room, need, need.pages, chances, moments):
                 return index, MAY_START
             number, num_in_use = place[ranks[k], line], -1
@@ -416,33 +429,3 @@ def least_pages(
             if may_stay and may_run[ranks[k], line] and is_above:
                 least[k, line] = needs[line].pages - cached_pages[ranks[k], line]
     return least
-
-
-@compiled(
-    "(int32[::1], int32[::1], int32[::1], boolean[::1], int64, int64, int64, needs[::1])",
-    needs=NEED,
-)
-def rule_out_long(
-    pages: Int32Array,
-    cached_pages: Int32Array,
-    tenant: Int32Array,
-    open_tenants: BoolArray,
-    priority: int,
-    most_tokens: int,
-    page_size: int,
-    needs: Needs,
-) -> None:
-    """Set `pages` of lines of `priority` with more than `most_tokens` tokens to compute on a rank
-    to `NEVER`.
-
-    `pages` are the pages that lines take at least; `cached_pages` and `tenant` are the queue's
-    columns, the first of that rank. Lines of `open_tenants`, by number or empty, stay.
-    """
-    assert len(pages) <= len(needs)
-    assert len(pages) <= len(cached_pages)
-    assert len(pages) <= len(tenant)
-    for line in range(len(pages)):
-        num_lacking = needs[line].tokens - cached_pages[line] * page_size
-        is_long = needs[line].priority == priority and num_lacking > most_tokens
-        if is_long and not (len(open_tenants) and open_tenants[tenant[line]]):
-            pages[line] = NEVER

@@ -75,7 +75,7 @@ class Queue:
         rooms["pages"] = (rooms["total"] - room)[:, None]
         is_open = range(count) if open_ranks is None else open_ranks
         rooms["is_open"] = np.isin(np.arange(count), is_open)
-        return Offer(rooms, np.zeros(count, np.bool_), [None] * count, passed_by=[], changed=set())
+        return Offer(rooms, np.zeros(count, np.bool_), np.zeros((count, 2), np.bool_), passed_by=[])
 
     def tried(self, offer: Offer) -> Iterator[Request]:
         return (request for request, _ in self.waiting.candidates(offer, 0, [], 0))
@@ -84,7 +84,6 @@ class Queue:
 def leave(offer: Offer, room: int) -> None:
     """Only so many pages are left on the first rank."""
     offer.rooms["pages"][0] = offer.rooms["total"][0] - room
-    offer.changed.add(0)
 
 
 def cache(memory: RankMemory, tokens: list[int]) -> None:
@@ -211,7 +210,6 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
     tried = queue.tried(offer)
     assert next(tried).arrival == 0
     offer.rooms["floor"][0] = 2
-    offer.changed.add(0)
     assert list(tried) == []
     assert [request.arrival for request in queue.tried(offer)] == [0]
 
