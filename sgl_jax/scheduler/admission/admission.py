@@ -20,6 +20,7 @@ import numpy as np
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
+from sgl_jax.scheduler.admission.in_flight import Leader
 from sgl_jax.scheduler.admission.step_room import Option, RankRoom
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
@@ -311,13 +312,15 @@ class Admission:
         """The best rank for a request that fits on one now, even if it must wait there; else
         None."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        bound = _num_unskewed(rooms)
         # A lone rank's cost is compared with none: the host need not be searched for it.
-        reads_host = len(allowed) > 1
-        options = [
-            room.option(request, cursors[room.dp_rank], bound, reads_host=reads_host)
-            for room in allowed
-        ]
+        bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
+
+        def option(room: RankRoom, num_read: int, leader: Leader | None) -> Option:
+            cursor = cursors[room.dp_rank]
+            return room.option(request, cursor, num_read, leader, bound, reads_host=reads_host)
+
+        reads = [(room, *room.reads(request, cursors[room.dp_rank])) for room in allowed]
+        options = [option(*each) for each in reads if each[0].is_open]
         fitting = [option for option in options if option.fits]
         if not fitting:
             return None
@@ -328,6 +331,11 @@ class Admission:
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         cheapest = min(fitting)
         # Only a longer prefix is worth a wait.
+        options += [
+            option(room, num_read, leader)
+            for room, num_read, leader in reads
+            if not room.is_open and num_read > cheapest.num_read
+        ]
         best = min(o for o in options if o.fits or o.num_read > cheapest.num_read)
         if best.fits or best.leader is not None:
             return best

@@ -148,15 +148,30 @@ class RankRoom:
         open_tenants = self._builder.open_tenants
         return False if open_tenants is None else open_tenants
 
-    def option(
-        self, request: Request, cursor: PrefixCursor, num_unskewed: int, *, reads_host: bool
-    ) -> Option:
-        """The cost of running `request` here, with or without room for it; more requests than
-        `num_unskewed` are too many. Unless it `reads_host`, the cost ignores the host's memory."""
+    def reads(self, request: Request, cursor: PrefixCursor) -> tuple[int, Leader | None]:
+        """Return the tokens that `request` would read here, and the row that computes some of them
+        first, if the wait for it is worth them."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
-        if leader is not None:
-            num_read = leader.length
+        return (num_read if leader is None else leader.length), leader
+
+    def option(
+        self,
+        request: Request,
+        cursor: PrefixCursor,
+        num_read: int,
+        leader: Leader | None,
+        num_unskewed: int,
+        *,
+        reads_host: bool,
+    ) -> Option:
+        """Return the cost of running `request` here, with or without room for it.
+
+        Args:
+            num_read: as `leader`, from `reads`.
+            num_unskewed: more requests on the rank are too many.
+            reads_host: False if the cost ignores the host's memory.
+        """
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
