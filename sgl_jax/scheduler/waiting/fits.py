@@ -223,7 +223,6 @@ def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray
 @compiled("(room, need, int64, float64[:, :, ::1], int64[::1])", room=ROOM, need=NEED)
 def _fits(room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray) -> bool:
     """Return whether a request fits a room if it takes `num_pages` to start there."""
-    # As in most lines that do not fit, and in all that may not start.
     if not room.is_open or num_pages > room.total - room.pages[0] or need.priority <= room.floor:
         return False
     steps_per_page = _steps_per_page(room)
@@ -277,8 +276,10 @@ def find_fits(
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms)
         room = rooms[ranks[k]]
+        num_free = room.total - room.pages[0]
         for line in range(end):
-            if is_tried[line]:
+            # Most lines that do not fit lack pages now, and the call takes longer than this.
+            if is_tried[line] and pages[k, line] <= num_free:
                 fits[k, line] = _fits(room, needs[line], pages[k, line], chances, moments)
     return fits
 
@@ -336,8 +337,12 @@ def next_line(
     assert end <= len(needs)
     assert end <= len(tenant)
     assert end == len(is_due) <= place.shape[1]
+    num_free = np.full(num_ranks, -1.0)
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms) == len(place) == len(open_tenants)
+        room = rooms[ranks[k]]
+        if room.is_open:
+            num_free[k] = room.total - room.pages[0]
     for index in range(start, len(order)):
         line = order[index]
         assert 0 <= line < end
@@ -357,7 +362,7 @@ def next_line(
                 return index, MAY_START
             if is_due[line] and room.held_above == NO_FLOOR:
                 may_hold = True
-            if not _fits(room, need, num_pages, chances, moments):
+            if num_pages > num_free[k] or not _fits(room, need, num_pages, chances, moments):
                 continue
             if num_cached == 0 or _fits(room, need, need.pages, chances, moments):
                 return index, MAY_START
