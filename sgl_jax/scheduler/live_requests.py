@@ -59,6 +59,7 @@ class LiveRequests:
         # Running requests wait, too: before their first step, and after a retract.
         self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         self._shares = Shares(self._max_requests, args.share_part, args.max_queued_requests)
+        hosts = [rank.host for rank in ranks.ranks if rank.host.tier is not None]
         self.waiting = WaitingQueue(
             args.schedule_policy,
             ranks.memories,
@@ -66,7 +67,7 @@ class LiveRequests:
             self._max_requests + 1,  # a probe
             ranks.tenants,
             ranks.output_lengths,
-            lambda request: any(rank.host.awaits_store(request) for rank in ranks.ranks),
+            lambda request: any(host.awaits_store(request) for host in hosts),
             max_passed_over,
         )
         self.gate = ProgramGate()

@@ -170,7 +170,9 @@ def max_request_len(
     length: such a length is reduced (`is_length_default`). `capacity` is the session's limit of
     tokens; 0 for none.
     """
-    limit = min(sizes.max_request_tokens, capacity or sizes.max_request_tokens)
+    limit = sizes.max_request_tokens
+    if capacity:
+        limit = min(limit, capacity)
     if prompt_len == 0:
         raise InvalidRequestError("the prompt is empty", "input_ids")
     if message.dp_rank is not None and not 0 <= message.dp_rank < sizes.dp_size:

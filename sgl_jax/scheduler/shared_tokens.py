@@ -120,18 +120,21 @@ class SharedTokens:
 
     def parts(self) -> list[tuple[Sequence[int], int]]:
         """Return the parts in the order in which they take tokens: rows in their order, and the
-        most tokens of the step that they get together, earlier parts included."""
-        parts: list[tuple[Sequence[int], int]] = [(self.short_rows, self.num_short)]
+        most tokens of the step that they get together, earlier parts included. The oldest rows get
+        the rest."""
+        parts: list[tuple[Sequence[int], int]] = []
+        if self.short_rows:
+            parts.append((self.short_rows, self.num_short))
         if self._weights is not None and len(self._by_tenant) > 1:
             weights = self._weights[list(self._by_tenant)]
             shares = (self.num_tokens * weights / weights.sum()).astype(int).tolist()
             parts += zip(self._by_tenant.values(), shares, strict=True)
-        return [*parts, (list(self._needs), self.num_tokens)]
+        return parts
 
     def serves(self, row: int) -> bool:
         """Return whether `row` gets any tokens."""
         counts = dict.fromkeys(self._needs, 0)
-        for rows, most in self.parts():
+        for rows, most in [*self.parts(), (list(self._needs), self.num_tokens)]:
             num_left = self.num_tokens - sum(counts.values())
             num_left = min(num_left, most - sum(map(counts.__getitem__, rows)))
             for other in rows:

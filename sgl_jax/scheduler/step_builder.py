@@ -411,7 +411,7 @@ class StepBuilder:
         A short part of a page may be more than its part of the step: the next steps have none until
         that is made up for.
         """
-        num_scored_before = self._num_scored_left
+        num_scored_before, num_taken = self._num_scored_left, 0
         for rows, most in shared.parts():
             num_left = min(most - sum(self.chunks.get(row, 0) for row in rows), self._num_left)
             is_short = rows is shared.short_rows
@@ -425,7 +425,7 @@ class StepBuilder:
                 num_left, num_scored_left = num_left - count, num_scored_left - num_scored
             if is_short:
                 num_taken = SHORT_PART * sum(self.chunks.get(row, 0) for row in rows)
-                self.rank.short_debt = max(self.rank.short_debt + num_taken - shared.num_tokens, 0)
+        self.rank.short_debt = max(self.rank.short_debt + num_taken - shared.num_tokens, 0)
 
     def _add_chunk(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
         """Plan as many of `row`'s needed tokens as fit, of `num_left` and `num_scored_left`. Return

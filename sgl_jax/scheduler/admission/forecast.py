@@ -110,9 +110,9 @@ class Forecast:
         bounds = np.array((0, len(joint)))
         self.add(joint, bounds, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
 
-    def write(self, dp_rank: int, room: Rooms) -> None:
-        """Write the forecast of a rank to `room`, ROOM[1]."""
-        _write(self._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank), room)
+    def write(self, dp_rank: int, room: Rooms) -> float:
+        """Write the forecast of a rank to `room`, ROOM[1]; return its pages at the peak."""
+        return _write(self._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank), room)
 
     def write_for(self, dp_rank: int, rows: RowIndex, num_freed: int, room: Rooms) -> None:
         """Write the forecast of a rank to `room`, ROOM[1], if only the requests in `rows` ran there
@@ -246,8 +246,8 @@ def _add_rows(
 
 
 @compiled("(needs[::1], int64, rooms[::1])", needs=_NEEDS, rooms=ROOM)
-def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
-    """Write a rank's forecast to its room.
+def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
+    """Write a rank's forecast to its room; return its pages at the peak.
 
     `needs` and `rooms` have the records of the rank alone; `num_in_use` are the pages that its
     requests list, each counted once.
@@ -271,3 +271,4 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
         if room.pages[j] > room.pages[peak]:
             peak = j
     room.num_in_use, room.peak = num_in_use, peak
+    return float(room.pages[peak])

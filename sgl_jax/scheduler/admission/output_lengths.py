@@ -130,6 +130,16 @@ class OutputLengths:
         )
 
 
+@compiled("(int64, int64)")
+def _bucket_of(num_tokens: int, num_buckets: int) -> int:
+    """Return the bucket of a length, by `_bucket_starts`."""
+    num_doublings = 0
+    while num_tokens >> num_doublings >= 2 * _PER_DOUBLING:
+        num_doublings += 1
+    bucket = num_doublings * _PER_DOUBLING + (num_tokens >> num_doublings)
+    return int(min(bucket, num_buckets - 1))
+
+
 @compiled("(int64, int64, boolean, int64[::1], float64[:, ::1], float64[:, ::1])")
 def _count(
     number: int,
@@ -143,8 +153,8 @@ def _count(
     ones."""
     assert 0 <= number < len(reached) == len(ended)
     assert reached.shape[1] == ended.shape[1] == len(starts)
-    bucket = np.searchsorted(starts, num_tokens, "right") - 1
-    assert bucket >= 0
+    assert num_tokens >= 0
+    bucket = _bucket_of(num_tokens, len(starts))
     for each in (_ALL, number):
         for k in range(len(starts)):
             reached[each, k] *= _KEPT
@@ -179,28 +189,6 @@ def _find_chances(
 
 
 @compiled(
-    "(int64, int64, int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], boolean[:, ::1])"
-)
-def _find_bucket(
-    of_class: int,
-    output_len: int,
-    starts: IntpArray,
-    survival: Float64Array,
-    moments: IntpArray,
-    chances: Float64Array,
-    is_current: BoolArray,
-) -> int:
-    """Return the bucket of an output, whose `chances` are current then."""
-    bucket = int(np.searchsorted(starts, output_len, "right")) - 1
-    assert 0 <= of_class < len(survival)
-    assert 0 <= bucket < len(starts)
-    if not is_current[of_class, bucket]:
-        _find_chances(bucket, survival[of_class], starts, moments, chances[of_class, bucket])
-        is_current[of_class, bucket] = True
-    return bucket
-
-
-@compiled(
     "(int32[::1], int32[::1], int64[::1], float64[:, ::1], int64[::1], float64[:, :, ::1], "
     "boolean[:, ::1])"
 )
@@ -217,9 +205,13 @@ def _find_buckets(
     buckets = np.empty(len(classes), np.int32)
     assert len(output_lens) == len(classes)
     for i in range(len(classes)):
-        buckets[i] = _find_bucket(
-            classes[i], output_lens[i], starts, survival, moments, chances, is_current
-        )
+        of_class, bucket = classes[i], _bucket_of(output_lens[i], len(starts))
+        assert 0 <= of_class < len(survival)
+        assert bucket >= 0
+        buckets[i] = bucket
+        if not is_current[of_class, bucket]:
+            _find_chances(bucket, survival[of_class], starts, moments, chances[of_class, bucket])
+            is_current[of_class, bucket] = True
     return buckets
 
 
@@ -238,8 +230,13 @@ def _expected(
     is_current: BoolArray,
 ) -> tuple[int, float]:
     """See `OutputLengths.expected`."""
-    bucket = _find_bucket(of_class, output_len, starts, survival, moments, chances, is_current)
+    bucket = _bucket_of(output_len, len(starts))
+    assert 0 <= of_class < len(survival)
+    assert bucket >= 0
     goes_on = chances[of_class, bucket]
+    if not is_current[of_class, bucket]:
+        _find_chances(bucket, survival[of_class], starts, moments, goes_on)
+        is_current[of_class, bucket] = True
     expected, last = 0.0, len(goes_on) - 1
     for j in range(len(goes_on)):
         expected += goes_on[j] * (min(moments[j + 1], left_len) - min(moments[j], left_len))
@@ -271,7 +268,7 @@ def _update(
     running = np.zeros((num_classes, num_buckets))
     for i in range(len(classes)):
         assert 0 <= classes[i] < num_classes
-        bucket = np.searchsorted(starts, output_lens[i], "right") - 1
+        bucket = _bucket_of(output_lens[i], num_buckets)
         running[classes[i], bucket] += 1
         if classes[i] != 0:
             running[0, bucket] += 1

@@ -20,7 +20,13 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Outlook
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.waiting.fits import NO_FLOOR, Rooms, steps_to_room
+from sgl_jax.scheduler.waiting.fits import (
+    NO_FLOOR,
+    Rooms,
+    steps_to_room,
+    write_ample,
+    write_load,
+)
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # A rank is full if so much of its pages is forecast to be in use: a retract is likely then.
@@ -86,27 +92,25 @@ class RankRoom:
 
     def _look(self) -> None:
         """Compute the rank's load, which changes only as requests start here."""
-        room = self._rooms[self.dp_rank]
-        room["num_running"] = self.num_running = len(self.rank.running)
+        builder, self.num_running = self._builder, len(self.rank.running)
         self.has_row = self.rank.has_row
-        self.is_open = self.has_row and self._builder.can_admit
-        room["is_open"], room["floor"] = self.is_open, self._builder.priority_floor
-        room["most_tokens"] = self._builder.most_tokens
+        self.is_open = self.has_row and builder.can_admit
+        floor, most_tokens = builder.priority_floor, builder.most_tokens
+        write_load(self._rooms, self.dp_rank, self.num_running, self.is_open, floor, most_tokens)
 
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
-        if not self._is_counted and not self.is_ample:
+        num_left = self.rank.memory.num_reclaimable_pages
+        if not self._is_counted and num_left - self._most_growth < self._enough:
             self._forecast.recount(self.dp_rank, self.rank.running.active)
             self._is_counted = True
-        room = self._rooms[self.dp_rank]
         if self._is_counted:
-            self._forecast.write(self.dp_rank, self._rooms[self.dp_rank : self.dp_rank + 1])
-            self._peak = float(room["pages"][room["peak"]])
+            own = self._rooms[self.dp_rank : self.dp_rank + 1]
+            self._peak = self._forecast.write(self.dp_rank, own)
             return
-        num_in_use = self._num_total - self.rank.memory.num_reclaimable_pages
+        num_in_use = self._num_total - num_left
         self._peak = float(num_in_use)
-        room["pages"], room["num_in_use"] = num_in_use, num_in_use
-        room["peak"], room["most"] = 0, num_in_use + self._most_growth
+        write_ample(self._rooms, self.dp_rank, num_in_use, self._most_growth)
 
     @property
     def is_ample(self) -> bool:

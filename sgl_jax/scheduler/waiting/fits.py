@@ -83,6 +83,27 @@ NEED = np.dtype(
 Needs: TypeAlias = NDArray[Any]
 
 
+@compiled("(rooms[::1], int64, int64, boolean, int64, int64)", rooms=ROOM)
+def write_load(
+    rooms: Rooms, dp_rank: int, num_running: int, is_open: bool, floor: int, most_tokens: int
+) -> None:
+    """Write a rank's load to its room."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    room.num_running, room.is_open = num_running, is_open
+    room.floor, room.most_tokens = floor, most_tokens
+
+
+@compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
+def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -> None:
+    """Write the pages of a rank where any request fits: it needs no forecast of their growth."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    room.num_in_use, room.peak, room.most = num_in_use, 0, num_in_use + most_growth
+    for j in range(len(room.pages)):
+        room.pages[j] = num_in_use
+
+
 @compiled("(room, int64)", room=ROOM)
 def _num_steps(room: Any, num_pages: int) -> int:
     """Return the steps until a prompt of `num_pages` pages is computed."""
@@ -206,6 +227,39 @@ def pages_short(
     assert 0 <= line < len(needs)
     steps_per_page = _steps_per_page(rooms[dp_rank])
     return _pages_short(rooms[dp_rank], needs[line], num_pages, chances, moments, steps_per_page)
+
+
+@compiled(
+    "(rooms[::1], int64, needs[::1], int64, int64, int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def hold(
+    rooms: Rooms,
+    dp_rank: int,
+    needs: Needs,
+    line: int,
+    num_pages: int,
+    num_steps: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> None:
+    """Hold a rank for the request in `line`, which is expected to start there in `num_steps`.
+
+    It holds the rank against its priority and lower ones. The other parameters are as of
+    `pages_short`.
+    """
+    assert 0 <= dp_rank < len(rooms)
+    assert 0 <= line < len(needs)
+    room, need = rooms[dp_rank], needs[line]
+    alone = rooms[dp_rank : dp_rank + 1].copy()[0]
+    for j in range(len(alone.pages)):
+        alone.pages[j] = 0
+    goes_on = chances[need.length_class, need.bucket]
+    num_before, each_page = _num_steps(room, num_pages), _steps_per_page(room)
+    short = _most_short(alone, need, num_pages, num_before, False, goes_on, moments, each_page)
+    room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most
+    room.held_pages = int(np.ceil(room.total + short))
 
 
 @compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)

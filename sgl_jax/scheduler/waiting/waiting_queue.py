@@ -18,7 +18,7 @@ from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
-from sgl_jax.scheduler.waiting.fits import NEVER, NO_FLOOR, NO_RANK, Rooms, pages_short
+from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, hold, pages_short
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
@@ -334,17 +334,17 @@ class WaitingQueue:
     ) -> None:
         """Note in `rooms` that a rank is held for `request`, which takes `num_pages` to start
         there, in `num_steps`."""
-        held_pages = self._peak_pages(request, rooms, dp_rank, num_pages)
-        room = rooms[dp_rank]
-        room.held_above, room.held_pages = request.priority, held_pages
-        room.held_steps, room.held_most = num_steps, self._columns.needs["most"][request.line]
-
-    def _peak_pages(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
-        """Return the most pages that `request` is expected to hold on a rank while moments count,
-        if it takes `num_pages` to start there."""
-        alone = rooms[dp_rank : dp_rank + 1].copy()
-        alone["pages"], alone["most"], alone["held_above"] = 0, NEVER, NO_FLOOR
-        return self.pages_short(request, alone, 0, num_pages) + int(alone["total"][0])
+        self._note_chances()
+        hold(
+            rooms,
+            dp_rank,
+            self._columns.needs,
+            request.line,
+            num_pages,
+            num_steps,
+            self._lengths.chances,
+            MOMENTS,
+        )
 
     def _note_chances(self) -> None:
         """Compute the chances of the requests' outputs, if the lengths of outputs were updated."""
