@@ -214,7 +214,7 @@ class StepBuilder:
         needs = {
             row: self._count_left(row)
             for row in self._in_order()
-            if running.priority[row] == priority
+            if not running.priorities.differ or running.priority[row] == priority
         }
         self._shared = SharedTokens(
             priority,

@@ -19,6 +19,7 @@ from sgl_jax.scheduler.waiting.fits import (
     MAY_START,
     NEVER,
     NO_FLOOR,
+    Int64Array,
     Rooms,
     find_fits,
     least_pages,
@@ -36,6 +37,8 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
 )
 
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
+# Lines that are sorted before the others.
+_FIRST_PART = 64
 # Lines for which the pages in use are counted together.
 _COUNTED_AT_ONCE = 32
 
@@ -121,38 +124,39 @@ class CandidateOrder:
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
         is_due = passed_over >= self._max_passed_over
-        order = self._sorted_lines(least, turns, is_due, levels)
-        in_use, index = np.zeros((len(ranks), 0), np.int32), 0
-        while True:
-            index, found = next_line(
-                order,
-                index,
-                offer.rooms,
-                ranks,
-                least,
-                preempts,
-                columns.needs,
-                columns.tenant,
-                offer.open_tenants,
-                is_due,
-                columns.place,
-                in_use,
-                self._lengths.chances,
-                MOMENTS,
-            )
-            if index == len(order):
-                return
-            line = int(order[index])
-            if found >= 0:
-                if not in_use.size:
-                    in_use = self._uncounted(ranks)
-                lines = order[index : index + _COUNTED_AT_ONCE]
-                self._count_in_use(int(ranks[found]), lines, in_use[found])
-                continue
-            index += 1
-            yield line, found == MAY_START
-            while offer.passed_by:
-                least[:, self._alike(offer.passed_by.pop())] = NEVER
+        keys = self._order_keys(least, turns, is_due, levels)
+        in_use = np.zeros((len(ranks), 0), np.int32)
+        for order in _sorted_parts(keys):
+            index = 0
+            while True:
+                index, found = next_line(
+                    order,
+                    index,
+                    offer.rooms,
+                    ranks,
+                    least,
+                    preempts,
+                    columns.needs,
+                    columns.tenant,
+                    offer.open_tenants,
+                    is_due,
+                    columns.place,
+                    in_use,
+                    self._lengths.chances,
+                    MOMENTS,
+                )
+                if index == len(order):
+                    break
+                if found >= 0:
+                    if not in_use.size:
+                        in_use = self._uncounted(ranks)
+                    lines = order[index : index + _COUNTED_AT_ONCE]
+                    self._count_in_use(int(ranks[found]), lines, in_use[found])
+                    continue
+                yield int(order[index]), found == MAY_START
+                index += 1
+                while offer.passed_by:
+                    least[:, self._alike(offer.passed_by.pop())] = NEVER
 
     def find(
         self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
@@ -210,10 +214,10 @@ class CandidateOrder:
             if in_use[number] < 0:
                 in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
 
-    def _sorted_lines(
+    def _order_keys(
         self, least: Int32Array, turns: Turns | None, is_due: BoolArray, levels: Levels
-    ) -> IntpArray:
-        """Return the lines that may start on a rank with enough pages, in the queue's order. The
+    ) -> Int64Array:
+        """Return a number for each line that sorts in the queue's order: `order_keys`. The
         arguments are `lines`'."""
         columns = self._columns
         end = columns.end
@@ -227,7 +231,7 @@ class CandidateOrder:
                 turn = turn * NUM_REUSES + self._reuse_order()
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys = order_keys(
+        keys: Int64Array = order_keys(
             least,
             self.uses_cached_len,
             level,
@@ -237,8 +241,7 @@ class CandidateOrder:
             is_due,
             columns.arrival,
         )
-        order: IntpArray = keys.argsort()
-        return order[: np.count_nonzero(keys != LAST)]
+        return keys
 
     def _reuse_order(self) -> Int32Array:
         columns, end = self._columns, self._columns.end
@@ -252,3 +255,16 @@ class CandidateOrder:
             stems.end_pages,
         )
         return order
+
+
+def _sorted_parts(keys: Int64Array) -> Iterator[IntpArray]:
+    """Yield the lines by their keys, those without one left out, in two parts: mostly, no more than
+    the first lines are tried."""
+    num_lines = int(np.count_nonzero(keys != LAST))
+    if num_lines <= _FIRST_PART:
+        yield keys.argsort()[:num_lines]
+        return
+    lines = keys.argpartition(_FIRST_PART)
+    for part in (lines[:_FIRST_PART], lines[_FIRST_PART:]):
+        yield part[keys[part].argsort()][:num_lines]
+        num_lines -= len(part)
