@@ -27,7 +27,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.candidate_order import Offer
-from sgl_jax.scheduler.waiting.fits import NO_LIMIT, Rooms
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR, NO_LIMIT, Rooms
 from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -108,9 +108,9 @@ class Admission:
         )
         is_changed = True
         while is_changed:
+            # A request for which a rank was held may start on another rank now.
+            records["held_above"] = NO_FLOOR
             for each in rooms:
-                # A request for which a rank was held may start on another rank now.
-                each.release_hold()
                 offer.open_tenants[each.dp_rank] = each.open_tenants
             is_changed = self._start_some(rooms, offer, step)
 

@@ -233,10 +233,6 @@ class RankRoom:
     def is_held(self) -> bool:
         return bool(self._rooms[self.dp_rank].held_above > NO_FLOOR)
 
-    def release_hold(self) -> None:
-        """Start requests of every priority again."""
-        self._rooms[self.dp_rank].held_above = NO_FLOOR
-
     @property
     def preemptible(self) -> Preemptible:
         """The running requests here that others may preempt."""
