@@ -38,6 +38,7 @@ _MAX_REPLAYS = 8
 _REPLAY_QUEUE = 100  # messages that wait in a socket for a slow subscriber
 _REPLAY_POLL_MS = 5
 _REPLAY_TIMEOUT_S = 60.0  # without any message taken
+_END_TIMEOUT_S = 5.0
 _Socket: TypeAlias = "zmq.Socket[bytes]"
 _Context: TypeAlias = "zmq.Context[_Socket]"
 
@@ -252,7 +253,12 @@ class KVEventPublisher:
     def _close_sockets(self) -> None:
         for rank in self._ranks:
             rank.close()
-        self._context.term()
+        # This was seen to hang, though all sockets were closed.
+        end = threading.Thread(target=self._context.term, name="kv-events-end", daemon=True)
+        end.start()
+        end.join(_END_TIMEOUT_S)
+        if end.is_alive():
+            logger.warning("ZeroMQ did not end within %g s: it is left as it is", _END_TIMEOUT_S)
 
     def _serve(self) -> None:
         poller = zmq.Poller()

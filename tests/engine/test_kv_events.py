@@ -287,6 +287,23 @@ def test_readers_that_never_read_hold_up_nobody(
         publisher.close()
 
 
+def test_a_library_that_does_not_end_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_events, "_END_TIMEOUT_S", 0.05)
+    publisher = KVEventPublisher(endpoints(tmp_path, "ipc"), [BlockLog()], 4)
+    ended, end = threading.Event(), publisher._context.term
+
+    def hang() -> None:
+        ended.wait(TIMEOUT_MS / 1000)
+        end()
+
+    monkeypatch.setattr(publisher._context, "term", hang)
+    publisher.close()
+    assert "did not end" in caplog.text
+    ended.set()
+
+
 def endpoints(folder: Path, transport: str) -> KVEventsConfig:
     if transport == "ipc":
         names = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
