@@ -121,7 +121,7 @@ def _steps_per_page(room: Any) -> float:
 
 
 @compiled(
-    "(room, need, int64, int64, boolean, float64[::1], int64[::1], float64)",
+    "(room, need, int64, int64, boolean, boolean, float64[::1], int64[::1], float64)",
     room=ROOM,
     need=NEED,
 )
@@ -130,6 +130,7 @@ def _most_short(
     need: Any,
     num_pages: int,
     num_steps: int,
+    is_alone: bool,
     is_held: bool,
     chances: Float64Array,
     moments: IntpArray,
@@ -137,8 +138,8 @@ def _most_short(
 ) -> float:
     """Return the pages that a request lacks at the moment at which it lacks most.
 
-    See `pages_short`. Its prompt takes `num_steps`. If `is_held`, the rank's hold counts.
-    `steps_per_page` is from `_steps_per_page`.
+    See `pages_short`. Its prompt takes `num_steps`. If `is_alone`, the pages of others do not
+    count. If `is_held`, the rank's hold counts. `steps_per_page` is from `_steps_per_page`.
     """
     growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)
     horizon = num_pages * steps_per_page
@@ -158,7 +159,8 @@ def _most_short(
             own = chances[after] * (num_pages + growth * min(ahead, need.left))
         if is_held and moments[j + 1] > room.held_steps:
             own += room.held_pages
-        worst = max(worst, room.pages[j] + own - room.total)
+        others = 0.0 if is_alone else room.pages[j]
+        worst = max(worst, others + own - room.total)
     return worst
 
 
@@ -194,7 +196,9 @@ def _pages_short(
     assert 0 <= need.length_class < len(chances)
     assert 0 <= need.bucket < chances.shape[1]
     goes_on = chances[need.length_class, need.bucket]
-    short = _most_short(room, need, num_pages, num_steps, is_held, goes_on, moments, steps_per_page)
+    short = _most_short(
+        room, need, num_pages, num_steps, False, is_held, goes_on, moments, steps_per_page
+    )
     return min(worst, int(np.ceil(short)))
 
 
@@ -252,12 +256,11 @@ def hold(
     assert 0 <= dp_rank < len(rooms)
     assert 0 <= line < len(needs)
     room, need = rooms[dp_rank], needs[line]
-    alone = rooms[dp_rank : dp_rank + 1].copy()[0]
-    for j in range(len(alone.pages)):
-        alone.pages[j] = 0
+    assert 0 <= need.length_class < len(chances)
+    assert 0 <= need.bucket < chances.shape[1]
     goes_on = chances[need.length_class, need.bucket]
     num_before, each_page = _num_steps(room, num_pages), _steps_per_page(room)
-    short = _most_short(alone, need, num_pages, num_before, False, goes_on, moments, each_page)
+    short = _most_short(room, need, num_pages, num_before, True, False, goes_on, moments, each_page)
     room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most
     room.held_pages = int(np.ceil(room.total + short))
 

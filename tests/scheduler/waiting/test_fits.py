@@ -19,6 +19,7 @@ from sgl_jax.scheduler.waiting.fits import (
     Needs,
     Rooms,
     find_fits,
+    hold,
     pages_short,
     steps_to_room,
 )
@@ -235,6 +236,19 @@ def test_a_hold_counts_beyond_the_horizon_after_its_step() -> None:
     assert short(room(0, **cheap, **late), need(10, 400, priority=6)) <= 0
     assert short(room(0, **cheap, **late), need(10, 120, priority=5)) <= 0
     assert short(room(0, **cheap, **late), need(10, 400, priority=5)) > 0
+
+
+def test_a_rank_is_held_for_the_pages_that_its_due_request_grows_to() -> None:
+    """The pages of other requests, which leave before, are not among these."""
+    rooms, needs = room(60, 90), need(10, 120, priority=5)
+    before = rooms["pages"].copy()
+    hold(rooms, 0, needs, 0, 8, 7, TO_ITS_LIMIT, MOMENTS)
+    alone = room(0, most=NEVER)
+    assert rooms["held_pages"][0] == 100 + short(alone, needs, num_pages=8) > 8
+    assert rooms["held_above"][0] == 5
+    assert rooms["held_steps"][0] == 7
+    assert rooms["held_most"][0] == 40
+    assert (rooms["pages"] == before).all()
 
 
 def test_up_to_the_limits_of_all_the_due_request_has_its_own() -> None:
