@@ -153,8 +153,11 @@ class CandidateOrder:
                     lines = order[index : index + _COUNTED_AT_ONCE]
                     self._count_in_use(int(ranks[found]), lines, in_use[found])
                     continue
+                num_running = offer.rooms["num_running"].copy()
                 yield int(order[index]), found == MAY_START
                 index += 1
+                if in_use.size:  # a start brings its prefix into use
+                    in_use[(offer.rooms["num_running"] != num_running)[ranks]] = -1
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop())] = NEVER
 

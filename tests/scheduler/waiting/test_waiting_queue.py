@@ -242,6 +242,21 @@ def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_tha
     assert [request.arrival for request in queue.tried(offer)] == [2, 1, 3]
 
 
+def test_what_a_start_brings_into_use_counts_for_those_behind_it() -> None:
+    queue, other = Queue("fcfs"), [50 + token for token in STEM]
+    cache(queue.memories[0], other)
+    queue.add(0, tokens=other + [49] * 20)  # 14 pages, 8 of them cached, and none in use
+    queue.add(1, 16)  # 6 pages, 4 of them cached
+    queue.add(2, 16)
+    offer = queue.offer(6)
+    tried = queue.tried(offer)
+    assert next(tried).arrival == 1
+    queue.memories[0].open_lease(np.array(STEM[:16], np.int32))
+    offer.rooms["num_running"][0] += 1
+    leave(offer, 2)
+    assert [request.arrival for request in tried] == [2]
+
+
 def test_requests_pinned_to_a_full_rank_do_not_hold_up_the_rest() -> None:
     queue = Queue("lpm", dp_size=2)
     for arrival in range(300):
