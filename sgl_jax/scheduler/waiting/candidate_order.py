@@ -262,12 +262,11 @@ class CandidateOrder:
 
 def _sorted_parts(keys: Int64Array) -> Iterator[IntpArray]:
     """Yield the lines by their keys, those without one left out, in two parts: mostly, no more than
-    the first lines are tried."""
-    num_lines = int(np.count_nonzero(keys != LAST))
-    if num_lines <= _FIRST_PART:
-        yield keys.argsort()[:num_lines]
-        return
-    lines = keys.argpartition(_FIRST_PART)
-    for part in (lines[:_FIRST_PART], lines[_FIRST_PART:]):
-        yield part[keys[part].argsort()][:num_lines]
-        num_lines -= len(part)
+    the first lines are tried. Equal keys are in the order of the lines, on every host."""
+    lines = (keys != LAST).nonzero()[0]
+    keys = keys[lines]
+    if len(lines) > _FIRST_PART:
+        is_first = keys <= np.partition(keys, _FIRST_PART)[_FIRST_PART]
+        yield lines[is_first][keys[is_first].argsort(kind="stable")]
+        lines, keys = lines[~is_first], keys[~is_first]
+    yield lines[keys.argsort(kind="stable")]

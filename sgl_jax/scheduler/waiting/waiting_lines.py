@@ -174,7 +174,6 @@ def order_keys(
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
     assert end == len(level) == len(turn) == len(is_due) <= len(arrival)
-    assert end <= MOST_ARRIVALS
     assert end <= len(is_retracted)
     assert end <= len(most_cached)
     first_arrival = LAST
@@ -192,10 +191,7 @@ def order_keys(
         if uses_cached_len:
             key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
-        age = arrival[line] - first_arrival
-        if age > MOST_ARRIVALS - end:
-            age = MOST_ARRIVALS - end + line  # no two keys are equal
-        keys[line] = (key << _ARRIVAL_BITS) + age
+        keys[line] = (key << _ARRIVAL_BITS) + min(arrival[line] - first_arrival, MOST_ARRIVALS)
     return keys
 
 

@@ -13,7 +13,8 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.candidate_order import Offer, _sorted_parts
+from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.liveness import due_of
@@ -240,6 +241,24 @@ def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_tha
     assert [request.arrival for request in queue.tried(offer)] == [2, 1]
     offer.open_tenants[0] = np.array([False, True])
     assert [request.arrival for request in queue.tried(offer)] == [2, 1, 3]
+
+
+@pytest.mark.parametrize("num_equal", [0, 10, 200])
+def test_lines_with_equal_keys_are_tried_in_their_order(num_equal: int) -> None:
+    keys = np.random.default_rng(num_equal).permutation(300)
+    keys[:num_equal] = 50
+    keys[100:120] = LAST
+    order = np.argsort(keys, kind="stable")[: np.count_nonzero(keys != LAST)]
+    assert np.concatenate([*_sorted_parts(keys)]).tolist() == order.tolist()
+
+
+def test_more_requests_wait_than_a_key_tells_apart() -> None:
+    end = MOST_ARRIVALS + 2
+    arrival, zeros = np.arange(end), np.zeros(end, np.int32)
+    no, least = np.zeros(end, np.bool_), np.zeros((1, end), np.int32)
+    keys = order_keys(least, False, zeros.astype(np.int64), zeros, no, zeros, no, arrival)
+    assert (np.diff(keys[:-1]) > 0).all()
+    assert keys[-1] == keys[-2]
 
 
 def test_what_a_start_brings_into_use_counts_for_those_behind_it() -> None:
