@@ -125,7 +125,7 @@ class CandidateOrder:
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
         is_due = passed_over >= self._max_passed_over
         keys = self._order_keys(least, turns, is_due, levels)
-        in_use = np.zeros((len(ranks), 0), np.int32)
+        in_use, is_read = np.zeros((len(ranks), 0), np.int32), np.zeros(len(ranks), np.bool_)
         for order in _sorted_parts(keys):
             index = 0
             while True:
@@ -148,16 +148,17 @@ class CandidateOrder:
                 if index == len(order):
                     break
                 if found >= 0:
-                    if not in_use.size:
-                        in_use = self._uncounted(ranks)
+                    if not is_read[found]:
+                        in_use, is_read[found] = self._read_places(int(ranks[found]), in_use), True
                     lines = order[index : index + _COUNTED_AT_ONCE]
                     self._count_in_use(int(ranks[found]), lines, in_use[found])
                     continue
                 num_running = offer.rooms["num_running"].copy()
                 yield int(order[index]), found == MAY_START
                 index += 1
-                if in_use.size:  # a start brings its prefix into use
-                    in_use[(offer.rooms["num_running"] != num_running)[ranks]] = -1
+                # A start brings its prefix into use, and may split nodes of the tree.
+                is_read &= (offer.rooms["num_running"] == num_running)[ranks]
+                in_use[~is_read] = -1
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop())] = NEVER
 
@@ -203,10 +204,13 @@ class CandidateOrder:
                     preempts[part] |= self.find(at_rank.rooms, number, least[part], is_tried)
         return preempts
 
-    def _uncounted(self, ranks: IntpArray) -> Int32Array:
-        """Return -1 for each place of the lines' prefixes: int32[len(ranks), places]."""
+    def _read_places(self, dp_rank: int, in_use: Int32Array) -> Int32Array:
+        """Read the places of the lines' prefixes on a rank. Return `in_use`, int32[ranks, places],
+        with columns of -1 for new places of any rank."""
+        self._columns.read_places(dp_rank, self._memories[dp_rank].cache.cursors.columns)
         num_places = max(len(memory.cache.cursors.nodes) for memory in self._memories)
-        return np.full((len(ranks), num_places), -1, np.int32)
+        new = np.full((len(in_use), num_places - in_use.shape[1]), -1, np.int32)
+        return np.concatenate((in_use, new), axis=1)
 
     def _count_in_use(self, dp_rank: int, lines: IntpArray, in_use: Int32Array) -> None:
         """Write the pages of the cached prefixes of `lines` on a rank that are in use to `in_use`,

@@ -76,7 +76,8 @@ class WaitingColumns:
         self.end = 0
 
     def read_cursors(self, dp_rank: int, cursors: CursorColumns, start: int, end: int) -> None:
-        """Write the places of the lines' cursors on the tree of a rank."""
+        """Write the places of the lines' cursors on the tree of a rank, and the pages cached
+        there."""
         read_cursors(
             self.cursor[dp_rank, start:end],
             cursors.above,
@@ -84,6 +85,19 @@ class WaitingColumns:
             cursors.place,
             self.cached_pages[dp_rank, start:end],
             self.place[dp_rank, start:end],
+        )
+
+    def read_places(self, dp_rank: int, cursors: CursorColumns) -> None:
+        """Write the places of all lines' cursors on the tree of a rank, but not how many of their
+        pages are cached."""
+        places = self.place[dp_rank, : self.end]
+        read_cursors(
+            self.cursor[dp_rank, : self.end],
+            cursors.above,
+            cursors.usable_pages,
+            cursors.place,
+            np.empty_like(places),
+            places,
         )
 
     def num_lacking(self, dp_rank: int, lines: slice, page_size: int) -> Int32Array:

@@ -265,12 +265,14 @@ def test_what_a_start_brings_into_use_counts_for_those_behind_it() -> None:
     queue, other = Queue("fcfs"), [50 + token for token in STEM]
     cache(queue.memories[0], other)
     queue.add(0, tokens=other + [49] * 20)  # 14 pages, 8 of them cached, and none in use
-    queue.add(1, 16)  # 6 pages, 4 of them cached
-    queue.add(2, 16)
-    offer = queue.offer(6)
+    queue.add(1, 32)  # 10 pages, 8 of them cached
+    queue.add(2, 16)  # 6 pages, 4 of them cached
+    offer = queue.offer(10)
     tried = queue.tried(offer)
-    assert next(tried).arrival == 1
+    first = next(tried)
+    assert first.arrival == 1
     queue.memories[0].open_lease(np.array(STEM[:16], np.int32))
+    queue.waiting.started(first, 0, PLENTY)  # the node is split, and the place of the rest unused
     offer.rooms["num_running"][0] += 1
     leave(offer, 2)
     assert [request.arrival for request in tried] == [2]
