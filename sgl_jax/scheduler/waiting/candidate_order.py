@@ -123,8 +123,7 @@ class CandidateOrder:
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
-        is_due = passed_over >= self._max_passed_over
-        keys = self._order_keys(least, turns, is_due, levels)
+        keys = self._order_keys(least, turns, passed_over >= self._max_passed_over, levels)
         in_use, is_read = np.zeros((len(ranks), 0), np.int32), np.zeros(len(ranks), np.bool_)
         for order in _sorted_parts(keys):
             index = 0
@@ -139,7 +138,8 @@ class CandidateOrder:
                     columns.needs,
                     columns.tenant,
                     offer.open_tenants,
-                    is_due,
+                    passed_over,
+                    self._max_passed_over,
                     columns.place,
                     in_use,
                     self._lengths.chances,

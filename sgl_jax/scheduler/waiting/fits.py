@@ -293,6 +293,8 @@ def _fits(room: Any, need: Any, num_pages: int, chances: Float64Array, moments: 
         # At the peak, as in `_most_short`: most of the others lack pages then.
         growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / need.left
         ahead = min((moments[peak] + moments[peak + 1]) // 2, need.left)
+        assert 0 <= need.length_class < len(chances)
+        assert 0 <= need.bucket < chances.shape[1]
         chance = chances[need.length_class, need.bucket, peak]
         if chance * (num_pages + growth * ahead) > room.total - room.pages[peak]:
             return False
@@ -343,7 +345,7 @@ def find_fits(
 
 @compiled(
     "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
-    "int32[::1], boolean[:, ::1], boolean[::1], int32[:, ::1], int32[:, ::1], "
+    "int32[::1], boolean[:, ::1], int32[::1], int64, int32[:, ::1], int32[:, ::1], "
     "float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
     needs=NEED,
@@ -358,7 +360,8 @@ def next_line(
     needs: Needs,
     tenant: Int32Array,
     open_tenants: BoolArray,
-    is_due: BoolArray,
+    passed_over: Int32Array,
+    max_passed_over: int,
     place: Int32Array,
     in_use: Int32Array,
     chances: Float64Array,
@@ -382,7 +385,8 @@ def next_line(
         tenant: int32[lines] or more.
         open_tenants: bool[all ranks, tenants], whether a tenant's next prompt is not bound by
             `ROOM.most_tokens`.
-        is_due: bool[lines].
+        passed_over: int32[lines], passes of each, which starts raise.
+        max_passed_over: a line with so many is due.
         place: int32[all ranks, lines] or more, the places of the lines' prefixes.
         in_use: int32[len(ranks), places], pages in use at a place, below 0 if not counted yet; or
             int32[len(ranks), 0].
@@ -393,7 +397,7 @@ def next_line(
     assert num_ranks == len(ranks) == len(in_use)
     assert end <= len(needs)
     assert end <= len(tenant)
-    assert end == len(is_due) <= place.shape[1]
+    assert end == len(passed_over) <= place.shape[1]
     num_free = np.full(num_ranks, -1.0)
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms) == len(place) == len(open_tenants)
@@ -403,6 +407,7 @@ def next_line(
     for index in range(start, len(order)):
         line = order[index]
         assert 0 <= line < end
+        assert 0 <= tenant[line] < open_tenants.shape[1]
         need, uncounted, may_hold = needs[line], -1, False
         for k in range(num_ranks):
             room, num_pages = rooms[ranks[k]], least[k, line]
@@ -417,7 +422,7 @@ def next_line(
                 continue
             if preempts.size and preempts[k, line]:
                 return index, MAY_START
-            if is_due[line] and room.held_above == NO_FLOOR:
+            if passed_over[line] >= max_passed_over and room.held_above == NO_FLOOR:
                 may_hold = True
             if num_pages > num_free[k] or not _fits(room, need, num_pages, chances, moments):
                 continue

@@ -14,6 +14,7 @@ from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.candidate_order import Offer, _sorted_parts
+from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes
@@ -76,7 +77,8 @@ class Queue:
         rooms["pages"] = (rooms["total"] - room)[:, None]
         is_open = range(count) if open_ranks is None else open_ranks
         rooms["is_open"] = np.isin(np.arange(count), is_open)
-        return Offer(rooms, np.zeros(count, np.bool_), np.zeros((count, 2), np.bool_), passed_by=[])
+        open_tenants = np.zeros((count, MAX_TENANTS + 1), np.bool_)
+        return Offer(rooms, np.zeros(count, np.bool_), open_tenants, passed_by=[])
 
     def tried(self, offer: Offer) -> Iterator[Request]:
         return (request for request, _ in self.waiting.candidates(offer, 0, [], 0))
@@ -239,8 +241,21 @@ def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_tha
     offer.rooms["most_tokens"] = min(lengths)
     assert min(lengths) < max(lengths)
     assert [request.arrival for request in queue.tried(offer)] == [2, 1]
-    offer.open_tenants[0] = np.array([False, True])
+    offer.open_tenants[0, 1] = True
     assert [request.arrival for request in queue.tried(offer)] == [2, 1, 3]
+
+
+def test_a_request_that_becomes_due_in_a_step_is_tried_in_it() -> None:
+    queue = Queue("lpm", cached_len=32)
+    queue.add(0, tokens=[7] * 60)  # fits nowhere
+    for arrival in range(1, MAX_PASSED_OVER):
+        queue.waiting.started(queue.add(arrival), 0, PLENTY)
+    queue.add(MAX_PASSED_OVER, 16)  # has a longer prefix
+    tried = queue.tried(queue.offer(6))
+    first = next(tried)
+    assert first.arrival == MAX_PASSED_OVER
+    queue.waiting.started(first, 0, PLENTY)
+    assert [request.arrival for request in tried] == [0]
 
 
 @pytest.mark.parametrize("num_equal", [0, 10, 200])
