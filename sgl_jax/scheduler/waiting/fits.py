@@ -28,7 +28,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 NO_RANK = -1
-# What `next_line` finds, if not the index of a rank.
+# Results of `next_line` beside the index of a rank.
 MAY_START, MAY_HOLD = -1, -2
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)
