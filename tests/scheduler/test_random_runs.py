@@ -45,6 +45,11 @@ def test_a_run_whose_short_request_is_tried_again_when_its_prefix_has_come() -> 
     main(500_059, 500_059)
 
 
+def test_a_run_whose_start_brings_the_prefix_of_another_request_into_use() -> None:
+    """The pages in use had been counted before the start, so the other seemed not to fit."""
+    main(573, 573)
+
+
 @pytest.mark.parametrize("seed", [500_057, 500_117, 500_127])
 def test_a_run_whose_step_gets_tokens_for_short_prompts_as_longer_ones_start(seed: int) -> None:
     """They start in the next step."""
