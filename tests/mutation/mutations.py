@@ -71,6 +71,7 @@ _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
 _FITS = "sgl_jax/scheduler/waiting/fits.py"
 _FORECAST = "sgl_jax/scheduler/admission/forecast.py"
+_LENGTHS = "sgl_jax/scheduler/admission/output_lengths.py"
 _PREEMPTION = "sgl_jax/scheduler/admission/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
@@ -1270,12 +1271,14 @@ MUTATIONS = (
     Mutation(
         "start where most is to be computed",
         _ADMISSION,
-        "cheapest = min(fitting)\n"
-        "        # Only a longer prefix is worth a wait.\n"
-        "        best = min(",
-        "cheapest = max(fitting)\n"
-        "        # Only a longer prefix is worth a wait.\n"
-        "        best = max(",
+        "best = min(o for o in options",
+        "best = max(o for o in options",
+    ),
+    Mutation(
+        "wait for no rank without a row or tokens in the step",
+        _ADMISSION,
+        "            if not room.is_open and num_read > cheapest.num_read\n",
+        "            if False\n",
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
@@ -1486,14 +1489,14 @@ MUTATIONS = (
     Mutation(
         "grow whatever the conservativeness",
         _FITS,
-        "growth = min(room.conservativeness, 1.0) * (need",
-        "growth = 1.0 * (need",
+        "growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)",
+        "growth = 1.0 * (need.most - need.pages) / max(need.left, 1)",
     ),
     Mutation(
         "grow beyond the forecast at a high conservativeness",
         _FITS,
-        "growth = min(room.conservativeness, 1.0) * (need",
-        "growth = room.conservativeness * (need",
+        "growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)",
+        "growth = room.conservativeness * (need.most - need.pages) / max(need.left, 1)",
     ),
     Mutation(
         "fit as if its output came to no end",
@@ -1587,9 +1590,15 @@ MUTATIONS = (
     ),
     Mutation(
         "hold a rank for what a due request takes to start alone",
-        _QUEUE,
-        "held_pages = self._peak_pages(request, rooms, dp_rank, num_pages)",
-        "held_pages = num_pages",
+        _FITS,
+        "room.held_pages = int(np.ceil(room.total + short))",
+        "room.held_pages = num_pages",
+    ),
+    Mutation(
+        "hold a rank for the pages of those that run there, too",
+        _FITS,
+        "_most_short(room, need, num_pages, num_before, True,",
+        "_most_short(room, need, num_pages, num_before, False,",
     ),
     Mutation(
         "let nothing pass that ends before a due request starts",
@@ -1636,8 +1645,20 @@ MUTATIONS = (
     Mutation(
         "start below the floor that a start has raised",
         _FITS,
-        "            if need.priority <= floor:\n                continue\n",
-        "",
+        "if num_pages == NEVER or need.priority <= room.floor:",
+        "if num_pages == NEVER:",
+    ),
+    Mutation(
+        "take a length for one of a longer bucket",
+        _LENGTHS,
+        "while num_tokens >> num_doublings >= 2 * _PER_DOUBLING:",
+        "while num_tokens >> num_doublings >= _PER_DOUBLING:",
+    ),
+    Mutation(
+        "give the longest outputs a bucket behind the last",
+        _LENGTHS,
+        "return int(min(bucket, num_buckets - 1))",
+        "return int(min(bucket, num_buckets))",
     ),
     Mutation(
         "forecast outputs while their prompts are computed",
@@ -1779,9 +1800,9 @@ MUTATIONS = (
     ),
     Mutation(
         "hold the pages of a due request up to its present length alone",
-        _QUEUE,
-        'room.held_steps, room.held_most = num_steps, self._columns.needs["most"][request.line]',
-        "room.held_steps, room.held_most = num_steps, num_pages",
+        _FITS,
+        "room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most",
+        "room.held_above, room.held_steps, room.held_most = need.priority, num_steps, num_pages",
     ),
     Mutation(
         "pressure: leave the pages of those that give way in use",
@@ -1858,26 +1879,26 @@ MUTATIONS = (
     Mutation(
         "leave out what has paid for a retract before the peak",
         _FITS,
-        "                and peak_start <= num_pages * steps_per_page\n",
+        "        and moments[peak] <= num_pages * steps_per_page\n",
         "",
     ),
     Mutation(
         "leave out long prompts that generate after the peak",
         _FITS,
-        "                and num_pages < most_pages\n",
+        "        and num_pages * room.page_size < room.chunk_size\n",
         "",
     ),
     Mutation(
         "leave out what ends before the peak",
         _FITS,
-        "                and 0 < peak_start < left\n",
-        "                and 0 < left\n",
+        "        and 0 < moments[peak] < need.left\n",
+        "        and 0 < need.left\n",
     ),
     Mutation(
         "leave out what fits up to the limits of all, since it lacks pages at the peak",
         _FITS,
-        "                most + need.most - num_shared > total\n                and 0 <",
-        "                0 <",
+        "        room.most + need.most - num_shared > room.total\n        and 0 <",
+        "        0 <",
     ),
     # -- the waiting queue
     Mutation(
@@ -1943,20 +1964,62 @@ MUTATIONS = (
     Mutation(
         "leave out a request that needs all that is there",
         _FITS,
-        "if num_pages > num_free:",
-        "if num_pages >= num_free:",
+        "not room.is_open or num_pages > room.total - room.pages[0]",
+        "not room.is_open or num_pages >= room.total - room.pages[0]",
+    ),
+    Mutation(
+        "try no request that needs all that is there",
+        _FITS,
+        "if num_pages > num_free[k] or not _fits",
+        "if num_pages >= num_free[k] or not _fits",
+    ),
+    Mutation(
+        "pressure: preempt nothing for a request that needs all that is there",
+        _FITS,
+        "if is_tried[line] and pages[k, line] <= num_free:",
+        "if is_tried[line] and pages[k, line] < num_free:",
     ),
     Mutation(
         "leave out a request that needs all that is there at the peak",
         _FITS,
-        "growth * min(ahead, left)) > num_free_then:",
-        "growth * min(ahead, left)) >= num_free_then:",
+        "growth * ahead) > room.total - room.pages[peak]",
+        "growth * ahead) >= room.total - room.pages[peak]",
     ),
     Mutation(
         "count nothing of a prefix as in use",
         _FITS,
-        "min(in_use[place[line]], cached_pages[line])",
-        "0 * min(in_use[place[line]], cached_pages[line])",
+        "num_pages = need.pages - min(num_in_use, num_cached)",
+        "num_pages = need.pages",
+    ),
+    Mutation(
+        "count all that is cached as in use",
+        _FITS,
+        "if num_cached == 0 or _fits(room, need, need.pages, chances, moments):",
+        "if num_cached >= 0:",
+    ),
+    Mutation(
+        "count the pages in use on another rank",
+        _CANDIDATES,
+        "in_use[number] = memory.in_use_len(",
+        "in_use[number] = self._memories[0].in_use_len(",
+    ),
+    Mutation(
+        "read the pages in use on another rank",
+        _FITS,
+        "num_in_use = in_use[k, number]",
+        "num_in_use = in_use[0, number]",
+    ),
+    Mutation(
+        "read the pages in use of another prefix",
+        _FITS,
+        "number, num_in_use = place[ranks[k], line], -1",
+        "number, num_in_use = place[k, line], -1",
+    ),
+    Mutation(
+        "read how many pages are in use on a rank that has not counted them",
+        _FITS,
+        "            if num_in_use < 0:\n",
+        "            if num_in_use < -1:\n",
     ),
     Mutation(
         "forget where a cursor went",
@@ -1967,10 +2030,26 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "            yield first, may_start\n",
-        "            yield first, may_start\n"
-        "            if offer.changed:\n"
-        "                return\n",
+        "lines, keys = lines[~is_first], keys[~is_first]",
+        "lines, keys = lines[:0], keys[:0]",
+    ),
+    Mutation(
+        "try the first requests twice",
+        _CANDIDATES,
+        "lines, keys = lines[~is_first], keys[~is_first]",
+        "pass",
+    ),
+    Mutation(
+        "leave out requests behind the first ones",
+        _CANDIDATES,
+        'yield lines[is_first][keys[is_first].argsort(kind="stable")]',
+        'yield lines[is_first][keys[is_first].argsort(kind="stable")][:_FIRST_PART]',
+    ),
+    Mutation(
+        "try the first requests by their lines",
+        _CANDIDATES,
+        'yield lines[is_first][keys[is_first].argsort(kind="stable")]',
+        "yield lines[is_first]",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2010,8 +2089,8 @@ MUTATIONS = (
     ),
     Mutation(
         "try what is due in its turn",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
-        "key = (key + (passed_over[line] < max_passed_over)) << 1",
+        _LINES,
+        "key = (key + (not is_due[line])) << 1",
         "key = (key + 1) << 1",
     ),
     # -- how much of a waiting prompt is cached
@@ -2773,14 +2852,20 @@ MUTATIONS = (
     Mutation(
         "pressure: hold a rank on for a request that has started elsewhere",
         "sgl_jax/scheduler/admission/admission.py",
-        "                each.release_hold()\n",
+        '            records["held_above"] = NO_FLOOR\n',
         "",
     ),
     Mutation(
-        "pressure: try no preemption on a rank after a start there",
-        _CANDIDATES,
-        'self._add_preempting(after, changed, pages, offer.rooms["floor"], preemptible, threshold)',
-        "pass",
+        "pressure: try no preemption on a rank without a row",
+        _FITS,
+        "if preempts.size and preempts[k, line]:",
+        "if preempts.size and preempts[k, line] and room.is_open:",
+    ),
+    Mutation(
+        "pressure: try no preemption",
+        _FITS,
+        "if preempts.size and preempts[k, line]:",
+        "if preempts.size and False:",
     ),
     Mutation(
         "pressure: preempt again what gave way in the same step",
@@ -2832,21 +2917,39 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: hold a rank against every priority",
-        _QUEUE,
-        "room.held_above, room.held_pages = request.priority, held_pages",
-        "room.held_above, room.held_pages = 2**62, held_pages",
+        _FITS,
+        "room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most",
+        "room.held_above, room.held_steps, room.held_most = 2**62, num_steps, need.most",
     ),
     Mutation(
         "pressure: hold a rank against lower priorities alone",
-        _QUEUE,
-        "room.held_above, room.held_pages = request.priority, held_pages",
-        "room.held_above, room.held_pages = request.priority - 1, held_pages",
+        _FITS,
+        "room.held_above, room.held_steps, room.held_most = need.priority,",
+        "room.held_above, room.held_steps, room.held_most = need.priority - 1,",
     ),
     Mutation(
-        "pressure: start below the floor",
+        "pressure: hold a rank that is held",
         _FITS,
-        "if may_stay and may_run[ranks[k], line] and is_above:",
-        "if may_stay and may_run[ranks[k], line]:",
+        "if passed_over[line] >= max_passed_over and room.held_above == NO_FLOOR:",
+        "if passed_over[line] >= max_passed_over:",
+    ),
+    Mutation(
+        "pressure: hold no rank for what is due",
+        _FITS,
+        "        if may_hold:\n",
+        "        if may_hold and False:\n",
+    ),
+    Mutation(
+        "pressure: hold a rank for what may start",
+        _FITS,
+        "        if uncounted >= 0:\n",
+        "        if uncounted >= 0 and not may_hold:\n",
+    ),
+    Mutation(
+        "pressure: fit a rank at its floor",
+        _FITS,
+        "num_pages > room.total - room.pages[0] or need.priority <= room.floor:",
+        "num_pages > room.total - room.pages[0] or need.priority < room.floor:",
     ),
     Mutation(
         "pressure: be passed over by what is more important",
@@ -3597,8 +3700,26 @@ MUTATIONS = (
     Mutation(
         "chunks: try long prompts where only short ones start",
         _FITS,
-        "priority == priority and num_lacking > most_tokens",
-        "priority == priority and num_lacking < 0",
+        "and need.tokens - num_cached * room.page_size > room.most_tokens",
+        "and need.tokens - num_cached * room.page_size < 0",
+    ),
+    Mutation(
+        "chunks: take a cached prefix for tokens to compute",
+        _FITS,
+        "and need.tokens - num_cached * room.page_size > room.most_tokens",
+        "and need.tokens > room.most_tokens",
+    ),
+    Mutation(
+        "chunks: bind the prompts of higher priorities, too",
+        _FITS,
+        "need.priority == room.floor + 1\n",
+        "need.priority >= room.floor + 1\n",
+    ),
+    Mutation(
+        "chunks: read the tenants that get tokens on another rank",
+        _FITS,
+        "and not open_tenants[ranks[k], tenant[line]]",
+        "and not open_tenants[k, tenant[line]]",
     ),
     Mutation(
         "chunks: look for no short prompt that waits",

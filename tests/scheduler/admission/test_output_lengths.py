@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
+from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths, _bucket_of
 from sgl_jax.scheduler.record.events import Configure, Resume
 from sgl_jax.scheduler.running_rows import RowColumns
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -30,6 +30,16 @@ def test_buckets_are_an_eighth_of_a_doubling() -> None:
     assert starts[:18].tolist() == [*range(16), 16, 18]
     assert (np.diff(starts) > 0).all()
     assert (np.diff(starts)[16:] <= starts[16:-1] / 8).all()
+
+
+def test_the_bucket_of_a_length_is_the_last_that_starts_up_to_it() -> None:
+    starts = OutputLengths().starts
+    for start in starts.tolist():
+        for num_tokens in (start, start + 1, max(start - 1, 0)):
+            expected = int(np.searchsorted(starts, num_tokens, "right")) - 1
+            assert _bucket_of(num_tokens, len(starts)) == expected
+    for num_tokens in (2 * int(starts[-1]), 2**31 - 1):
+        assert _bucket_of(num_tokens, len(starts)) == len(starts) - 1
 
 
 def test_a_prior_expects_that_what_has_come_far_goes_on() -> None:

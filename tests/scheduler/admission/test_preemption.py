@@ -7,10 +7,12 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.admission.step_room import RankRoom
 from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.waiting.fits import Rooms
+from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.fits import NO_FLOOR, Rooms
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
@@ -454,6 +456,36 @@ def test_what_is_due_is_held_for_against_its_own_priority_alone() -> None:
     assert "due" in running(driver)
     finish(driver)
     assert num_preempted(driver) == 0
+
+
+def test_after_a_preemption_no_rank_is_held_until_its_due_request_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver(dp_size=2)
+    start(driver, "high 0", 15, priority=90, dp_rank=0)
+    start(driver, "high 1", 10, priority=90, dp_rank=1)
+    start(driver, "low", 6, priority=0, dp_rank=1)
+    ask(driver, "due", 12, priority=20, dp_rank=0)
+    for i in range(2):
+        ask(driver, f"passes {i}", 1, priority=20, dp_rank=0)
+    for _ in range(6):
+        driver.step()
+    assert [request.rid for request in due_of(driver.scheduler._waiting)] == ["due"]
+    ask(driver, "preempts", 6, priority=20, dp_rank=1)
+    held: list[tuple[list[int], list[int]]] = []  # before and after each pass over the queue
+    inner = Admission._start_some
+
+    def start_some(self: Admission, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+        before = offer.rooms["held_above"].tolist()
+        is_changed = inner(self, rooms, offer, step)
+        held.append((before, offer.rooms["held_above"].tolist()))
+        return is_changed
+
+    monkeypatch.setattr(Admission, "_start_some", start_some)
+    driver.step()
+    assert held == [([NO_FLOOR, NO_FLOOR], [20, NO_FLOOR])] * 2
+    assert running(driver) == {"high 0", "high 1", "preempts"}
+    finish(driver)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

@@ -312,6 +312,31 @@ def test_what_is_cached_makes_room_for_a_request_once_a_running_one_reads_it() -
     assert queue.order(room=2) == [0]
 
 
+def test_pages_of_a_prefix_are_in_use_on_their_rank_alone() -> None:
+    queue = Queue("lpm", dp_size=2)  # cached on the last rank
+    queue.add(0, 16)
+    assert queue.order(room=5) == []
+    queue.memories[0].open_lease(np.array(STEM[:16], np.int32))
+    assert queue.order(room=5) == []
+    queue.memories[1].open_lease(np.array(STEM[:16], np.int32))
+    assert queue.order(room=1) == []
+    assert queue.order(room=2) == [0]
+    assert queue.order(room=5, open_ranks=(0,)) == []
+
+
+def test_those_whose_prefix_is_in_use_are_found_among_many_with_a_cached_one() -> None:
+    queue = Queue("fcfs", cached_len=0)
+    (memory,), in_use = queue.memories, (5, 33, 39)
+    for arrival in range(40):
+        prefix = [50 + arrival] * 4
+        cache(memory, prefix)
+        queue.add(arrival, tokens=[*prefix, *[49] * 5])  # 3 pages, one of them cached
+        if arrival in in_use:
+            memory.open_lease(np.array(prefix, np.int32))
+    assert queue.order(room=2) == [*in_use]
+    assert queue.order(room=3) == [*range(40)]
+
+
 def test_room_that_is_taken_meanwhile_leaves_out_what_follows() -> None:
     queue = Queue("fcfs")
     for arrival in range(200):
