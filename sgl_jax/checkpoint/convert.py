@@ -6,6 +6,7 @@ Loads the whole model into this process's memory. Copies configs and tokenizer f
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.kv_scales import KV_SCALES_FILE, stored_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.checkpoint.orbax_format import save_orbax
+from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
-from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.models.config import CONFIG_FILE, ModelConfig, ModelConfigError, read_json
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.quantization import AT_LOAD
@@ -48,7 +50,9 @@ def convert(
     """
     if output.exists():
         raise CheckpointError(f"{str(output)!r} exists already")
-    config = ModelConfig.from_path(model_path).quantized(quantization)
+    given = ModelConfig.from_path(model_path)
+    stored = with_stored_head(given, model_path, "safetensors")
+    config = stored.quantized(quantization)
     if has_draft_layer:
         config = config.drafting()
     devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
@@ -62,6 +66,9 @@ def convert(
         for file in sorted(model_path.glob(pattern)):
             if file.name != INDEX_FILE:
                 shutil.copyfile(file, output / file.name)
+    if stored != given:
+        raw = read_json(model_path / CONFIG_FILE) | {"tie_word_embeddings": False}
+        (output / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
     if kv_scales is not None:
         write_kv_scales(output / KV_SCALES_FILE, kv_scales, config)
     save_orbax(output, params)

@@ -154,7 +154,9 @@ def _files(folder: Path) -> list[Path]:
         if absent:
             raise CheckpointError(f"{str(index)!r} names files that are missing: {absent}")
         return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"no safetensors files in {str(folder)!r}")
-    return files
+    # Folders hold other files, too: adapters, and the same weights under their trainer's names.
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    raise CheckpointError(f"no safetensors files in {str(folder)!r}")

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.progress import Progress
@@ -114,9 +115,8 @@ class ModelExecutor(Executor):
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
-        model = served_config(ModelConfig.from_path(args.model_path), args)
-        if args.load_format == "auto":
-            args = replace(args, load_format=detect_format(Path(args.model_path)))
+        model, load_format = _stored_model(args.model_path, args.load_format, args)
+        args = replace(args, load_format=load_format)
         config = EngineConfig.resolve(args, model, platform_of(self._mesh))
         args, decided = config.args, config.decided(given)
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
@@ -352,8 +352,7 @@ class ModelExecutor(Executor):
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the present programs can serve
         the folder's weights."""
-        given = served_config(ModelConfig.from_path(model_path), self._args)
-        check_same_model(self._model, given)
+        check_same_model(self._model, _stored_model(model_path, "auto", self._args)[0])
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
         """Compute with the weights of another folder, in the same shapes and places.
@@ -484,6 +483,17 @@ class ModelExecutor(Executor):
         tables = self._programs.admit()(tables, piece)
         self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens)
         self._row_params = tables.params
+
+
+def _stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[ModelConfig, str]:
+    """Return the model of a folder as its weights and `args` define it, and the weights' format.
+
+    Raises ModelConfigError, or CheckpointError for weights that cannot be read.
+    """
+    config = served_config(ModelConfig.from_path(model_path), args)
+    if load_format == "auto":
+        load_format = detect_format(Path(model_path))
+    return with_stored_head(config, Path(model_path), load_format), load_format
 
 
 def _idle_rank() -> RankPlan:

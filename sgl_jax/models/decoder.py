@@ -142,6 +142,14 @@ class Architecture(NamedTuple):
     spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter needs
     has_further_layers: bool = False  # a checkpoint's layers after the last are not read
 
+    @property
+    def embeddings_tensor(self) -> str:
+        return f"{self.body}embed_tokens.weight"
+
+    @property
+    def head_tensor(self) -> str:
+        return f"{self.head}.weight"
+
 
 class CausalLM(nnx.Module):
     """The whole model.
@@ -180,10 +188,10 @@ class CausalLM(nnx.Module):
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
         body = architecture.body
-        vectors: Source = Tensor(f"{body}embed_tokens.weight", (vocab, hidden))
+        vectors: Source = Tensor(architecture.embeddings_tensor, (vocab, hidden))
         vectors = Padded(vectors, row_size(hidden), axis=1, on_every_mesh=True)
         table = Padded(vectors, rows, axis=0)
-        head = Tensor(f"{architecture.head}.weight", (hidden, vocab), transposed=True)
+        head = Tensor(architecture.head_tensor, (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
         norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
@@ -400,7 +408,7 @@ class CausalLM(nnx.Module):
     def is_spare(self, tensor: str) -> bool:
         """True for tensors that a checkpoint may hold although no parameter needs them."""
         own = self.architecture
-        tied_head = self.lm_head is None and tensor == f"{own.head}.weight"
+        tied_head = self.lm_head is None and tensor == own.head_tensor
         layer = re.match(rf"{re.escape(own.body)}layers\.(\d+)\.", tensor)
         if own.has_further_layers and layer and int(layer[1]) >= self.config.num_layers:
             return True

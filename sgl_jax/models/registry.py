@@ -44,13 +44,26 @@ def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
         ModelConfigError: the architecture is unknown; the message lists all known ones.
         ValueError: the heads cannot be split over `tp_size` chips.
     """
+    architecture = _architecture_of(config)
+    return CausalLM(config, architecture, options, _drafter(config, architecture, options))
+
+
+def names_of_embeddings(config: ModelConfig) -> tuple[str, str]:
+    """Return the names of two tensors: the embeddings, and the head if it is stored.
+
+    Raises ModelConfigError as `build_model`.
+    """
+    architecture = _architecture_of(config)
+    return architecture.embeddings_tensor, architecture.head_tensor
+
+
+def _architecture_of(config: ModelConfig) -> Architecture:
     if config.architecture not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise ModelConfigError(
             f"architecture {config.architecture!r} is not supported; supported: {known}"
         )
-    architecture = _ARCHITECTURES[config.architecture]
-    return CausalLM(config, architecture, options, _drafter(config, architecture, options))
+    return _ARCHITECTURES[config.architecture]
 
 
 def _drafter(

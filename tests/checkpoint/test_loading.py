@@ -18,6 +18,7 @@ from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.progress import Progress
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
@@ -276,6 +277,33 @@ def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
         assert_same(actual, expected)
         for path, array in expected.items():
             assert actual[path].sharding == array.sharding
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_converted(tmp_path, qwen3):
+    folder, tensors = qwen3
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    convert(folder, tmp_path / "orbax", "float32")
+    head = load(tmp_path / "orbax")["lm_head", "weight"]
+    np.testing.assert_array_equal(np.asarray(head), tensors["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("change", ["none", "type", "last", "rows"])
+def test_stored_heads_are_compared_with_tied_embeddings(tmp_path, change, monkeypatch, caplog):
+    monkeypatch.setattr("sgl_jax.checkpoint.stored_head._BLOCK_NUMBERS", 1000)
+    folder = tmp_path / "tied"
+    shutil.copytree(GOLDEN / "qwen2", folder)
+    tensors = load_file(folder / "model.safetensors")
+    halves = tensors["model.embed_tokens.weight"].astype(np.float16)
+    head = halves.copy() if change == "type" else halves.astype(np.float32)
+    if change == "last":
+        head[-1, -1] += 1
+    tensors |= {"model.embed_tokens.weight": halves.astype(np.float32)}
+    tensors |= {"lm_head.weight": head[:-1].copy() if change == "rows" else head}
+    save_file(tensors, folder / "model.safetensors")
+    found = with_stored_head(ModelConfig.from_path(folder), folder, "safetensors")
+    assert found.tie_word_embeddings == (change in ("none", "type"))
+    assert ("lm_head.weight differs" in caplog.text) != found.tie_word_embeddings
 
 
 def four_experts(folder, family):

@@ -156,6 +156,30 @@ def test_it_answers_as_one_started_on_these_weights(
     assert core.executor.compile_counts()["compiles_after_ready"] == 0
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_stored_head_is_used_though_the_config_ties_it(
+    core: EngineCore,
+    folders: tuple[Path, Path],
+    of_new: list[list[int]],
+    tmp_path: Path,
+    starts: bool,
+) -> None:
+    tied = tmp_path / "tied"
+    shutil.copytree(folders[1], tied)
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if starts:
+        core = start(tied)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield from until_idle(core, [] if starts else [update(tied)])
+        yield from until_idle(core, requests("a"))
+
+    assert outputs(run(core, script()), "a") == of_new
+    if starts:
+        core._close()
+
+
 @pytest.mark.parametrize("flush_cache", [True, False])
 def test_requests_that_run_go_on_with_the_new_weights(
     core: EngineCore,

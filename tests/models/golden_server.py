@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.attention.batch import AttentionBatch
@@ -68,7 +69,8 @@ class Server:
         self._compiler_options = compiler_options
         devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
         self.mesh = Mesh(devices, ("data", "tensor"))
-        config = ModelConfig.from_path(folder)
+        load_format = detect_format(folder)
+        config = with_stored_head(ModelConfig.from_path(folder), folder, load_format)
         args = ServerArgs(
             dp_size=dp,
             tp_size=tp,
@@ -88,7 +90,7 @@ class Server:
         placed = place_model(config, self.mesh, options)
         self.has_columns = placed.model.has_columns
         self.graphdef = placed.graphdef
-        self.params = load_params(placed, folder, detect_format(folder))
+        self.params = load_params(placed, folder, load_format)
         self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-max_len // page_size)
         groups = [group for group in config.cache_groups() if not group.is_recurrent]
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
