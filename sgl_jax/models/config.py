@@ -160,7 +160,7 @@ class ModelConfig:
         like = [
             spec for spec in self.layers if spec.recurrence is None and spec.sliding_window is None
         ]
-        rules = self.quantization.under((self.draft_names.layer,)) if self.quantization else ()
+        rules = self.quantization.under(self.draft_names.layer) if self.quantization else ()
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
     def quantized(self, scheme: str) -> "ModelConfig":
@@ -341,7 +341,8 @@ def _activation(raw: Mapping[str, Any]) -> Activation:
 
 def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     config = read_quantization(raw)
-    packings = {rule.stored.packing for _, rule in config.rules} if config else set()
+    rules = [rule for _, rule in config.rules if rule] if config else []
+    packings = {rule.stored.packing for rule in rules}
     if "mxfp4" in packings and architecture_name(raw) not in _WITH_MXFP4:
         raise ModelConfigError(f"quant_method mxfp4 is supported for {', '.join(_WITH_MXFP4)}")
     if packings - {"mxfp4"} and architecture_name(raw) in _WITH_MXFP4:

@@ -34,7 +34,9 @@ MODULES = (
     "linear_attn.out_proj",
 )
 _LINEAR_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # too small to be worth quantizing
-_BODIES = ("model", "model.language_model")  # prefixes of layers, see `Architecture`
+# Prefixes of layers, see `Architecture`. Files and configs of a model with a text part may differ.
+_BODIES = ("model", "model.language_model", "language_model.model")
+_LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
@@ -58,46 +60,56 @@ class Rule(NamedTuple):
 class QuantizationConfig:
     """Which matrices of a checkpoint are quantized, and how.
 
-    Patterns are names of modules, whole or in part, or regular expressions after "re:".
+    Patterns are names of modules, whole or in part, or regular expressions after "re:". The first
+    rule that fits applies; None: the module is not quantized.
     """
 
-    rules: tuple[tuple[tuple[str, ...], Rule], ...]  # patterns, of which () fits all, and a rule
+    rules: tuple[tuple[tuple[str, ...], Rule | None], ...]  # patterns, () fits all, and a rule
     ignored: tuple[str, ...] = ()  # patterns of matrices that are not quantized
     has_kv_scales: bool = False  # the checkpoint has scales of an 8-bit KV cache
 
     @property
     def scheme_names(self) -> list[str]:
         """For people, each scheme once."""
-        return list(dict.fromkeys(rule.scheme.name for _, rule in self.rules))
+        return list(dict.fromkeys(rule.scheme.name for _, rule in self.rules if rule))
 
     def rule_of(self, module: str) -> Rule | None:
-        """The rule for a module by its name in the checkpoint; None: it is not quantized."""
-        module = _EXPERT.sub("experts.0.", module)
-        if any(_fits(pattern, module) for pattern in self.ignored):
+        """The rule for a module by its name in the checkpoint; None: it is not quantized.
+
+        A pattern fits a layer's module if it does with any prefix of layers.
+        """
+        module = of_first_expert(module)
+        in_layer = _LAYER.fullmatch(module)
+        names = [f"{body}.{in_layer[1]}" for body in _BODIES] if in_layer else [module]
+        if _any_fits(self.ignored, names):
             return None
         for patterns, rule in self.rules:
-            if not patterns or any(_fits(pattern, module) for pattern in patterns):
+            if not patterns or _any_fits(patterns, names):
                 return rule
         return None
 
     def of_layer(self, layer: int) -> tuple[tuple[str, Rule], ...]:
         """The rules of a layer's modules, by their names relative to it."""
-        return self.under(tuple(f"{body}.layers.{layer}." for body in _BODIES))
+        return self.under(f"{_BODIES[0]}.layers.{layer}.")
 
-    def under(self, prefixes: tuple[str, ...]) -> tuple[tuple[str, Rule], ...]:
-        """The same for a layer whose modules' names begin with one of `prefixes`."""
-        found = []
-        for module in MODULES:
-            rules = [self.rule_of(prefix + module) for prefix in prefixes]
-            # A body's name in a pattern can exclude the module of the other body alone.
-            if all(rules) and rules[0] is not None:
-                found.append((module, rules[0]))
-        return tuple(found)
+    def under(self, prefix: str) -> tuple[tuple[str, Rule], ...]:
+        """The same for a layer whose modules' names begin with `prefix`."""
+        found = ((module, self.rule_of(prefix + module)) for module in MODULES)
+        return tuple((module, rule) for module, rule in found if rule is not None)
 
 
 def rule_of_module(rules: tuple[tuple[str, Rule], ...], module: str) -> Rule | None:
     """The rule of a layer's module; `module` is relative to the layer."""
-    return dict(rules).get(_EXPERT.sub("experts.0.", module))
+    return dict(rules).get(of_first_expert(module))
+
+
+def of_first_expert(module: str) -> str:
+    """Return the name of the same matrix of expert 0, which stands for all."""
+    return _EXPERT.sub("experts.0.", module)
+
+
+def _any_fits(patterns: tuple[str, ...], names: list[str]) -> bool:
+    return any(_fits(pattern, name) for pattern in patterns for name in names)
 
 
 def _fits(pattern: str, module: str) -> bool:

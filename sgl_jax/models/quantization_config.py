@@ -9,7 +9,9 @@ from typing import Any
 
 from sgl_jax.core.quantization import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
 from sgl_jax.models.config_fields import ModelConfigError, is_int
-from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
+from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored, of_first_expert
+
+_ALL = "Linear"  # the class of all matrices, as a target
 
 
 def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -43,19 +45,39 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantizationConfig:
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ModelConfigError("compressed-tensors needs config_groups")
-    rules = []
+    rules: dict[str, Rule] = {}
     for own in groups.values():
-        targets = _names(own, "targets")
-        patterns = () if "Linear" in targets else targets
-        rules.append((patterns, _compressed_rule(own, own.get("format") or given.get("format"))))
+        rule = _compressed_rule(own, own.get("format") or given.get("format"))
+        for target in map(of_first_expert, _names(own, "targets")):
+            if rules.setdefault(target, rule) != rule:
+                raise ModelConfigError(
+                    f"config_groups have several schemes for the target {target!r}; experts of a "
+                    "layer must be quantized alike"
+                )
     ignored, cache = _names(given, "ignore"), given.get("kv_cache_scheme")
     if cache:
         _check(cache, "kv_cache_scheme", num_bits=8, type="float", dynamic=False)
         _check(cache, "kv_cache_scheme", strategy="tensor", symmetric=True)
-    config = QuantizationConfig(tuple(rules), ignored, bool(cache))
+    config = QuantizationConfig(_by_precedence(rules), ignored, bool(cache))
     if config.rule_of("lm_head") is not None:
         raise ModelConfigError("a quantized lm_head is not supported: ignore must name it")
     return config
+
+
+def _by_precedence(rules: Mapping[str, Rule]) -> tuple[tuple[tuple[str, ...], Rule], ...]:
+    """Order targets as compressed-tensors does where several match a module.
+
+    Names come first, then regular expressions, by their text, then the class of all matrices. Of
+    names, which may be parts, longer ones come first.
+    """
+
+    def key(target: str) -> tuple[int, int, str]:
+        if target == _ALL or target.startswith("re:"):
+            return 2 if target == _ALL else 1, 0, target
+        return 0, -len(target), target
+
+    targets = sorted(rules, key=key)
+    return tuple((() if own == _ALL else (own,), rules[own]) for own in targets)
 
 
 def _compressed_rule(own: Mapping[str, Any], layout: Any) -> Rule:
@@ -179,16 +201,42 @@ def _gptq(given: Mapping[str, Any]) -> QuantizationConfig:
     layout = given.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise ModelConfigError(f"checkpoint_format must be gptq or gptq_v2, got {layout!r}")
-    if given.get("dynamic"):
-        raise ModelConfigError("gptq with settings by module (dynamic) is not supported")
     group = _group_or_all(given, "group_size")
     has_order = bool(given.get("desc_act", False)) and group is not None
     # Symmetric files store their zero points, too: all are 8, which the reader checks.
     scheme = Scheme("int4", group, not given.get("sym", True), has_order)
     stored = Stored("gptq", "scales", zero_points_less_one=layout == "gptq")
-    return QuantizationConfig(
-        (((), Rule(scheme, stored)),), (*_names(given, "modules_to_not_convert"), "lm_head")
-    )
+    rules = _gptq_rules(given, Rule(scheme, stored))
+    return QuantizationConfig(rules, (*_names(given, "modules_to_not_convert"), "lm_head"))
+
+
+def _gptq_rules(
+    given: Mapping[str, Any], rule: Rule
+) -> tuple[tuple[tuple[str, ...], Rule | None], ...]:
+    """Apply `rule` to all modules but those that `dynamic` or the list of modules leaves out.
+
+    A key of `dynamic` is a regular expression of names: after "-:" of modules that are not
+    quantized, after "+:" or nothing of others. The first that matches decides.
+    """
+    listed: Any = given.get("modules_in_block_to_quantize") or []
+    if isinstance(listed, list):  # names, or lists of those that were quantized together
+        listed = [name for own in listed for name in (own if isinstance(own, list) else [own])]
+    names = _names({"modules_in_block_to_quantize": listed}, "modules_in_block_to_quantize")
+    patterns = tuple(dict.fromkeys(map(of_first_expert, names)))
+    dynamic: Any = given.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ModelConfigError(f"dynamic of gptq must be an object, got {dynamic!r}")
+    rules: list[tuple[tuple[str, ...], Rule | None]] = []
+    for key, settings in dynamic.items():
+        is_left_out = key.startswith("-:")
+        if settings and not is_left_out:
+            raise ModelConfigError(
+                f"settings of gptq by module are not supported: dynamic of {key!r} must be empty, "
+                f"got {settings!r}"
+            )
+        expression = "re:" + (key[2:] if key[:2] in ("-:", "+:") else key)
+        rules.append((_names({"dynamic": [expression]}, "dynamic"), None if is_left_out else rule))
+    return (*rules, (patterns, rule))
 
 
 def _mxfp4(given: Mapping[str, Any]) -> QuantizationConfig:

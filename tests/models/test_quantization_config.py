@@ -168,7 +168,11 @@ def test_a_scheme_of_the_cache_promises_scales():
         (GPTQ | {"bits": 8}, "supported with 4 bits"),
         (GPTQ | {"lm_head": True}, "lm_head"),
         (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
-        (GPTQ | {"dynamic": {"a": {}}}, "dynamic"),
+        (GPTQ | {"dynamic": {"a": {"bits": 8}}}, "dynamic of 'a' must be empty"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic: 're:\(' is no pattern"),
+        (GPTQ | {"dynamic": ["a"]}, "dynamic of gptq must be an object"),
+        (GPTQ | {"modules_in_block_to_quantize": [["a", 1]]}, "must be a list of names"),
+        (GPTQ | {"modules_in_block_to_quantize": "a"}, "must be a list of names"),
     ],
 )
 def test_a_form_that_is_not_supported_is_refused_in_one_line(given, words):
@@ -196,6 +200,65 @@ def test_groups_of_other_targets_have_their_own_scheme():
     config = read_quantization({"quantization_config": given})
     assert config.rule_of("model.layers.0.mlp.down_proj").scheme.weight == "fp8"
     assert config.rule_of("model.layers.0.mlp.up_proj").scheme.weight == "int8"
+
+
+CLASS, EXPRESSION, NAME = "Linear", "re:.*down_proj", "model.layers.0.mlp.down_proj"
+BROADER = "re:.*"  # before EXPRESSION, by its text
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (EXPRESSION, CLASS),
+        (NAME, CLASS),
+        (NAME, EXPRESSION),
+        (NAME, "mlp.down_proj"),
+        (BROADER, EXPRESSION),
+    ],
+)
+def test_of_several_targets_the_one_of_precedence_applies(first, second, order):
+    given = compressed("pack-quantized", weights())
+    own = given["config_groups"]["group_0"]
+    groups = [own | {"targets": [first]}, own | {"targets": [second], "weights": INT4}][::order]
+    given["config_groups"] = {f"group_{n}": group for n, group in enumerate(groups)}
+    config = read_quantization({"quantization_config": given})
+    assert config.rule_of("model.layers.0.mlp.down_proj").scheme.weight == "int8"
+    other = "int4" if first == NAME else "int8"
+    assert config.rule_of("model.layers.1.mlp.down_proj").scheme.weight == other
+
+
+def test_one_target_of_two_schemes_is_refused():
+    given = compressed("pack-quantized", weights())
+    own = given["config_groups"]["group_0"]
+    names = [f"model.layers.0.mlp.experts.{n}.up_proj" for n in range(2)]
+    given["config_groups"] = {
+        "group_0": own | {"targets": names[:1]},
+        "group_1": own | {"targets": names[1:], "weights": INT4},
+    }
+    with pytest.raises(ModelConfigError, match=r"several schemes .*experts\.0\.up_proj"):
+        read_quantization({"quantization_config": given})
+
+
+@pytest.mark.parametrize("body", ["model", "model.language_model", "language_model.model"])
+@pytest.mark.parametrize("stored", ["model", "model.language_model", "language_model.model"])
+def test_a_name_fits_with_any_prefix_of_layers(body, stored):
+    given = compressed("int-quantized", weights())
+    given["config_groups"]["group_0"]["targets"] = [f"{body}.layers.0.mlp.down_proj"]
+    config = ModelConfig.from_dict(QWEN3 | {"quantization_config": given})
+    first, second = ([name for name, _ in spec.rules] for spec in config.layers)
+    assert (first, second) == (["mlp.down_proj"], [])
+    assert config.quantization.rule_of(f"{stored}.layers.0.mlp.down_proj") is not None
+    assert config.quantization.rule_of(f"{stored}.layers.1.mlp.down_proj") is None
+
+
+def test_listed_experts_of_gptq_are_quantized():
+    names = [[f"mlp.experts.{n}.{x}_proj" for n in range(128)] for x in ("gate", "up", "down")]
+    given = GPTQ | {"modules_in_block_to_quantize": names}
+    config = read_quantization({"quantization_config": given})
+    assert config.rule_of("model.layers.5.mlp.experts.77.up_proj") is not None
+    assert config.rule_of("model.layers.5.mlp.shared_expert.up_proj") is None
+    assert config.rule_of("model.layers.5.self_attn.q_proj") is None
 
 
 def test_experts_are_quantized_alike():
