@@ -1,4 +1,4 @@
-"""The choice between the embeddings and a stored head where config.json says they are tied."""
+"""Chooses between the embeddings and a stored head where config.json ties them."""
 
 import logging
 from dataclasses import replace

@@ -67,8 +67,8 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantizationConfig:
 def _by_precedence(rules: Mapping[str, Rule]) -> tuple[tuple[tuple[str, ...], Rule], ...]:
     """Order targets as compressed-tensors does where several match a module.
 
-    Names come first, then regular expressions, by their text, then the class of all matrices. Of
-    names, which may be parts, longer ones come first.
+    Names come first, then regular expressions, by their text, then the class of all matrices.
+    Names, which may be parts, are ordered by length, the longest first.
     """
 
     def key(target: str) -> tuple[int, int, str]:
@@ -213,13 +213,13 @@ def _gptq(given: Mapping[str, Any]) -> QuantizationConfig:
 def _gptq_rules(
     given: Mapping[str, Any], rule: Rule
 ) -> tuple[tuple[tuple[str, ...], Rule | None], ...]:
-    """Apply `rule` to all modules but those that `dynamic` or the list of modules leaves out.
+    """Apply `rule` to all modules except those left out by `dynamic` or by the list of modules.
 
     A key of `dynamic` is a regular expression of names: after "-:" of modules that are not
     quantized, after "+:" or nothing of others. The first that matches decides.
     """
     listed: Any = given.get("modules_in_block_to_quantize") or []
-    if isinstance(listed, list):  # names, or lists of those that were quantized together
+    if isinstance(listed, list):  # names, or lists of names
         listed = [name for own in listed for name in (own if isinstance(own, list) else [own])]
     names = _names({"modules_in_block_to_quantize": listed}, "modules_in_block_to_quantize")
     patterns = tuple(dict.fromkeys(map(of_first_expert, names)))
