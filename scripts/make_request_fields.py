@@ -39,7 +39,6 @@ from sgl_jax.server.apis.responses import (
     ReasoningInput,
     ReasoningOptions,
     ResponsesBody,
-    ResponseTool,
     TextFormat,
     TextOptions,
 )
@@ -61,6 +60,7 @@ from sgl_jax.server.fields import (
     StreamOptions,
     StrictModel,
 )
+from sgl_jax.server.offered_tools import NamespaceTool, ResponseTool
 from sgl_jax.server.unserved_fields import PART, REQUEST, UnservedFields, advice, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "request_fields.md"
@@ -101,7 +101,8 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/v1/responses`: a call's result of `input`", CallOutputItem),
     ("`/v1/responses`: reasoning of `input`", ReasoningInput),
     ("`/v1/responses`: a reference of `input`", ItemReference),
-    ("`/v1/responses`: each of `tools`", ResponseTool),
+    ("`/v1/responses`: a function of `tools`", ResponseTool),
+    ("`/v1/responses`: a namespace of `tools`", NamespaceTool),
     ("`/v1/responses`: `text`", TextOptions),
     ("`/v1/responses`: `format` of `text`", TextFormat),
     ("`/v1/responses`: `reasoning`", ReasoningOptions),

@@ -82,7 +82,7 @@ REQUEST = _table(
     "external_trace_header received_time kv_hints kv_router_hint no_logs prediction is_single "
     "batch_size stream_reasoning separate_reasoning stream_interval stream_options "
     "spaces_between_special_tokens return_flat_raw_top_logprobs_b64 abort_message inference_geo "
-    "user_profile_id workspace_id diagnostics betas cache_control",
+    "user_profile_id workspace_id diagnostics betas cache_control client_metadata",
     {
         "every request is counted in the metrics": "log_metrics",
         "the model decides": "require_reasoning",

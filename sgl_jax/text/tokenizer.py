@@ -190,6 +190,9 @@ class Tokenizer:
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
 
+        If the template refuses the messages, the texts of all system messages become one at the
+        beginning, in their order. If it refuses these, too, neighbours of one role become one.
+
         Raises:
             InvalidRequestError: no chat template, or it refuses these messages.
         """
@@ -205,6 +208,21 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         given = template_args or {}
+        try:
+            return self._render_calls(messages, options, given)
+        except InvalidRequestError:
+            for simpler in _simpler_forms(messages):
+                with contextlib.suppress(InvalidRequestError):
+                    return self._render_calls(simpler, options, given)
+            raise
+
+    def _render_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        template_args: Mapping[str, Any],
+    ) -> str:
+        """The prompt with the arguments of calls in the form that the template takes."""
         if any(_functions(messages)):
             # Most templates take the arguments as an object; DeepSeek's, among others, add them to
             # a text, and would write an object as Python does: these get the JSON text.
@@ -213,10 +231,10 @@ class Tokenizer:
                 function["arguments"] = json.loads(function["arguments"])
             objects = [function["arguments"] for function in _functions(with_objects)]
             with contextlib.suppress(InvalidRequestError):
-                prompt = self._render(with_objects, options, given)
+                prompt = self._render(with_objects, options, template_args)
                 if not any(each and repr(each) in prompt for each in objects):
                     return prompt
-        return self._render(messages, options, given)
+        return self._render(messages, options, template_args)
 
     def _render(
         self,
@@ -270,6 +288,26 @@ def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     for message in messages:
         for call in message.get("tool_calls") or ():
             yield call["function"]
+
+
+def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """The messages in forms for templates that refuse them as they are, the closest first."""
+    system = [each for each in messages if each["role"] == "system"]
+    merged = [each for each in messages if each["role"] != "system"]
+    if system:
+        text = "\n\n".join(each["content"] for each in system if each["content"])
+        merged.insert(0, {**system[0], "content": text})
+        yield merged
+    joined = list[Mapping[str, Any]]()
+    for each in merged:
+        is_next = bool(joined) and joined[-1]["role"] == each["role"] == "user"
+        if is_next:
+            text = "\n\n".join((joined[-1]["content"], each["content"]))
+            joined[-1] = {**joined[-1], "content": text}
+        else:
+            joined.append(each)
+    if len(joined) < len(merged):
+        yield joined
 
 
 def _files_at_fault(folder: Path) -> list[str]:

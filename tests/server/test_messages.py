@@ -232,7 +232,7 @@ def last_request(rig: Rig) -> GenerateRequest:
                 ]
             },
         ),
-        ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tools[0]", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         ("tool_choice", {"tool_choice": {"type": "tool"}}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         (

@@ -252,7 +252,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(rig: Served) -> None:
         ("max_output_tokens", {"max_output_tokens": ROOM}),
         ("input", {"input": "x" * 70_000}),
         ("text", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 1}}}}),
-        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("tools[0]", {"tools": [{"type": "computer"}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("input", {"input": [{"type": "item_reference", "id": "a"}]}),
         ("input", {"input": [["no item"]]}),

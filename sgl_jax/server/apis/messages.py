@@ -1,18 +1,21 @@
 """Anthropic's Messages API: body, chat, blocks, events."""
 
+import functools
 import json
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import Struct
-from pydantic import Field
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, Tag
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
+from sgl_jax.server.apis.context_edits import ContextManagement, edited
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
@@ -38,8 +41,9 @@ from sgl_jax.server.fields import (
     in_range,
 )
 from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.offered_tools import HostedTool, tool_kind
 from sgl_jax.server.openapi import answers
-from sgl_jax.server.references import references_of
+from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat
 
 _MAX_BLOCKS = 16_384
@@ -87,7 +91,7 @@ class Message(StrictModel):
 
 
 class MessagesTool(Part):
-    """A tool that the model may call. Anthropic's own tools are not there."""
+    """A tool that the model may call."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -96,6 +100,12 @@ class MessagesTool(Part):
     strict: bool | None = Field(
         default=None, description="calls, if there are any, have an input that the schema allows"
     )
+
+
+_Tool = Annotated[
+    Annotated[MessagesTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+    tool_kind("custom"),
+]
 
 
 class MessagesToolChoice(StrictModel):
@@ -152,11 +162,12 @@ class CountTokensBody(RequestFields):
     messages: Items[Message] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="the last is continued, if the model's"
     )
-    tools: ToolList[MessagesTool] | None = None
+    tools: ToolList[_Tool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = Field(default=None, description="by default as the template does")
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
+    context_management: ContextManagement | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
@@ -179,11 +190,12 @@ class CountTokensBody(RequestFields):
         if output is not None:
             given["reasoning_effort"] = output.effort
             given["response_format"] = output.format and output.format.of_chat
-        return ChatRequest.of(self, "messages", tools=self.tools, **given)
+        tools = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
+        return ChatRequest.of(self, "messages", tools=tools, **given)
 
 
 class MessagesBody(CountTokensBody):
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=0, description="0: the prompt is computed and cached, no output")
     stop: StopStrings | None = Field(default=None, alias="stop_sequences")
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
@@ -221,7 +233,10 @@ class MessagesUsage(Struct, frozen=True):
 
 
 class MessageObject(Struct):
-    """An answer, as far as it is made; `content` holds texts, thinking and uses of tools."""
+    """An answer, as far as it is made; `content` holds texts, thinking and uses of tools.
+
+    `context_management` has the `applied_edits` of a request that sends some.
+    """
 
     id: str
     model: str
@@ -229,12 +244,16 @@ class MessageObject(Struct):
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessagesUsage
+    context_management: dict[str, Any] | UnsetType = UNSET
     type: str = "message"
     role: str = "assistant"
 
 
-class InputTokens(Struct, frozen=True):
+class CountedTokens(Struct, frozen=True):
+    """Tokens of the prompt after the edits of `context_management`, and before them."""
+
     input_tokens: int
+    context_management: dict[str, int] | UnsetType = UNSET
 
 
 router = APIRouter(prefix=MESSAGES_PATH, tags=["Anthropic"], route_class=JsonRoute)
@@ -251,18 +270,34 @@ _NAMES = {
 @router.post("", responses=answers(MessageObject, MessagesError, streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    chat = body.chat()
-    return await answer_chat(request, chat, MessagesFormat(references_of(request), chat), _NAMES)
+    refs, chat = references_of(request), body.chat()
+    applied = None
+    if body.context_management is not None:
+        check_chat(refs, chat)
+        with client_names(_NAMES):
+            chat, applied = await _edited(request, chat, body.context_management)
+    return await answer_chat(request, chat, MessagesFormat(refs, chat, applied), _NAMES)
 
 
-@router.post("/count_tokens", responses=answers(InputTokens, MessagesError))
+@router.post("/count_tokens", responses=answers(CountedTokens, MessagesError))
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Count the tokens that a message's prompt would have."""
     refs, chat = references_of(request), body.chat()
     check_chat(refs, chat)
     with client_names(_NAMES):
-        ids = await encode_chat(request, chat)
-    return json_response(InputTokens(len(ids)))
+        if body.context_management is None:
+            return json_response(CountedTokens(len(await encode_chat(request, chat))))
+        original = len(await encode_chat(request, chat))
+        chat, applied = await _edited(request, chat, body.context_management)
+        num_tokens = len(await encode_chat(request, chat)) if applied else original
+    return json_response(CountedTokens(num_tokens, {"original_input_tokens": original}))
+
+
+async def _edited(
+    request: Request, chat: ChatRequest, management: ContextManagement
+) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    most = references_of(request).frontend.facts.max_request_tokens
+    return await edited(chat, management, functools.partial(encode_chat, request), most)
 
 
 # Kind of part -> the type of its events that add text, and the field with the text.
@@ -277,6 +312,13 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_
 
 class MessagesFormat(PartsFormat):
     """One message: each part of the answer is a block."""
+
+    def __init__(
+        self, refs: References, chat: ChatRequest, applied: list[dict[str, Any]] | None
+    ) -> None:
+        """`applied`: edits of the conversation, to be reported at the end."""
+        super().__init__(refs, chat)
+        self._report = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
         if chunk.finish is not None and chunk.finish.type == "abort":
@@ -300,9 +342,10 @@ class MessagesFormat(PartsFormat):
             yield "content_block_delta", {"index": part.index, "delta": delta}
 
     def _ended(self, stream: RequestStream) -> Iterator[NamedEvent]:
-        message = self._object = self._message(stream, stream.num_output_tokens)
+        message = self._message(stream, stream.num_output_tokens)
+        self._object = msgspec.structs.replace(message, **self._report)
         ending = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        yield "message_delta", {"delta": ending, "usage": message.usage}
+        yield "message_delta", {"delta": ending, "usage": message.usage, **self._report}
         yield "message_stop", {}
 
     def _message(self, stream: RequestStream, num_output_tokens: int) -> MessageObject:

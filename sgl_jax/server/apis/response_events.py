@@ -10,6 +10,7 @@ from sgl_jax.server.apis.chat import AssistantMessage, message_of
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartKind, PartsFormat
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.errors import ApiError
+from sgl_jax.server.offered_tools import ClientName
 from sgl_jax.server.references import References
 
 
@@ -66,11 +67,15 @@ class ResponsesFormat(PartsFormat):
         refs: References,
         chat: ChatRequest,
         response: ResponseObject,
+        client_name: Callable[[str], ClientName],
         keep: Callable[[ResponseObject, AssistantMessage], None],
     ) -> None:
-        """`response` is filled; `keep` gets it at the end, with its message, to be stored."""
+        """`response` is filled; `keep` gets it at the end, with its message, to be stored.
+
+        `client_name` returns namespace and name of the function that the model calls so.
+        """
         super().__init__(refs, chat)
-        self._object, self._keep = response, keep
+        self._object, self._client_name, self._keep = response, client_name, keep
         self._num_events = 0
 
     def failure(self, error: ApiError) -> bytes:
@@ -97,15 +102,16 @@ class ResponsesFormat(PartsFormat):
         contents = [] if part.kind == "call" else [_content(part)]
         content_at = {"item_id": item_id, **index, "content_index": 0}
         if gain is not None:
-            item = _item(part, item_id, "in_progress", [])
+            item = self._item(part, item_id, "in_progress", [])
             yield "response.output_item.added", {**index, "item": item}
             for content in contents:
                 yield "response.content_part.added", {**content_at, "part": content}
             return
         is_cut_off = part is self._parts[-1] and self._status != "completed"
-        item = _item(part, item_id, "incomplete" if is_cut_off else "completed", contents)
+        status = "incomplete" if is_cut_off else "completed"
+        item = self._item(part, item_id, status, contents)
         self._object.output.append(item)
-        arguments = {"arguments": part.text, "name": part.name}
+        arguments = {"arguments": part.text, "name": item.get("name")}
         done = {"text": part.text} if contents else arguments
         yield f"response.{name}.done", {**text_at, **done}
         for content in contents:
@@ -142,18 +148,21 @@ class ResponsesFormat(PartsFormat):
             self._keep(response, message_of(self._parts))
         yield f"response.{response.status}", {"response": response}
 
-
-def _item(part: AnswerPart, item_id: str, status: str, contents: list[Any]) -> dict[str, Any]:
-    """The item of a part. The arguments of a call are the text of a JSON object, unless the answer
-    was cut off."""
-    head = {"id": item_id, "status": status}
-    match part.kind:
-        case "content":
-            return {"type": "message", **head, "content": contents, "role": "assistant"}
-        case "reasoning":
-            return {"type": "reasoning", **head, "content": contents, "summary": []}
-    call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
-    return {"type": "function_call", **head, **call}
+    def _item(
+        self, part: AnswerPart, item_id: str, status: str, contents: list[Any]
+    ) -> dict[str, Any]:
+        """The item of a part. The arguments of a call are the text of a JSON object, unless the
+        answer was cut off."""
+        head = {"id": item_id, "status": status}
+        match part.kind:
+            case "content":
+                return {"type": "message", **head, "content": contents, "role": "assistant"}
+            case "reasoning":
+                return {"type": "reasoning", **head, "content": contents, "summary": []}
+        namespace, name = self._client_name(part.name)
+        call = {"call_id": part.call_id, "name": name, "arguments": part.text}
+        own = {"namespace": namespace} if namespace is not None else {}
+        return {"type": "function_call", **head, **call, **own}
 
 
 def _content(part: AnswerPart) -> dict[str, Any]:

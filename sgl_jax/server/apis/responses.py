@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import holder_of
@@ -24,7 +24,6 @@ from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
     CalledFunction,
     ChatRequest,
-    FunctionDefinition,
     ToolList,
     joined_text,
 )
@@ -32,6 +31,14 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Items, Metadata, Part, RequestFields, StrictModel, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of, tenant_of
+from sgl_jax.server.offered_tools import (
+    HostedTool,
+    NamespaceTool,
+    OfferedFunctions,
+    ResponseTool,
+    offered_name,
+    tool_kind,
+)
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
@@ -59,6 +66,7 @@ class MessageItem(Part):
 class CallItem(CalledFunction):
     type: Literal["function_call"]
     call_id: _Id
+    namespace: str | None = Field(default=None, description="of the function")
 
 
 class CallOutputItem(Part):
@@ -100,17 +108,22 @@ InputItem = Annotated[
 _ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
-class ResponseTool(FunctionDefinition):
-    type: Literal["function"]
+_Tool = Annotated[
+    Annotated[ResponseTool, Tag("function")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[HostedTool, Tag("hosted")],
+    tool_kind("function"),
+]
 
 
 class ChosenTool(StrictModel):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
 
-    @property
-    def of_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+    def of_chat(self, functions: OfferedFunctions) -> dict[str, Any]:
+        name = functions.chosen(self.namespace, self.name)
+        return {"type": "function", "function": {"name": name}}
 
 
 class ChosenTools(StrictModel):
@@ -120,9 +133,8 @@ class ChosenTools(StrictModel):
     mode: Literal["auto", "required"]
     tools: ToolList[ChosenTool] = Field(min_length=1)
 
-    @property
-    def of_chat(self) -> dict[str, Any]:
-        allowed = {"mode": self.mode, "tools": [tool.of_chat for tool in self.tools]}
+    def of_chat(self, functions: OfferedFunctions) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.of_chat(functions) for tool in self.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
@@ -169,7 +181,7 @@ class ResponsesBody(RequestFields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
-    tools: ToolList[ResponseTool] | None = None
+    tools: ToolList[_Tool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[ChosenTool | ChosenTools, Field(discriminator="type")]
@@ -185,7 +197,11 @@ class ResponsesBody(RequestFields):
             return [MessageItem(role="user", content=self.input)]
         return list(self.input)
 
-    def chat(self, conversation: list[Message]) -> ChatRequest:
+    @property
+    def functions(self) -> OfferedFunctions:
+        return OfferedFunctions(self.tools or [])
+
+    def chat(self, conversation: list[Message], functions: OfferedFunctions) -> ChatRequest:
         """The same as a chat of these messages, the last of which are this body's.
 
         Raises `InvalidRequestError` if no chat can be like it.
@@ -196,10 +212,12 @@ class ResponsesBody(RequestFields):
         return ChatRequest.of(
             self,
             "input",
-            tools=self.tools,
+            tools=functions.definitions,
             messages=first + conversation,
             max_completion_tokens=self.max_output_tokens,
-            tool_choice=choice if choice is None or isinstance(choice, str) else choice.of_chat,
+            tool_choice=choice
+            if choice is None or isinstance(choice, str)
+            else choice.of_chat(functions),
             response_format=given and given.of_chat,
             reasoning_effort=self.reasoning and self.reasoning.effort,
         )
@@ -222,7 +240,8 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
             case CallItem():
                 if not messages or messages[-1]["role"] != "assistant" or thought:
                     messages.append({"role": "assistant", "content": ""})
-                function = {"name": item.name, "arguments": item.arguments}
+                name = offered_name(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
         if thought and messages[-1]["role"] == "assistant":
@@ -262,9 +281,11 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         stored = StoredResponse(owner, written, input_items, messages, tenant)
         request.app.state.responses.put(response.id, stored)
 
-    chat = body.chat(conversation)
+    functions = body.functions
+    chat = body.chat(conversation, functions)
     refs = references_of(request)
-    answer_format = ResponsesFormat(refs, chat, _begun(body, refs.model_name), keep)
+    begun = _begun(body, refs.model_name)
+    answer_format = ResponsesFormat(refs, chat, begun, functions.client_name, keep)
     return await answer_chat(request, chat, answer_format, _NAMES)
 
 
@@ -295,8 +316,13 @@ def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
 
 def _begun(body: ResponsesBody, model: str) -> ResponseObject:
     """The fields that the body gives, and the defaults of the others."""
-    shown = set(ResponseObject.__struct_fields__)
+    shown = set(ResponseObject.__struct_fields__) - {"tools"}
     given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
+    given["tools"] = [
+        tool.model_dump(by_alias=True, exclude_none=True)
+        for tool in body.tools or ()
+        if not isinstance(tool, HostedTool)
+    ]
     given["text"] = {"format": {"type": "text"}} | given.get("text", {})
     given["reasoning"] = {"effort": None, "summary": None} | given.get("reasoning", {})
     given |= {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time()), "model": model}

@@ -1,0 +1,104 @@
+"""Tools of `/v1/responses` and `/v1/messages` that are offered and not functions of the client.
+
+Hosted tools run in OpenAI's or Anthropic's own service. A client offers them to every server, so
+they are left out of the prompt. A client that must have one chooses it, which is refused.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolList
+from sgl_jax.server.fields import Part
+
+# Names without the date at the end that most have.
+_HOSTED = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
+    *("mcp", "mcp_toolset", "tool_search", "tool_search_tool_regex", "tool_search_tool_bm25"),
+    *("web_fetch", "code_execution", "advisor", "programmatic_tool_calling"),
+)
+_DATE = re.compile(r"_\d{8}$|_\d{4}_\d{2}_\d{2}$")
+
+
+class HostedTool(Part):
+    """A tool of the API's own service, left out of the prompt; its settings have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+def tool_kind(default: str) -> Discriminator:
+    """Choose the model of a tool by its `type`: the type itself, or "hosted"; `default` without."""
+
+    def kind_of(tool: Any) -> Any:
+        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        is_hosted = isinstance(kind, str) and _DATE.sub("", kind) in _HOSTED
+        return "hosted" if is_hosted else kind or default
+
+    return Discriminator(kind_of)
+
+
+class ResponseTool(FunctionDefinition):
+    type: Literal["function"]
+
+
+class NamespaceTool(Part):
+    """Functions under a name. The model is offered each as `<namespace>__<name>`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = Field(
+        default=None, description="written before the first function's description"
+    )
+    tools: ToolList[ResponseTool]
+
+
+# Namespace, or None, and name of a function, as the client knows it.
+ClientName = tuple[str | None, str]
+
+
+def offered_name(namespace: str | None, name: str) -> str:
+    """The name under which the model is offered a function of `namespace`."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+class OfferedFunctions:
+    """The functions in a list of tools, by the names under which the model is offered them.
+
+    Raises `InvalidRequestError` if two of them, one in a namespace, would have one name.
+    """
+
+    def __init__(self, tools: list[Any]) -> None:
+        self.definitions: list[FunctionDefinition] = []
+        self._client_names: dict[str, ClientName] = {}
+        for tool in tools:
+            if isinstance(tool, NamespaceTool):
+                for number, inner in enumerate(tool.tools):
+                    about = "" if number else tool.description or ""
+                    self._add(tool.name, inner, f"{tool.name}: {about}\n\n" if about else "")
+            elif isinstance(tool, FunctionDefinition):
+                self._add(None, tool, "")
+
+    def _add(self, namespace: str | None, tool: FunctionDefinition, about: str) -> None:
+        name = offered_name(namespace, tool.name)
+        own = (namespace, tool.name)
+        if self._client_names.setdefault(name, own) != own:
+            raise InvalidRequestError(f"tools: two of them are {name!r} for the model", "tools")
+        changed = {"name": name, "description": about + (tool.description or "") or None}
+        self.definitions.append(tool.model_copy(update=changed))
+
+    def client_name(self, name: str) -> ClientName:
+        """Namespace and name of the function that the model calls `name`."""
+        return self._client_names.get(name, (None, name))
+
+    def chosen(self, namespace: str | None, name: str) -> str:
+        """The model's name of a function that `tool_choice` names, with or without namespace."""
+        if namespace is None and name not in self._client_names:
+            inner = [each for each, (_, own) in self._client_names.items() if own == name]
+            return inner[0] if len(inner) == 1 else name
+        return offered_name(namespace, name)
