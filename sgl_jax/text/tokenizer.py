@@ -191,7 +191,7 @@ class Tokenizer:
             template_args: variables the template may read, such as `enable_thinking`.
 
         If the template refuses the messages, the texts of all system messages become one at the
-        beginning, in their order. If it refuses these, too, neighbours of one role become one.
+        beginning, in their order. If it refuses these, too, neighbours of the user become one.
 
         Raises:
             InvalidRequestError: no chat template, or it refuses these messages.
@@ -300,8 +300,7 @@ def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mappi
         yield merged
     joined = list[Mapping[str, Any]]()
     for each in merged:
-        is_next = bool(joined) and joined[-1]["role"] == each["role"] == "user"
-        if is_next:
+        if joined and joined[-1]["role"] == each["role"] == "user":
             text = "\n\n".join((joined[-1]["content"], each["content"]))
             joined[-1] = {**joined[-1], "content": text}
         else:

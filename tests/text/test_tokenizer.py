@@ -103,6 +103,55 @@ def test_an_id_beyond_the_vocabulary_has_no_text(
         assert tokenizer.decode([beyond]) == ""
 
 
+_EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+_ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+)
+_ALTERNATING = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' and loop.previtem is defined and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+_SAID = [
+    {"role": "system", "content": "one"},
+    {"role": "user", "content": "hi"},
+    {"role": "system", "content": "two"},
+    {"role": "user", "content": "there"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+@pytest.mark.parametrize(
+    ("guard", "written"),
+    [
+        ("", "<system>one<user>hi<system>two<user>there<assistant>yes"),
+        (_ONE_SYSTEM, "<system>one\n\ntwo<user>hi<user>there<assistant>yes"),
+        (_ALTERNATING + _ONE_SYSTEM, "<system>one\n\ntwo<user>hi\n\nthere<assistant>yes"),
+    ],
+    ids=["as they are", "one system message", "roles alternate"],
+)
+def test_messages_are_merged_only_if_the_template_refuses_them(
+    byte_level_folder: Path, tmp_path: Path, guard: str, written: str
+) -> None:
+    template = tmp_path / "guarded.jinja"
+    template.write_text(guard + _EACH)
+    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    assert tokenizer.render_chat(_SAID) == written
+    late = tokenizer.render_chat([*_SAID[1:2], _SAID[0]])
+    assert late == ("<user>hi<system>one" if not guard else "<system>one<user>hi")
+
+
+def test_a_template_that_refuses_every_form_says_why_of_the_first(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('there are ' ~ messages | length) }}")
+    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    with pytest.raises(InvalidRequestError, match="there are 5"):
+        tokenizer.render_chat(_SAID)
+
+
 @pytest.mark.parametrize(
     "written", ["{{ arguments | tojson }}", "{{ '' + arguments }}", "{{ arguments }}"]
 )
