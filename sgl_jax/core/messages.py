@@ -104,8 +104,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
         is_prompt_only: the client needs no output. The engine still generates one token, which the
             front drops.
-        is_length_default: the client did not set `max_new_tokens`: the engine may lower it where
-            the session's history leaves less room.
+        is_length_default: the engine may lower `max_new_tokens` where the session's history leaves
+            less room: the client did not set it, or `--strict-max-tokens` is off.
         tenant: None: no tenant; all such requests share the engine as one tenant would.
         is_probe: a probe of the engine's health, for which no limit of the queue counts. Refused
             while there is another one.

@@ -50,6 +50,11 @@ class ServerArgs(SchedulerArgs):
         None, "file of scales for fp8_e4m3, from scripts/calibrate_kv_scales; default: all are 1"
     )
     context_length: int | None = setting(None, "tokens per request; default: the model's own limit")
+    strict_max_tokens: bool = setting(
+        False,
+        "refuse requests for more output tokens than the context has room for; default: they get "
+        "the room that is left, and the header x-max-tokens-clamped has the number",
+    )
     chat_template: str | None = setting(None, "file with a chat template, if not the tokenizer's")
     tool_call_parser: str = setting(
         "auto",

@@ -73,7 +73,7 @@ class Frontend:
         self.facts = EngineFacts.from_info(info)
         check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
         self.tokenizer = tokenizer
-        self.checks = RequestChecks(tokenizer, self.facts)
+        self.checks = RequestChecks(tokenizer, self.facts, is_strict=args.strict_max_tokens)
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
         self._send = send

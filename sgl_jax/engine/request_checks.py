@@ -48,9 +48,11 @@ class EngineFacts(NamedTuple):
 class RequestChecks:
     """Checks against the limits of one engine. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts) -> None:
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, *, is_strict: bool) -> None:
+        """`is_strict`: refuse more output tokens than there is room for, instead of fewer."""
         self._tokenizer = tokenizer
         self._facts = facts
+        self._is_strict = is_strict
 
     @property
     def max_prompt_chars(self) -> int:
@@ -113,8 +115,9 @@ class RequestChecks:
             sampling: sampling parameters as the client set them.
             rid: the client's name of the request; None: a new one.
             default_max_new_tokens: used if `sampling` sets no limit; None: the rest of the context.
-                The default is lowered where the context has less room. For a session's turn the
-                engine lowers it, which has the history.
+                The default is lowered where the context has less room, and so is the client's
+                limit without `--strict-max-tokens`. For a session's turn the engine lowers it,
+                which has the history.
             token_ids_logprob: tokens to report wherever log-probabilities are reported.
             session: set if the request is a session's turn.
             priority: None is 0.
@@ -136,7 +139,7 @@ class RequestChecks:
             sampling=checked,
             token_ids_logprob=list(token_ids_logprob),
             session=None if session is None else self._checked_turn(session, rid),
-            is_length_default=sampling.max_new_tokens is None,
+            is_length_default=sampling.max_new_tokens is None or not self._is_strict,
             is_prompt_only=is_prompt_only,
             priority=priority or 0,
             **options,
@@ -175,14 +178,17 @@ class RequestChecks:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=limit)
         sampling = sampling.checked(self._facts.vocab_size)
         assert sampling.max_new_tokens is not None
-        if sampling.max_new_tokens > room:
+        if sampling.max_new_tokens <= room:
+            return sampling
+        name = "max_new_tokens" if self._is_strict else "min_new_tokens"
+        asked = getattr(sampling, name)
+        if asked > room:
             raise ContextLengthError(
-                f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens "
-                f"({sampling.max_new_tokens})",
+                f"the prompt ({num_prompt_tokens} tokens) and {name} ({asked})",
                 self._facts.max_request_tokens,
-                "max_new_tokens",
+                name,
             )
-        return sampling
+        return msgspec.structs.replace(sampling, max_new_tokens=room)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
         """`turn` after its checks, with its name and the BOS token to drop."""

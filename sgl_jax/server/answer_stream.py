@@ -21,6 +21,8 @@ from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone
 from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
+# Has the tokens that an answer may have, if the client asked for more than there is room for.
+CLAMPED_HEADER = "x-max-tokens-clamped"
 DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 64 * 1024  # sent at a time
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -78,6 +80,12 @@ class StreamGroup:
         self._waiting: asyncio.Future[None] | None = None  # for something to be ready
         self.streams: list[RequestStream] = []
         self.num_open = len(requests)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, besides those of its form."""
+        clamped = getattr(self.request.state, "clamped_max_tokens", None)
+        return {} if clamped is None else {CLAMPED_HEADER: str(clamped)}
 
     async def __aenter__(self) -> Self:
         self._frontend.check_room(len(self._requests), self._requests[0].tenant)  # all or none
@@ -156,7 +164,9 @@ async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:
     chunks = await unless_gone(group.request.receive, group.collect())
 
     def write() -> Response:
-        return json_response(answer_format.whole(chunks, group.streams))
+        response = json_response(answer_format.whole(chunks, group.streams))
+        response.headers.update(group.headers)
+        return response
 
     # A prompt has thousands of log-probabilities: others' streams go on while they are written.
     has_many = any(chunk.prompt_logprobs for chunk in chunks)
@@ -201,7 +211,10 @@ class EventStream(Response):
                 while group.num_open:
                     batch = await group.next_batch()
                     if not started:
-                        await patient_send(START)
+                        own = [
+                            (name.encode(), value.encode()) for name, value in group.headers.items()
+                        ]
+                        await patient_send({**START, "headers": [*_HEADERS, *own]})
                         started = True
                     events = b""
                     for number, (index, chunk) in enumerate(batch, 1):

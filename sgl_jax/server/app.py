@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.server import call_routes, management, memory_routes
+from sgl_jax.server.answer_stream import CLAMPED_HEADER
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.apis.response_store import ResponseStore
 from sgl_jax.server.errors import install_error_handlers
@@ -84,5 +85,5 @@ def with_cors(app: ASGIApp, args: ServerArgs) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["retry-after", HEADER],  # browsers always show some others
+        expose_headers=["retry-after", HEADER, CLAMPED_HEADER],  # browsers always show some others
     )

@@ -69,9 +69,18 @@ async def prompt_requests(
             ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
             for sampling in choices:
                 prepared = checks.prepare(ids, sampling, **own, **shared)
+                _note_clamped(request, sampling, prepared.sampling)
                 requests.append(_in_namespace(prepared, owner))
                 await share.pause()
     return requests
+
+
+def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams) -> None:
+    """Keep the least limit below what the client asked for, for the header of the answer."""
+    room, wanted = given.max_new_tokens, asked.max_new_tokens
+    if room is not None and wanted and room < wanted:
+        least = getattr(request.state, "clamped_max_tokens", room)
+        request.state.clamped_max_tokens = min(least, room)
 
 
 def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequest:

@@ -62,9 +62,9 @@ def test_litellm_knows_a_prompt_that_is_too_long(worker: LiveServer, stream: boo
         _litellm(worker, TOO_LONG, stream=stream)
 
 
-def test_litellm_knows_an_output_that_is_too_long(worker: LiveServer) -> None:
-    with pytest.raises(litellm.ContextWindowExceededError):
-        _litellm(worker, QUESTION, max_tokens=4096)
+def test_litellm_may_ask_for_more_output_than_there_is_room_for(worker: LiveServer) -> None:
+    answer = _litellm(worker, QUESTION, max_tokens=4096)
+    assert answer.choices[0].message.content == SUM
 
 
 def test_litellm_takes_other_errors_for_what_they_are(worker: LiveServer) -> None:

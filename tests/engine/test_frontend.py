@@ -14,6 +14,7 @@ from sgl_jax.core.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.frontend import Frontend
+from sgl_jax.engine.request_checks import RequestChecks
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine
@@ -254,11 +255,14 @@ def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
 
 
 def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
-    for sampling, is_default in (
-        (SamplingParams(), True),
-        (SamplingParams(max_new_tokens=9), False),
+    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, is_strict=True)
+    for checks, sampling, is_default in (
+        (strict, SamplingParams(), True),
+        (strict, SamplingParams(max_new_tokens=9), False),
+        # The engine may clamp it, too.
+        (rig.front.checks, SamplingParams(max_new_tokens=9), True),
     ):
-        request = rig.front.checks.prepare([5], sampling, default_max_new_tokens=9)
+        request = checks.prepare([5], sampling, default_max_new_tokens=9)
         assert (request.sampling.max_new_tokens, request.is_length_default) == (9, is_default)
 
 
@@ -393,9 +397,15 @@ def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
 
 
 def test_a_prompt_and_output_too_long_together_name_both_numbers(rig: Rig) -> None:
-    with pytest.raises(InvalidRequestError, match=r"\(3 tokens\).*\(254\).*256") as caught:
-        rig.front.checks.prepare([5, 6, 7], SamplingParams(max_new_tokens=254))
-    assert caught.value.param == "max_new_tokens"
+    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, is_strict=True)
+    both = SamplingParams(min_new_tokens=254, max_new_tokens=254)
+    for checks, sampling, name in (
+        (strict, SamplingParams(max_new_tokens=254), "max_new_tokens"),
+        (rig.front.checks, both, "min_new_tokens"),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"\(3 tokens\).*\(254\).*256") as caught:
+            checks.prepare([5, 6, 7], sampling)
+        assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

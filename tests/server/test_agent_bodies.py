@@ -16,7 +16,9 @@ from sgl_jax.text.tokenizer import Tokenizer
 __all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
-BODIES = {path.stem: path for path in sorted((Path(__file__).parent / "agent_bodies").glob("*.json"))}
+BODIES = {
+    path.stem: path for path in sorted((Path(__file__).parent / "agent_bodies").glob("*.json"))
+}
 ROUTES = {
     "codex": "/v1/responses",
     "claude_code": "/v1/messages",

@@ -28,7 +28,11 @@ async def rig(tools_folder: Any) -> AsyncIterator[Rig]:
 def turn(number: int) -> list[dict[str, Any]]:
     """A question, a call with thinking, its result with a text beside it, and an answer."""
     use = {"type": "tool_use", "id": f"id{number}", "name": f"f{number}", "input": {"city": "Rome"}}
-    result = {"type": "tool_result", "tool_use_id": f"id{number}", "content": f"result {number} " * 5}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": f"id{number}",
+        "content": f"result {number} " * 5,
+    }
     note = {"type": "text", "text": "A note."}
     return [
         {"role": "user", "content": f"question {number}"},

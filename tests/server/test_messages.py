@@ -213,7 +213,7 @@ def last_request(rig: Rig) -> GenerateRequest:
     ("told", "fields"),
     [
         ("max_tokens", {"max_tokens": None}),
-        ("max_tokens", {"max_tokens": ROOM}),
+        ("max_tokens", {"max_tokens": -1}),
         (
             "messages[0].content[0]",
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

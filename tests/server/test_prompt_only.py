@@ -60,6 +60,30 @@ async def test_a_turn_adds_its_prompt_alone_to_the_session(rig: Rig) -> None:
     assert stop.session.id == "s"
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_a_message_without_output_fills_the_cache(rig: Rig, streams: bool) -> None:
+    body = {
+        "model": "default",
+        "max_tokens": 0,
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": streams,
+    }
+    answer = await rig.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    (request,) = [m for m in rig.engine.seen if isinstance(m, GenerateRequest)]
+    assert request.is_prompt_only
+    if streams:
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        told = events[-2] | events[-2]["delta"] | {"content": []}
+        kinds = [event["type"] for event in events]
+        assert kinds == ["message_start", "message_delta", "message_stop"]
+    else:
+        told = answer.json()
+    assert (told["content"], told["stop_reason"]) == ([], "max_tokens")
+    assert told["usage"]["output_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -67,11 +91,14 @@ async def test_a_turn_adds_its_prompt_alone_to_the_session(rig: Rig) -> None:
         ("/generate", {"text": "word " * 200_000}, "text"),
         (
             "/generate",
-            {"input_ids": [5] * 200, "sampling_params": {"max_new_tokens": 57}},
-            "sampling_params.max_new_tokens",
+            {
+                "input_ids": [5] * 200,
+                "sampling_params": {"min_new_tokens": 57, "max_new_tokens": 57},
+            },
+            "sampling_params.min_new_tokens",
         ),
         ("/v1/completions", {"prompt": [5] * 300}, "prompt"),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 1000}, "max_tokens"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 999, "min_tokens": 998}, "min_tokens"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "word " * 300}]},

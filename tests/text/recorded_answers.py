@@ -237,6 +237,13 @@ ANSWERS = {
         "<|channel|>commentary json<|message|>{}",
         [Reasoning("Rain?"), Content("I look."), *WEATHER, *NOW],
     ),
+    "gpt-oss, calls without arguments": Answer(
+        "gpt-oss",
+        "gpt-oss",
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|><|start|>"
+        "assistant<|channel|>commentary to=functions.now<|message|>",
+        [*NOW, *NOW],
+    ),
     "gpt-oss, final": Answer(
         "gpt-oss",
         "gpt-oss",

@@ -78,9 +78,7 @@ class ClearToolUses(StrictModel):
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
         """The messages with old results cleared, as if the prompt were long enough."""
-        names = {
-            call.id: call.function.name for each in messages for call in each.tool_calls or ()
-        }
+        names = {call.id: call.function.name for each in messages for call in each.tool_calls or ()}
         results = [at for at, each in enumerate(messages) if each.role == "tool"]
         if isinstance(self.trigger, ToolUses) and len(results) <= self.trigger.value:
             return messages, 0

@@ -79,8 +79,10 @@ def _body(
 
         yield CallBegun(to.removeprefix(_FUNCTIONS))
         end = yield from unread.pass_on(piece, ends)
+        if not arguments.strip():  # the model calls a function without any
+            yield piece("{}")
         # The mark after the last call of an answer is a stop token, and not in its text.
-        if end or not arguments or ObjectEnd().feed(arguments) >= 0:
+        if end or ObjectEnd().feed(arguments) >= 0:
             yield CallEnded()
     else:
         is_reasoning = has_reasoning and head["channel"] == "analysis"
