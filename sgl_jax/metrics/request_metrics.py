@@ -70,6 +70,9 @@ class RequestMetrics:
         self.model_name = model_name
         self.registry = CollectorRegistry()
         self.arrived = self._counter("num_requests", "requests accepted")
+        self.replaced_surrogates = self._counter(
+            "replaced_surrogates", "halves of surrogate pairs in bodies, replaced by U+FFFD"
+        )
         self.aborted = self._counter("num_aborted_requests", "requests that ended early")
         self._generated_tokens = self._counter("generation_tokens", "tokens generated")
         self.time_to_first_token = self._histogram(

@@ -7,7 +7,8 @@ text of all tokens decoded at once. Cost per token does not grow with the output
 import codecs
 from collections.abc import Sequence, Set
 
-from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
+from sgl_jax.core.surrogates import REPLACEMENT
+from sgl_jax.text.tokenizer import Tokenizer
 
 # UTF-8 needs four bytes at most: if this many tokens in a row end in a broken character, its rest
 # will not come, and the bytes are not UTF-8.

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.surrogates import replace_in_text
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 
 # A folder with any of these holds a tokenizer.
@@ -25,7 +26,6 @@ _TOKENIZER_FILES = (
 )
 _MAIN_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not UTF-8
 
 
 class Tokenizer:
@@ -149,11 +149,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Long texts take seconds, during which other threads run.
 
-        Raises as `check_can_encode`.
+        Halves of surrogate pairs are encoded as U+FFFD. Raises as `check_can_encode`.
         """
         self.check_can_encode()
         # Not `encode`, which keeps the GIL and computes offsets that nothing uses.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        encode = self._backend.encode_batch_fast
+        try:
+            (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # it has no UTF-8
+            text = replace_in_text(text)
+            (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

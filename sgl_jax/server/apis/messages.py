@@ -13,6 +13,7 @@ from pydantic import Field, Tag
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.surrogates import replace_in_json
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.apis.context_edits import ContextManagement, edited
@@ -371,5 +372,6 @@ def _block(part: AnswerPart) -> dict[str, Any]:
             return {"type": "text", "text": part.text}
         case "reasoning":  # nothing is hidden, so there is nothing to sign
             return {"type": "thinking", "thinking": part.text, "signature": ""}
-    arguments = from_json(part.text or "{}", allow_partial=True)
+    written, _ = replace_in_json((part.text or "{}").encode())
+    arguments = from_json(written, allow_partial=True)
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}

@@ -19,9 +19,11 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgl_jax.core.surrogates import replace_in_json
 from sgl_jax.server.errors import ApiError, error_response, to_api_error
 from sgl_jax.server.guards.connection import CLIENT_GONE
 from sgl_jax.server.guards.limits import Limits
@@ -154,19 +156,19 @@ async def _read_as(kind: TypeAdapter[T], body: bytearray, request: Request) -> T
     main, _, sub = content_type.partition("/")
     if main != "application" or not (sub == "json" or sub.endswith("+json")):
         return _validated(body or None, kind)
-    limits: Limits = request.app.state.limits
     if len(body) > _INLINE_BYTES:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_READER, _read, kind, body, limits)
-    return _read(kind, body, limits)
+        return await loop.run_in_executor(_READER, _read, kind, body, request.app.state)
+    return _read(kind, body, request.app.state)
 
 
-def _read(kind: TypeAdapter[T], body: bytearray, limits: Limits) -> T:
+def _read(kind: TypeAdapter[T], body: bytearray, state: State) -> T:
+    limits: Limits = state.limits
     is_long = len(body) > _INLINE_BYTES
     if is_long or body.count(b"[") + body.count(b"{") > limits.max_json_depth:
         check_shape(body, limits)
     try:
-        value = msgspec.json.decode(body)
+        value = _decoded(body, state)
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8: {error.reason}") from error
     except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
@@ -174,6 +176,20 @@ def _read(kind: TypeAdapter[T], body: bytearray, limits: Limits) -> T:
     except msgspec.MsgspecError as error:
         raise _invalid(f"the body is not valid JSON: {error}") from error
     return _validated(value, kind)
+
+
+def _decoded(body: bytearray, state: State) -> Any:
+    """The value that `body` holds in JSON. Halves of surrogate pairs, which no decoder takes, are
+    replaced: tools cut their output amid a character, and the conversation must go on."""
+    try:
+        return msgspec.json.decode(body)
+    except (UnicodeDecodeError, msgspec.MsgspecError):
+        replaced, num_replaced = replace_in_json(body)
+        if not num_replaced:
+            raise
+        value = msgspec.json.decode(replaced)
+        state.references.frontend.metrics.replaced_surrogates.inc(num_replaced)
+        return value
 
 
 def _validated(value: Any, kind: TypeAdapter[T]) -> T:
