@@ -15,6 +15,11 @@ from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
 from sgl_jax.server.apis.completions import CompletionRequest
+from sgl_jax.server.apis.context_edits import (
+    ClearThinking,
+    ClearToolUses,
+    ContextManagement,
+)
 from sgl_jax.server.apis.messages import (
     CountTokensBody,
     Message,
@@ -60,8 +65,8 @@ from sgl_jax.server.fields import (
     StreamOptions,
     StrictModel,
 )
-from sgl_jax.server.offered_tools import NamespaceTool, ResponseTool
-from sgl_jax.server.unserved_fields import PART, REQUEST, UnservedFields, advice, as_json
+from sgl_jax.server.offered_tools import HOSTED, NamespaceTool, ResponseTool
+from sgl_jax.server.unserved_fields import PART, REQUEST, Unserved, advice, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "request_fields.md"
 
@@ -69,10 +74,17 @@ _HEAD = """# Fields of requests
 
 Made by `python scripts/make_request_fields.py`, which reads the code; a test compares.
 
-A null counts as not given. A field that is not listed is refused by name with a 400, and so is a
-value outside the range given here. Clients, benches and routers
-also send [unserved fields](#unserved-fields), without requesting anything by them: null, false, 0
-and empty are accepted, any other value is refused.
+Every field is of one class:
+
+- **applied**: it is in the sections of its route below. A value outside the range given there is
+  refused with a 400;
+- **accepted without effect**: no value of it changes an answer here. With `--strict-fields` any
+  value is refused;
+- **refused**: it would change the answer, and is not supported. Null, false, 0 and empty request
+  nothing, and are accepted, because clients, benches and routers send them.
+
+[Fields that are not applied](#fields-that-are-not-applied) lists the last two. A null counts as not
+given. A field that is not listed at all is refused by name.
 
 Ranges hold in float32 arithmetic: a `temperature` below 1e-6 is greedy, and `top_p` may be
 any number above 0 (a tiny one keeps only the likeliest token).
@@ -117,6 +129,9 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/v1/messages`: `thinking`", Thinking),
     ("`/v1/messages`: `output_config`", OutputConfig),
     ("`/v1/messages`: `format` of `output_config`", OutputFormat),
+    ("`/v1/messages`: `context_management`", ContextManagement),
+    ("`/v1/messages`: `clear_tool_uses_20250919` of `edits`", ClearToolUses),
+    ("`/v1/messages`: `clear_thinking_20251015` of `edits`", ClearThinking),
     ("`/v1/messages/count_tokens`", CountTokensBody),
     ("`/generate`", GenerateBody),
     ("`/generate`: `sampling_params`", NativeSampling),
@@ -150,21 +165,20 @@ def _section(title: str, body: type[StrictModel]) -> str:
 
 
 def _unserved_sections() -> list[str]:
-    lines = ["## Unserved fields", ""]
+    lines = ["## Fields that are not applied", ""]
     for title, table in (("In requests", REQUEST), ("In messages, parts and tools", PART)):
-        lines += _unserved(title, table)
+        lines += [f"### {title}", "", "| field | class | why |", "|---|---|---|"]
+        lines += [_unserved_row(name, table[name]) for name in sorted(table)]
+        lines.append("")
+    lines += ["### Tools", "", "| type of a tool | class | why |", "|---|---|---|"]
+    why = "it runs in the service of the API; left out of the prompt, in any dated version"
+    lines += [f"| `{kind}` | accepted without effect | {why} |" for kind in HOSTED]
     return ["\n".join(lines) + "\n"]
 
 
-def _unserved(title: str, table: UnservedFields) -> list[str]:
-    ignored = ", ".join(f"`{name}`" for name in sorted(table) if table[name] is None)
-    lines = [f"### {title}", "", f"Without effect at any value: {ignored}.", ""]
-    lines += ["| refused unless it requests nothing | why |", "|---|---|"]
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in table.items():
-        if reason is not None:
-            by_reason.setdefault(reason, []).append(f"`{name}`{_exception(name)}")
-    return [*lines, *(f"| {', '.join(names)} | {why} |" for why, names in by_reason.items()), ""]
+def _unserved_row(name: str, field: Unserved) -> str:
+    kind = "refused" if field.is_refused else "accepted without effect"
+    return f"| `{name}`{_exception(name)} | {kind} | {field.reason} |"
 
 
 def _exception(name: str) -> str:
@@ -178,7 +192,8 @@ def _kind(field: FieldInfo) -> str:
 
 def _notes(field: FieldInfo) -> str:
     notes = ["required"] if field.is_required() else []
-    if not field.is_required() and field.default is not None:
+    has_default = field.default is not None and not isinstance(field.default, StrictModel)
+    if not field.is_required() and has_default:
         notes.append(f"default `{as_json(field.default)}`")
     return "; ".join([*notes, *([field.description] if field.description else [])])
 

@@ -50,6 +50,9 @@ class ServerArgs(SchedulerArgs):
         None, "file of scales for fp8_e4m3, from scripts/calibrate_kv_scales; default: all are 1"
     )
     context_length: int | None = setting(None, "tokens per request; default: the model's own limit")
+    strict_fields: bool = setting(
+        False, "refuse fields of requests that have no effect, too, and hosted tools"
+    )
     strict_max_tokens: bool = setting(
         False,
         "refuse requests for more output tokens than the context has room for; default: they get "

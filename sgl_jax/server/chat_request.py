@@ -151,6 +151,8 @@ def joined_text(content: str | list[Any] | None) -> str:
 class ChatRequest(GenerationFields):
     """Body of `/v1/chat/completions`."""
 
+    ineffective = frozenset({"metadata"})
+
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=0, description="0: no output")
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -4,7 +4,14 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, lenient
@@ -29,7 +36,13 @@ from sgl_jax.core.sampling_params import (
 )
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
-from sgl_jax.server.unserved_fields import UnservedFields, advice, check_unserved
+from sgl_jax.server.unserved_fields import (
+    STRICT,
+    UnservedFields,
+    advice,
+    check_unserved,
+    without_effect,
+)
 
 T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
@@ -64,15 +77,18 @@ Metadata = Annotated[
 
 
 def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
-    for name, reason in model.unserved.items():
-        effect = "without effect" if reason is None else f"not served: {reason}; {advice(name)}"
+    for name, field in model.unserved.items():
+        effect = f"without effect: {field.reason}"
+        if field.is_refused:
+            effect = f"not served: {field.reason}; {advice(name)}"
         schema.setdefault("properties", {}).setdefault(name, {"description": effect})
 
 
 class StrictModel(BaseModel):
     """No coercion, no unknown fields, no NaN; a null counts as not given.
 
-    `unserved` fields are accepted only where they request nothing.
+    `unserved` fields are accepted only where they request nothing. A validation with the context
+    `STRICT` refuses fields without effect, which are those of `unserved` and of `ineffective`.
     """
 
     model_config = ConfigDict(
@@ -83,17 +99,22 @@ class StrictModel(BaseModel):
         json_schema_extra=_describe_unserved,
     )
     unserved: ClassVar[UnservedFields] = {}
+    ineffective: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unserved(cls, body: Any) -> Any:
+    def _drop_unserved(cls, body: Any, info: ValidationInfo) -> Any:
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
         unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
+        is_strict = info.context == STRICT
         for name in unserved:
-            check_unserved(name, body[name], cls.unserved[name])
+            check_unserved(name, body[name], cls.unserved[name], is_strict=is_strict)
+        for name in cls.ineffective & body.keys() if is_strict else ():
+            if body[name] is not None:
+                raise InvalidRequestError(without_effect(name), name)
         return {n: value for n, value in body.items() if value is not None and n not in unserved}
 
 

@@ -7,14 +7,15 @@ they are left out of the prompt. A client that must have one chooses it, which i
 import re
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field
+from pydantic import ConfigDict, Discriminator, Field, ValidationInfo, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolList
 from sgl_jax.server.fields import Part
+from sgl_jax.server.unserved_fields import STRICT, without_effect
 
 # Names without the date at the end that most have.
-_HOSTED = (
+HOSTED = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("mcp", "mcp_toolset", "tool_search", "tool_search_tool_regex", "tool_search_tool_bm25"),
     *("web_fetch", "code_execution", "advisor", "programmatic_tool_calling"),
@@ -29,16 +30,29 @@ class HostedTool(Part):
 
     type: str
 
+    @model_validator(mode="after")
+    def _refused_if_strict(self, info: ValidationInfo) -> "HostedTool":
+        if info.context == STRICT:
+            raise InvalidRequestError(without_effect(f"a tool {self.type}"), "type")
+        return self
 
-def tool_kind(default: str) -> Discriminator:
-    """Choose the model of a tool by its `type`: the type itself, or "hosted"; `default` without."""
+
+def tool_kind(*kinds: str) -> Discriminator:
+    """Choose the model of a tool by its `type`, the first of `kinds` by default. The tags of the
+    models are the kinds and "hosted" with a capital, which paths of errors leave out."""
 
     def kind_of(tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        is_hosted = isinstance(kind, str) and _DATE.sub("", kind) in _HOSTED
-        return "hosted" if is_hosted else kind or default
+        kind = kinds[0] if kind is None else kind
+        if isinstance(kind, str) and _DATE.sub("", kind) in HOSTED:
+            kind = "hosted"
+        return kind.capitalize() if kind in (*kinds, "hosted") else None
 
-    return Discriminator(kind_of)
+    return Discriminator(
+        kind_of,
+        custom_error_type="unknown_tool",
+        custom_error_message=f"type must be {' or '.join(kinds)}; hosted tools are left out",
+    )
 
 
 class ResponseTool(FunctionDefinition):

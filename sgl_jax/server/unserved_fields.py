@@ -1,13 +1,18 @@
-"""Fields of OpenAI's, Anthropic's and SGLang's requests that are recognised and not served.
+"""Fields of OpenAI's, Anthropic's and SGLang's requests that are recognised and not applied.
 
-Clients, benches and routers send many of them without requesting anything. One rule holds for all:
-null, false, 0 and empty request nothing, and are accepted, as are lists of these; any other value
-is refused by name. Names without a reason may have any value, because they cannot change an answer
-here; those in `_ALLOWED` have values of their own.
+Every field of a body is of one of three classes:
+
+- *applied*: the bodies' models have it;
+- *accepted without effect*: no value of it changes an answer here. `--strict-fields` refuses it;
+- *refused*: it would change the answer, and is not supported. Clients, benches and routers send
+  many of these without requesting anything, so null, false, 0 and empty are accepted, as are lists
+  of these; those in `_ALLOWED` have values of their own that request nothing.
+
+A null counts as not given, and a field that is in no class is refused as unknown.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
@@ -29,13 +34,27 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Name -> why a value that requests something is refused; None: any value is ignored.
-UnservedFields = Mapping[str, str | None]
+STRICT = "strict fields"  # context of a validation that refuses fields without effect
 
 
-def check_unserved(name: str, value: Any, reason: str | None) -> None:
-    """Raise `InvalidRequestError` if `value` requests a feature that is not there."""
-    if reason is None:
+class Unserved(NamedTuple):
+    """A field that is not applied."""
+
+    is_refused: bool
+    reason: str  # why it has no effect, or is refused
+
+
+UnservedFields = Mapping[str, Unserved]
+
+
+def check_unserved(name: str, value: Any, field: Unserved, *, is_strict: bool) -> None:
+    """Raise `InvalidRequestError` if `value` requests a feature that is not there.
+
+    With `is_strict`, any value except null of a field without effect is refused, too.
+    """
+    if not field.is_refused:
+        if is_strict and value is not None:
+            raise InvalidRequestError(without_effect(name), name)
         return
     if isinstance(value, list) and len(value) > MAX_REQUESTS_PER_CALL:
         raise InvalidRequestError(
@@ -44,7 +63,12 @@ def check_unserved(name: str, value: Any, reason: str | None) -> None:
             name,
         )
     if not _requests_nothing(value, _ALLOWED.get(name)):
-        raise InvalidRequestError(f"{name}: {reason}; {advice(name)}", name)
+        raise InvalidRequestError(f"{name}: {field.reason}; {advice(name)}", name)
+
+
+def without_effect(name: str) -> str:
+    """The message of `--strict-fields` about a field."""
+    return f"{name}: it has no effect here, and this server has --strict-fields; leave it out"
 
 
 def advice(name: str) -> str:
@@ -69,20 +93,30 @@ def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
     )
 
 
-def _table(ignored: str, refused: Mapping[str, str]) -> UnservedFields:
-    """`refused`: reason -> names."""
-    reasons = {name: reason for reason, names in refused.items() for name in names.split()}
-    return dict.fromkeys(ignored.split()) | reasons
+def _table(accepted: Mapping[str, str], refused: Mapping[str, str]) -> UnservedFields:
+    """Each maps reasons to names."""
+    return {
+        name: Unserved(is_refused, reason)
+        for is_refused, group in ((False, accepted), (True, refused))
+        for reason, names in group.items()
+        for name in names.split()
+    }
 
 
 REQUEST = _table(
-    # Accounting, labels, traces and hints; formats of a stream.
-    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options custom_labels routing_key conversation_id session_id "
-    "external_trace_header received_time kv_hints kv_router_hint no_logs prediction is_single "
-    "batch_size stream_reasoning separate_reasoning stream_interval stream_options "
-    "spaces_between_special_tokens return_flat_raw_top_logprobs_b64 abort_message inference_geo "
-    "user_profile_id workspace_id diagnostics betas cache_control client_metadata",
+    {
+        "a label": "metadata safety_identifier custom_labels client_metadata user_profile_id "
+        "workspace_id conversation_id session_id service_tier inference_geo betas diagnostics",
+        "a trace or log of the client": "external_trace_header received_time no_logs",
+        "a hint for caches, routers or speculation": "prompt_cache_key prompt_cache_retention "
+        "prompt_cache_options cache_control routing_key kv_hints kv_router_hint prediction",
+        "answers are not kept": "store",
+        "the form of a stream": "stream_options stream_interval stream_reasoning "
+        "separate_reasoning",
+        "text is as the tokenizer joins it": "spaces_between_special_tokens",
+        "it goes with a field that is refused": "return_flat_raw_top_logprobs_b64",
+        "it is between SGLang's own processes": "is_single batch_size abort_message",
+    },
     {
         "every request is counted in the metrics": "log_metrics",
         "the model decides": "require_reasoning",
@@ -135,10 +169,18 @@ REQUEST = _table(
 )
 # Messages, their parts and tools. Clients send back parts of answers.
 PART = _table(
-    "index phase provider_specific_fields id status async caller namespace annotations logprobs "
-    "summary encrypted_content generate_summary mode context allowed_callers output_schema "
-    "cache_control toolset_name citations parsed_output signature is_error budget_tokens display "
-    "eager_input_streaming input_examples",
+    {
+        "part of an answer, sent back": "id index status phase annotations logprobs summary "
+        "encrypted_content signature citations parsed_output caller namespace context "
+        "provider_specific_fields",
+        "a hint for caches": "cache_control",
+        "a result is text in either case": "is_error",
+        "reasoning is whole, and not bounded": "generate_summary display budget_tokens mode",
+        "tools are called by the client alone": "async allowed_callers output_schema toolset_name "
+        "input_examples",
+        "the form of a stream": "eager_input_streaming",
+        "all tools are sent at once": "defer_loading",
+    },
     {
         "there is only text": "refusal audio",
         "it is tool_calls now": "function_call",
@@ -146,7 +188,6 @@ PART = _table(
         "use continue_final_message": "prefix",
         "events are not padded": "include_obfuscation",
         "templates have no such setting": "verbosity",
-        "all tools are sent at once": "defer_loading",
         "there is no such service": "task_budget",
     },
 )

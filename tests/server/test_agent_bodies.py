@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving, text_workers
 from tests.server.test_tool_calls import TEMPLATE, tools_folder
-from sgl_jax.text.tokenizer import Tokenizer
 
 __all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_jax.core.messages import GenerateRequest
 from tests.server.conftest import Rig
-from tests.server.test_tool_calls import PARIS, ROOM, prompt_of, served, tools_folder
+from tests.server.test_tool_calls import PARIS, prompt_of, served, tools_folder
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
 __all__ = ["tools_folder"]

@@ -99,7 +99,7 @@ async def test_a_function_of_a_namespace_can_be_chosen(rig: Rig, namespace: Any)
     [
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": TOOLS[2:], "tool_choice": "required"}, "there is no such tool"),
-        ({"tools": [{"type": "computer"}]}, "'function', 'namespace', 'hosted'"),
+        ({"tools": [{"type": "computer"}]}, "tools[0]: type must be function or namespace"),
         ({"tools": [*TOOLS, WEATHER | {"name": "mcp__sky__get_weather"}]}, "two of them are"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools"),
     ],

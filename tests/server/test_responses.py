@@ -17,7 +17,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.server.apis.response_store import ResponseStore, StoredResponse
 from sgl_jax.server.errors import ApiError
 from tests.server.conftest import Rig
-from tests.server.test_tool_calls import PARIS, ROOM, prompt_of, served, tools_folder
+from tests.server.test_tool_calls import PARIS, prompt_of, served, tools_folder
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
 __all__ = ["tools_folder"]

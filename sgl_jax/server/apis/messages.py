@@ -104,7 +104,7 @@ class MessagesTool(Part):
 
 
 _Tool = Annotated[
-    Annotated[MessagesTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+    Annotated[MessagesTool, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")],
     tool_kind("custom"),
 ]
 

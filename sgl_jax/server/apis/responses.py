@@ -109,10 +109,10 @@ _ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 _Tool = Annotated[
-    Annotated[ResponseTool, Tag("function")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[HostedTool, Tag("hosted")],
-    tool_kind("function"),
+    Annotated[ResponseTool, Tag("Function")]
+    | Annotated[NamespaceTool, Tag("Namespace")]
+    | Annotated[HostedTool, Tag("Hosted")],
+    tool_kind("function", "namespace"),
 ]
 
 

@@ -27,6 +27,7 @@ from sgl_jax.core.surrogates import replace_in_json
 from sgl_jax.server.errors import ApiError, error_response, to_api_error
 from sgl_jax.server.guards.connection import CLIENT_GONE
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.unserved_fields import STRICT
 
 T = TypeVar("T")
 _LONG_BYTES = 2**20
@@ -175,7 +176,7 @@ def _read(kind: TypeAdapter[T], body: bytearray, state: State) -> T:
         raise _invalid("the body is nested too deeply") from error
     except msgspec.MsgspecError as error:
         raise _invalid(f"the body is not valid JSON: {error}") from error
-    return _validated(value, kind)
+    return _validated(value, kind, STRICT if state.references.args.strict_fields else None)
 
 
 def _decoded(body: bytearray, state: State) -> Any:
@@ -192,10 +193,13 @@ def _decoded(body: bytearray, state: State) -> Any:
         return value
 
 
-def _validated(value: Any, kind: TypeAdapter[T]) -> T:
-    """`value`, sent as a body, as a `kind`. Raises `ApiError` 400 that names the field at fault."""
+def _validated(value: Any, kind: TypeAdapter[T], context: str | None = None) -> T:
+    """`value`, sent as a body, as a `kind`. Raises `ApiError` 400 that names the field at fault.
+
+    `context` is None or `STRICT`.
+    """
     try:
-        return kind.validate_python(value)
+        return kind.validate_python(value, context=context)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         in_body = [{**each, "loc": ("body", *each["loc"])} for each in found]
