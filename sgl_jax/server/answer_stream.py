@@ -21,7 +21,7 @@ from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone
 from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
-# Has the tokens that an answer may have, if the client asked for more than there is room for.
+# Number of tokens that an answer may have, if its limit exceeded the room in the context.
 CLAMPED_HEADER = "x-max-tokens-clamped"
 DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 64 * 1024  # sent at a time
@@ -83,7 +83,7 @@ class StreamGroup:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer, besides those of its form."""
+        """Headers of the answer in addition to `content-type` and `cache-control`."""
         clamped = getattr(self.request.state, "clamped_max_tokens", None)
         return {} if clamped is None else {CLAMPED_HEADER: str(clamped)}
 

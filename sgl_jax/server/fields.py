@@ -88,7 +88,7 @@ class StrictModel(BaseModel):
     """No coercion, no unknown fields, no NaN; a null counts as not given.
 
     `unserved` fields are accepted only where they request nothing. A validation with the context
-    `STRICT` refuses fields without effect, which are those of `unserved` and of `ineffective`.
+    `STRICT` refuses fields without effect: some of `unserved`, and all of `ineffective`.
     """
 
     model_config = ConfigDict(

@@ -70,7 +70,7 @@ class NamespaceTool(Part):
     tools: ToolList[ResponseTool]
 
 
-# Namespace, or None, and name of a function, as the client knows it.
+# Namespace, or None, and name of a function in the client's request.
 ClientName = tuple[str | None, str]
 
 

@@ -76,7 +76,7 @@ async def prompt_requests(
 
 
 def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams) -> None:
-    """Keep the least limit below what the client asked for, for the header of the answer."""
+    """Keep the least limit below the client's, for the header of the answer."""
     room, wanted = given.max_new_tokens, asked.max_new_tokens
     if room is not None and wanted and room < wanted:
         least = getattr(request.state, "clamped_max_tokens", room)

@@ -56,7 +56,7 @@ async def rig(
     request: pytest.FixtureRequest, tools_folder: Path, guarded_folder: Path
 ) -> AsyncIterator[Rig]:
     folder = tools_folder if request.param == "any template" else guarded_folder
-    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    parsers: Any = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     tokenizer = Tokenizer.load(str(folder))
     async with serving(folder, tokenizer, max_request_tokens=ROOM, **parsers) as rig:
         yield rig

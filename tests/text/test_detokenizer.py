@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.detokenizer import WindowDetokenizer, make_detokenizer
-from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
+from sgl_jax.text.tokenizer import Tokenizer
 
 TEXTS = st.text(alphabet="abt the,.é東😀\n ", max_size=40)
 CUTS = st.lists(st.integers(0, 60), max_size=12)

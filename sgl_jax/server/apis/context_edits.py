@@ -95,7 +95,7 @@ class ClearToolUses(StrictModel):
         return edited, len(old)
 
     def _without_inputs(self, message: ChatMessage, ids: set[str | None]) -> ChatMessage:
-        """The message with the inputs cleared of its calls in `ids`, as far as that is wanted."""
+        """The message with the inputs of its calls in `ids` cleared, by `clear_tool_inputs`."""
         chosen = self.clear_tool_inputs
         if not (message.tool_calls and chosen):
             return message
@@ -109,8 +109,8 @@ class ClearToolUses(StrictModel):
 
 
 class ClearThinking(StrictModel):
-    """Drops the thinking of all turns of the assistant except the latest. A turn ends where the
-    user says something else than results of tools."""
+    """Drops the thinking of all turns of the assistant except the latest. A message of the user
+    that is not a result of a tool ends a turn."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | _Turns = Field(
