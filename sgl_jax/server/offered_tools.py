@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, ValidationInfo, model_val
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolList
-from sgl_jax.server.fields import Part
+from sgl_jax.server.fields import Part, StrictModel
 from sgl_jax.server.unserved_fields import STRICT, without_effect
 
 # Names without the date at the end that most have.
@@ -23,7 +23,7 @@ HOSTED = (
 _DATE = re.compile(r"_\d{8}$|_\d{4}_\d{2}_\d{2}$")
 
 
-class HostedTool(Part):
+class HostedTool(StrictModel):
     """A tool of the API's own service, left out of the prompt; its settings have no effect."""
 
     model_config = ConfigDict(extra="ignore")
@@ -38,15 +38,15 @@ class HostedTool(Part):
 
 
 def tool_kind(*kinds: str) -> Discriminator:
-    """Choose the model of a tool by its `type`, the first of `kinds` by default. The tags of the
-    models are the kinds and "hosted" with a capital, which paths of errors leave out."""
+    """Choose the model of a tool by its `type`, the first of `kinds` by default. Tags of models
+    begin with a capital (`Function`, `Hosted`), so paths of errors leave them out."""
 
     def kind_of(tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
         kind = kinds[0] if kind is None else kind
         if isinstance(kind, str) and _DATE.sub("", kind) in HOSTED:
-            kind = "hosted"
-        return kind.capitalize() if kind in (*kinds, "hosted") else None
+            return "Hosted"
+        return kind.capitalize() if kind in kinds else None
 
     return Discriminator(
         kind_of,

@@ -23,7 +23,7 @@ WEATHER: dict[str, Any] = {
 TOOLS: list[dict[str, Any]] = [
     WEATHER | {"name": "get_time"},
     {"type": "namespace", "name": "mcp__sky", "description": "The sky.", "tools": [WEATHER]},
-    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search", "external_web_access": False, "tools": [{}], "verbosity": "low"},
 ]
 CALL = '<tool_call>\n{"name": "mcp__sky__get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -100,10 +100,11 @@ async def test_a_function_of_a_namespace_can_be_chosen(rig: Rig, namespace: Any)
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": TOOLS[2:], "tool_choice": "required"}, "there is no such tool"),
         ({"tools": [{"type": "computer"}]}, "tools[0]: type must be function or namespace"),
+        ({"tools": [{"type": "hosted"}]}, "tools[0]: type must be function or namespace"),
         ({"tools": [*TOOLS, WEATHER | {"name": "mcp__sky__get_weather"}]}, "two of them are"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools"),
     ],
-    ids=["chosen", "required", "run by the client", "one name", "custom"],
+    ids=["chosen", "required", "run by the client", "no type", "one name", "custom"],
 )
 async def test_what_cannot_be_left_out_is_refused(rig: Rig, fields: Any, text: str) -> None:
     answer = await rig.http.post("/v1/responses", json=says("Sunny.", **fields))
