@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, model_validator
 
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, install_error_handlers
 from sgl_jax.server.guards import bodies
@@ -92,6 +94,7 @@ async def test_a_long_body_is_validated_once_and_beside_the_loop(
 ) -> None:
     app = FastAPI()
     app.state.limits = Limits()
+    app.state.references = SimpleNamespace(args=ServerArgs())
     install_error_handlers(app)
     routes = APIRouter(route_class=JsonRoute)
 
