@@ -24,8 +24,10 @@ _MAX_REPLACED = 2**17
 
 
 def replace_in_json(data: bytes | bytearray) -> tuple[bytearray, int]:
-    """JSON with halves of pairs replaced, `_MAX_REPLACED` at most, and their number. The length
-    stays."""
+    """Return JSON with at most `_MAX_REPLACED` halves of pairs replaced, and their number.
+
+    The length stays.
+    """
     changed, num_replaced = bytearray(data), 0
     for half, replacement, searched in (
         (_ESCAPED_HALF, rb"\ufffd", data.replace(rb"\\", b"\0\0")),
@@ -48,5 +50,5 @@ def _found(half: re.Pattern[bytes], data: bytes | bytearray) -> Iterator[re.Matc
 
 
 def replace_in_text(text: str) -> str:
-    """Text with each half of a pair replaced, of which whole pairs are none."""
+    """Return text with each half of a pair replaced."""
     return _HALF.sub(REPLACEMENT, text)

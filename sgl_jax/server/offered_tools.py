@@ -75,7 +75,7 @@ ClientName = tuple[str | None, str]
 
 
 def offered_name(namespace: str | None, name: str) -> str:
-    """The name under which the model is offered a function of `namespace`."""
+    """Return the name under which the model is offered a function of `namespace`."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -107,11 +107,11 @@ class OfferedFunctions:
         self.definitions.append(tool.model_copy(update=changed))
 
     def client_name(self, name: str) -> ClientName:
-        """Namespace and name of the function that the model calls `name`."""
+        """Return namespace and name of the function that the model calls `name`."""
         return self._client_names.get(name, (None, name))
 
     def chosen(self, namespace: str | None, name: str) -> str:
-        """The model's name of a function that `tool_choice` names, with or without namespace."""
+        """Return the model's name of a function in `tool_choice`, with or without namespace."""
         if namespace is None and name not in self._client_names:
             inner = [each for each, (_, own) in self._client_names.items() if own == name]
             return inner[0] if len(inner) == 1 else name

@@ -67,7 +67,7 @@ def check_unserved(name: str, value: Any, field: Unserved, *, is_strict: bool) -
 
 
 def without_effect(name: str) -> str:
-    """The message of `--strict-fields` about a field."""
+    """Return the message of `--strict-fields` about a field."""
     return f"{name}: it has no effect here, and this server has --strict-fields; leave it out"
 
 

@@ -227,7 +227,7 @@ class Tokenizer:
         options: Mapping[str, Any],
         template_args: Mapping[str, Any],
     ) -> str:
-        """The prompt with the arguments of calls in the form that the template takes."""
+        """Render the prompt with the arguments of calls in the form that the template takes."""
         if any(_functions(messages)):
             # Most templates take the arguments as an object; DeepSeek's, among others, add them to
             # a text, and would write an object as Python does: these get the JSON text.
@@ -296,7 +296,7 @@ def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
 
 
 def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """The messages in forms for templates that refuse them as they are, the closest first."""
+    """Yield the messages in forms for templates that refuse them, the closest first."""
     system = [each for each in messages if each["role"] == "system"]
     merged = [each for each in messages if each["role"] != "system"]
     if system:

@@ -77,7 +77,7 @@ class ClearToolUses(StrictModel):
         return self.trigger.value if isinstance(self.trigger, InputTokens) else -1
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
-        """The messages with old results cleared, as if the prompt were long enough."""
+        """Return the messages with old results cleared, as if the prompt were long enough."""
         names = {call.id: call.function.name for each in messages for call in each.tool_calls or ()}
         results = [at for at, each in enumerate(messages) if each.role == "tool"]
         if isinstance(self.trigger, ToolUses) and len(results) <= self.trigger.value:
@@ -95,7 +95,7 @@ class ClearToolUses(StrictModel):
         return edited, len(old)
 
     def _without_inputs(self, message: ChatMessage, ids: set[str | None]) -> ChatMessage:
-        """The message with the inputs of its calls in `ids` cleared, by `clear_tool_inputs`."""
+        """Return the message with inputs of its calls in `ids` cleared, by `clear_tool_inputs`."""
         chosen = self.clear_tool_inputs
         if not (message.tool_calls and chosen):
             return message
@@ -123,7 +123,7 @@ class ClearThinking(StrictModel):
     trigger_tokens: ClassVar[int] = -1
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
-        """The messages without old thinking."""
+        """Return the messages without old thinking."""
         if not isinstance(self.keep, ThinkingTurns):
             return messages, 0
         numbered = list(zip(_turns(messages), messages, strict=True))
@@ -137,7 +137,7 @@ class ClearThinking(StrictModel):
 
 
 def _turns(messages: list[ChatMessage]) -> Iterator[int]:
-    """The number of the turn that each message belongs to."""
+    """Yield the number of the turn of each message."""
     turn, last_role = 0, ""
     for message in messages:
         # Results and a text of one message are two here, and belong to the turn before.

@@ -180,8 +180,11 @@ def _read(kind: TypeAdapter[T], body: bytearray, state: State) -> T:
 
 
 def _decoded(body: bytearray, state: State) -> Any:
-    """The value that `body` holds in JSON. Halves of surrogate pairs, which no decoder takes, are
-    replaced: tools cut their output amid a character, and the conversation must go on."""
+    """Decode the JSON of `body`, with halves of surrogate pairs replaced.
+
+    No decoder takes these, but tools cut their output within a character, and the conversation must
+    go on.
+    """
     try:
         return msgspec.json.decode(body)
     except (UnicodeDecodeError, msgspec.MsgspecError):
