@@ -144,7 +144,7 @@ def test_same_seed_same_answer_beside_other_requests(engine: Engine) -> None:
     [
         ("", {}, "empty"),
         ("hi", {"temperature": -1}, "temperature"),
-        ("hi", {"max_new_tokens": 400}, "exceed the 256 tokens"),
+        ("hi", {"min_new_tokens": 400, "max_new_tokens": 400}, "exceed the 256 tokens"),
         ("hi", {"nonsense": 1}, "nonsense"),
         ([99999], {}, "outside the vocabulary"),
     ],
