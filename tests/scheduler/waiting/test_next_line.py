@@ -21,7 +21,6 @@ from tests.scheduler.waiting.test_fits import TO_ITS_LIMIT, need, room
 NUM_TENANTS = 3
 MAX_PASSED_OVER = 4
 NO_PREEMPTION = np.zeros((0, 0), np.bool_)
-NONE_COUNTED = np.zeros((1, 0), np.int32)
 
 
 def find(rooms: Rooms, needs: Needs, **arguments: Any) -> tuple[int, int]:
