@@ -26,12 +26,12 @@ class ByteDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = skipped
+        self.skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """The text gained by `ids`, without a half character at its end."""
-        skipped, token_bytes = self._skipped, self._token_bytes
+        skipped, token_bytes = self.skipped, self._token_bytes
         return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
@@ -56,7 +56,7 @@ class WindowDetokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skipped: Set[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = skipped
+        self.skipped = skipped
         self._context, self._context_text = self._scene(
             self._with_text(prompt_ids[-_PROMPT_TAIL_TOKENS:])
         )
@@ -94,7 +94,7 @@ class WindowDetokenizer:
     def _with_text(self, ids: Sequence[int]) -> list[int]:
         """Leave out tokens without text, so that the context never consists of them alone."""
         size = self._tokenizer.vocab_size
-        return [i for i in ids if i not in self._skipped and i < size]
+        return [i for i in ids if i not in self.skipped and i < size]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

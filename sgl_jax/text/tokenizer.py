@@ -8,7 +8,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,14 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        # `skip_special_tokens` leaves these out of the text.
-        self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
+        # Text -> id of the tokens that `skip_special_tokens` leaves out of the text. The settings
+        # name only some of them.
+        self.special_tokens = {
+            token.content: i
+            for i, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.special_ids = frozenset(self.special_tokens.values())
         # For byte-level BPE, the characters in which it writes bytes.
         self._byte_of_char: dict[str, int] | None = None
         if self._has_byte_level_decoder():
@@ -47,7 +53,6 @@ class Tokenizer:
 
             self._byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()}
         self.token_bytes = cache(self._token_bytes)
-        self.special_ids_of = cache(self._special_ids_of)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -134,10 +139,9 @@ class Tokenizer:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def _special_ids_of(self, texts: frozenset[str]) -> Mapping[str, int]:
-        """The id of each special token among `texts`."""
-        tokens = {self._backend.id_to_token(i): i for i in self.special_ids}
-        return {text: tokens[text] for text in texts if text in tokens}
+    def special_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
+        """Return the id of each special token among `texts`."""
+        return {text: self.special_tokens[text] for text in texts & self.special_tokens.keys()}
 
     def check_can_encode(self) -> None:
         """Raise `InvalidRequestError` if the tokenizer cannot encode text."""

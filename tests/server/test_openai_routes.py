@@ -122,6 +122,13 @@ async def test_stop_strings_end_the_text(rig: Rig) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two "
 
 
+async def test_stop_strings_may_be_special_tokens(rig: Rig) -> None:
+    (choice,) = (await complete(rig, prompt="one<|user|>two", stop="<|user|>"))["choices"]
+    assert (choice["text"], choice["matched_stop"]) == ("one", "<|user|>")
+    (choice,) = (await chat(rig, stop=["<|user|>h"], ignore_eos=True))["choices"]
+    assert (choice["message"]["content"], choice["matched_stop"]) == ("", "<|user|>h")
+
+
 async def test_chat_logprobs_name_tokens_and_alternatives(rig: Rig) -> None:
     answer = await chat(rig, logprobs=True, top_logprobs=2, max_tokens=3)
     content = answer["choices"][0]["logprobs"]["content"]
