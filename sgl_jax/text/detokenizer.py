@@ -18,10 +18,11 @@ _PROMPT_TAIL_TOKENS = 16  # looked at to find them
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: tokens are bytes, so this is an incremental UTF-8 decoder.
+    """For tokens that stand for fixed bytes: an incremental UTF-8 decoder.
 
-    Python and Rust replace broken sequences alike (a U+FFFD per maximal valid prefix, as the
-    Unicode standard recommends), so the text equals the text of decoding everything at once.
+    Broken sequences become a U+FFFD per maximal valid prefix, as the Unicode standard recommends
+    and Rust does. SentencePiece's byte fallback replaces every byte of a run with a broken one,
+    also those of whole characters: here these stay.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
@@ -115,6 +116,6 @@ def make_detokenizer(
     `kept`: special tokens whose text stays even if special tokens are skipped.
     """
     skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
-    if tokenizer.is_byte_level:
+    if tokenizer.has_fixed_bytes:
         return ByteDetokenizer(tokenizer, skipped=skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped=skipped)

@@ -17,6 +17,7 @@ import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
+from sgl_jax.text.token_bytes import token_reader
 
 # A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -46,12 +47,9 @@ class Tokenizer:
             if token.special
         }
         self.special_ids = frozenset(self.special_tokens.values())
-        # For byte-level BPE, the characters in which it writes bytes.
-        self._byte_of_char: dict[str, int] | None = None
-        if self._has_byte_level_decoder():
-            from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-            self._byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()}
+        decoder = self._backend.decoder
+        # None if a token's text depends on its neighbours.
+        self._read_token = token_reader(decoder and json.loads(decoder.__getstate__()))
         self.token_bytes = cache(self._token_bytes)
 
     @classmethod
@@ -167,9 +165,9 @@ class Tokenizer:
         return text
 
     @property
-    def is_byte_level(self) -> bool:
-        """True if every token stands for fixed bytes in any context (byte-level BPE)."""
-        return self._byte_of_char is not None
+    def has_fixed_bytes(self) -> bool:
+        """True if every token stands for the same bytes in any context."""
+        return self._read_token is not None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -246,27 +244,15 @@ class Tokenizer:
             ) from error
         return prompt
 
-    def _has_byte_level_decoder(self) -> bool:
-        if self._backend.decoder is None:
-            return False
-        decoder = json.loads(self._backend.decoder.__getstate__())
-        steps = decoder.get("decoders", [decoder])
-        return [step.get("type") for step in steps] == ["ByteLevel"]
-
     def _token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token; b"" for an id beyond the vocabulary.
+        """Return the bytes of one token; b"" for an id beyond the vocabulary.
 
-        For a tokenizer that is not byte-level: the bytes of the token decoded on its own.
+        Where they depend on its neighbours: those of the token decoded by itself.
         """
-        if self._byte_of_char is None:
+        if self._read_token is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(self._byte_of_char[char] for char in token)
-        except KeyError:  # an added token is plain text, not written in the byte alphabet
-            return bytes(token.encode())
+        return b"" if token is None else self._read_token(token)
 
 
 def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
