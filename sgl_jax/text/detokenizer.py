@@ -21,8 +21,8 @@ class ByteDetokenizer:
     """For tokens that stand for fixed bytes: an incremental UTF-8 decoder.
 
     Broken sequences become a U+FFFD per maximal valid prefix, as the Unicode standard recommends
-    and Rust does. SentencePiece's byte fallback replaces every byte of a run with a broken one,
-    also those of whole characters: here these stay.
+    and Rust does. In a run of byte tokens with a broken byte, SentencePiece's byte fallback
+    replaces every byte; this decoder keeps the whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:

@@ -52,7 +52,8 @@ class StopStringChecker:
             stops: the stop strings, none of them empty.
             keep_stop: leave the stop string at the end of the text (`no_stop_trim`).
             special: text -> id of the special tokens.
-            hidden: those that are not shown. The last token of an output may be hidden too.
+            hidden: ids of special tokens that are not shown. The last token of an output may be
+                hidden too.
         """
         self._keep_stop = keep_stop
         used = [text for text in special if any(text in stop for stop in stops)]

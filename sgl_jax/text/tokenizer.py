@@ -17,7 +17,7 @@ import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
-from sgl_jax.text.token_bytes import token_reader
+from sgl_jax.text.token_bytes import token_bytes
 
 # A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -47,10 +47,10 @@ class Tokenizer:
             if token.special
         }
         self.special_ids = frozenset(self.special_tokens.values())
-        decoder = self._backend.decoder
-        # None if a token's text depends on its neighbours.
-        self._read_token = token_reader(decoder and json.loads(decoder.__getstate__()))
-        self.token_bytes = cache(self._token_bytes)
+        fixed = token_bytes(self._backend)
+        # True if every token stands for the same bytes in any context.
+        self.has_fixed_bytes = fixed is not None
+        self.token_bytes = cache(fixed or self._decoded_bytes)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -164,11 +164,6 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    @property
-    def has_fixed_bytes(self) -> bool:
-        """True if every token stands for the same bytes in any context."""
-        return self._read_token is not None
-
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
@@ -244,15 +239,9 @@ class Tokenizer:
             ) from error
         return prompt
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; b"" for an id beyond the vocabulary.
-
-        Where they depend on its neighbours: those of the token decoded by itself.
-        """
-        if self._read_token is None:
-            return self.decode([token_id], skip_special_tokens=False).encode()
-        token = self._backend.id_to_token(token_id)
-        return b"" if token is None else self._read_token(token)
+    def _decoded_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token decoded by itself."""
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

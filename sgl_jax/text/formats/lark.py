@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sgl_jax.core.grammar import SpecialIds, lark_literal, styled
+from sgl_jax.core.grammar import SpecialIds as SpecialIds
+from sgl_jax.core.grammar import lark_literal, styled
 
 NUMBER = "\0"  # within a text: digits
 
