@@ -59,7 +59,7 @@ class StopStringChecker:
         used = [text for text in special if any(text in stop for stop in stops)]
         self._halves = dict(zip(used, map(chr, _HALVES), strict=False))
         self._half_of = {special[text]: half for text, half in self._halves.items()}
-        self._removed = dict.fromkeys(_HALVES) if used else {}  # for `str.translate`
+        self._removed = str.maketrans(dict.fromkeys(self._halves.values()))
         shown = frozenset(text for text in used if special[text] not in hidden)
         # Text that is searched for -> the stop string.
         self._stops = {self._searched(stop, shown): stop for stop in stops}
