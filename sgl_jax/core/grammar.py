@@ -1,5 +1,7 @@
 """Grammars that constrain an output, in the forms that clients send."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,6 +16,29 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
 _OPTIONS = "x-guidance"  # the key under which llguidance finds its options in a schema
 _OPEN = "open_objects"  # our own among these options
+
+
+# The text of each special token -> its id.
+SpecialIds = Mapping[str, int]
+
+
+def split_special(text: str, special: SpecialIds) -> list[str]:
+    """Cut `text` into plain text, a special token, plain text, and so on; plain text may be ""."""
+    marks = sorted((mark for mark in special if mark in text), key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+
+
+def lark_literal(text: str, special: SpecialIds) -> str:
+    """Return `text` as a literal in Lark's form, with special tokens by their ids, since no grammar
+    can spell them."""
+    pieces = [piece for piece in split_special(text, special) if piece]
+    return (
+        " ".join(
+            f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+        )
+        or '""'
+    )
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:

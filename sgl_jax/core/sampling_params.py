@@ -15,6 +15,7 @@ import msgspec
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, Grammar
 from sgl_jax.core.request_limits import INT32
+from sgl_jax.core.seeds import RANDOM_SEED
 
 # These limits are shapes of the compiled step: the device keeps this many entries per request.
 MAX_STOP_TOKEN_IDS = 16  # of a request, beside the model's own end tokens
@@ -84,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         presence_penalty: subtracted once if the token occurred in the output.
         logit_bias: token id -> added to its logit.
         seed: the same request with the same seed gets the same output, independent of the batch;
-            None draws a seed.
+            None and -1 draw a seed.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
@@ -134,7 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Check all ranges, and convert to the form of the engine.
 
         There, a temperature below `MIN_TEMPERATURE` is 0 (greedy), `top_p` is at least `MIN_TOP_P`,
-        and `stop_token_ids` outside the vocabulary, which are never generated, are left out.
+        a random seed is None, and `stop_token_ids` outside the vocabulary, which are never
+        generated, are left out.
 
         Raises:
             InvalidRequestError: names the first field that is outside its range.
@@ -156,6 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self,
             temperature=self.temperature if self.temperature >= MIN_TEMPERATURE else 0.0,
             top_p=max(self.top_p, MIN_TOP_P),
+            seed=None if self.seed == RANDOM_SEED else self.seed,
             stop_token_ids=self._checked_stops(vocab_size),
         )
 

@@ -52,7 +52,7 @@ class RowAdmission(NamedTuple):
     tokens: Int32Array  # [n], the prompt, then the output, from position `start` on
     prompt_len: int
     sampling: SamplingParams
-    seed: int  # uint32; drawn by the scheduler if the request brought none
+    seed: int  # int64; drawn by the scheduler if the request brought none
     stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
     # Tokens already in the row's token table, from the session's previous turn.
     start: int = 0

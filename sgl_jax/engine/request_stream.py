@@ -79,7 +79,12 @@ class RequestStream:
             kept=kept_tokens,
         )
         self._stop_checker = (
-            StopStringChecker(sampling.stop, keep_stop=sampling.no_stop_trim)
+            StopStringChecker(
+                sampling.stop,
+                keep_stop=sampling.no_stop_trim,
+                special=tokenizer.special_tokens,
+                hidden=self._detokenizer.skipped,
+            )
             if sampling.stop
             else None
         )
@@ -183,9 +188,8 @@ class RequestStream:
         for index, token in enumerate(ids):
             self._ids.append(token)
             self.num_output_tokens += 1
-            if index >= len(with_text):
-                break
-            piece = self._detokenizer.push((token,))
+            piece = self._detokenizer.push((token,)) if index < len(with_text) else ""
+            piece = piece or self._stop_checker.hidden(token)
             may_stop = self.num_output_tokens >= min_new_tokens
             check = self._stop_checker.feed(piece, may_stop=may_stop)
             self._text += check.text

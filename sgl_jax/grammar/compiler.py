@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, GrammarKind, opened, styled
+from sgl_jax.core.grammar import Grammar, GrammarKind, SpecialIds, lark_literal, opened, styled
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.row_grammar import RowGrammar
+from sgl_jax.grammar.structural_tag import structural_tag
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,12 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise InvalidRequestError(f"{grammar.kind}: {self._problem}", grammar.kind)
         try:
-            text = _READERS[grammar.kind](grammar.text, self._prepared)
+            text = _READERS[grammar.kind](grammar.text, self._prepared, self._special_ids)
         except Exception as error:  # the type depends on the reader
             raise _refusal(grammar.kind, str(error)) from error
         if grammar.reasoning is not None:
-            text = _after_reasoning(text, *map(self._literal, grammar.reasoning))
+            opening, closing = (lark_literal(m, self._special_ids) for m in grammar.reasoning)
+            text = _after_reasoning(text, opening, closing)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if not matcher.is_error():  # copies of the matcher contain this mask
             mask = np.empty((1, mask_words(self._vocab_size)), np.int32)
@@ -108,11 +110,6 @@ class GrammarCompiler:
 
     def _prepared(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return styled(opened(schema) if self._opens_objects else schema)
-
-    def _literal(self, mark: str) -> str:
-        """A text in Lark's form; a special token is written by its id."""
-        special = self._special_ids.get(mark)
-        return json.dumps(mark, ensure_ascii=False) if special is None else f"<[{special}]>"
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
@@ -145,32 +142,7 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{kind}: {lines}", kind)
 
 
-def _structural_tag(text: str, prepared: Prepare) -> str:
-    value = json.loads(text)
-    if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
-        raise ValueError("must be an object with lists `structures` and `triggers`")
-    triggers = value["triggers"]
-    tags = []
-    for number, each in enumerate(value["structures"]):
-        is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
-        if not is_whole or not isinstance(each["schema"], dict):
-            raise ValueError(f"structures[{number}]: must have begin, schema and end")
-        trigger = next((one for one in triggers if each["begin"].startswith(one)), None)
-        if trigger is None:
-            raise ValueError(f"structures[{number}]: {each['begin']!r} begins with no trigger")
-        tags.append(
-            StructTag(
-                trigger=trigger,
-                begin=each["begin"],
-                grammar=prepared(each["schema"]),
-                end=each["end"],
-            )
-        )
-    lark: str = StructTag.to_grammar(tags, assume_special=False)
-    return lark
-
-
-def _json_schema(text: str, prepared: Prepare) -> str:
+def _json_schema(text: str, prepared: Prepare, special: SpecialIds) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
@@ -178,20 +150,20 @@ def _json_schema(text: str, prepared: Prepare) -> str:
     return grammar
 
 
-def _regex(text: str, prepared: Prepare) -> str:
+def _regex(text: str, prepared: Prepare, special: SpecialIds) -> str:
     grammar: str = LLMatcher.grammar_from_regex(text)
     return grammar
 
 
-def _lark(text: str, prepared: Prepare) -> str:
+def _lark(text: str, prepared: Prepare, special: SpecialIds) -> str:
     lark = text if _LARK.search(text) else gbnf_to_lark(text)
     grammar: str = LLMatcher.grammar_from_lark(lark)
     return grammar
 
 
-_READERS: dict[GrammarKind, Callable[[str, Prepare], str]] = {
+_READERS: dict[GrammarKind, Callable[[str, Prepare, SpecialIds], str]] = {
     "json_schema": _json_schema,
     "regex": _regex,
     "ebnf": _lark,
-    "structural_tag": _structural_tag,
+    "structural_tag": structural_tag,
 }

@@ -446,8 +446,8 @@ class RankScheduler:
         return tuple(dict.fromkeys(eos + sampling.stop_token_ids))
 
     def _seed(self, request: Request) -> int:
-        """The request's seed as uint32; without one, drawn from its id and the engine's seed."""
+        """Return the request's seed; without one, a uint32 from its id and the engine's seed."""
         seed = request.message.sampling.seed
         if seed is None:
             return zlib.crc32(request.rid.encode(), self._random_seed & 0xFFFFFFFF)
-        return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+        return seed

@@ -34,6 +34,7 @@ from sgl_jax.core.sampling_params import (
     RANGES,
     SamplingParams,
 )
+from sgl_jax.core.seeds import RANDOM_SEED, choice_seed
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
 from sgl_jax.server.unserved_fields import (
@@ -170,7 +171,6 @@ class RequestFields(StrictModel):
 
 
 _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
-_NUM_SEEDS = 2**64
 
 
 def in_range(name: str, description: str | None = None) -> Any:
@@ -209,7 +209,7 @@ class SamplingFields(StrictModel):
     presence_penalty: float | None = in_range("presence_penalty")
     repetition_penalty: float | None = in_range("repetition_penalty")
     logit_bias: Annotated[dict[str, _Bias] | None, BeforeValidator(_few_keys)] = None
-    seed: int | None = in_range("seed")
+    seed: int | None = in_range("seed", f"{RANDOM_SEED}: random")
     sampling_seed: int | None = in_range("seed", "same as seed")
     min_new_tokens: int | None = in_range("min_new_tokens")
     stop: str | StopStrings | None = None
@@ -235,7 +235,7 @@ class SamplingFields(StrictModel):
         return self.n or 1
 
     def to_sampling(self, choice: int) -> SamplingParams:
-        """The engine's parameters; a given seed differs from choice to choice."""
+        """Return the engine's parameters; each choice has its own seed."""
         values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
@@ -248,9 +248,8 @@ class SamplingFields(StrictModel):
         for name in ("json_schema", "structural_tag"):
             if isinstance(given.get(name), dict):
                 given[name] = json.dumps(given[name])
-        if "seed" in given:
-            low = int(RANGES["seed"].low)
-            given["seed"] = (given["seed"] + choice - low) % _NUM_SEEDS + low
+        if given.get("seed", RANDOM_SEED) != RANDOM_SEED:
+            given["seed"] = choice_seed(given["seed"], choice)
         return SamplingParams(**given)
 
 

@@ -19,20 +19,21 @@ _PROMPT_TAIL_TOKENS = 16  # looked at to find them
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: tokens are bytes, so this is an incremental UTF-8 decoder.
+    """For tokens that stand for fixed bytes: an incremental UTF-8 decoder.
 
-    Python and Rust replace broken sequences alike (a U+FFFD per maximal valid prefix, as the
-    Unicode standard recommends), so the text equals the text of decoding everything at once.
+    Broken sequences become a U+FFFD per maximal valid prefix, as the Unicode standard recommends
+    and Rust does. In a run of byte tokens with a broken byte, SentencePiece's byte fallback
+    replaces every byte; this decoder keeps the whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = skipped
+        self.skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """The text gained by `ids`, without a half character at its end."""
-        skipped, token_bytes = self._skipped, self._token_bytes
+        skipped, token_bytes = self.skipped, self._token_bytes
         return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
@@ -57,7 +58,7 @@ class WindowDetokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skipped: Set[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = skipped
+        self.skipped = skipped
         self._context, self._context_text = self._scene(
             self._with_text(prompt_ids[-_PROMPT_TAIL_TOKENS:])
         )
@@ -95,7 +96,7 @@ class WindowDetokenizer:
     def _with_text(self, ids: Sequence[int]) -> list[int]:
         """Leave out tokens without text, so that the context never consists of them alone."""
         size = self._tokenizer.vocab_size
-        return [i for i in ids if i not in self._skipped and i < size]
+        return [i for i in ids if i not in self.skipped and i < size]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -116,6 +117,6 @@ def make_detokenizer(
     `kept`: special tokens whose text stays even if special tokens are skipped.
     """
     skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
-    if tokenizer.is_byte_level:
+    if tokenizer.has_fixed_bytes:
         return ByteDetokenizer(tokenizer, skipped=skipped)
     return WindowDetokenizer(tokenizer, prompt_ids, skipped=skipped)

@@ -1,10 +1,18 @@
-"""Finds stop strings in text that arrives piece by piece."""
+"""Finds stop strings in text that arrives piece by piece.
 
-from collections.abc import Sequence
+A special token that is not shown is searched for whole: in the text it is one character that no
+token can write, half of a surrogate pair.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import NamedTuple
 
+_HALVES = range(0xD800, 0xE000)  # more than the special tokens of any request's stop strings
 
-def begin_of_mark(text: str, marks: Sequence[str]) -> int:
+
+def begin_of_mark(text: str, marks: Iterable[str]) -> int:
     """The place in `text` from which its end may be an incomplete mark; its length if none."""
     sizes = (
         size
@@ -31,15 +39,36 @@ class StopStringChecker:
     ends in a piece fed without `may_stop` is ordinary text.
     """
 
-    def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        keep_stop: bool = False,
+        special: Mapping[str, int] = MappingProxyType({}),
+        hidden: Set[int] = frozenset(),
+    ) -> None:
         """
         Args:
             stops: the stop strings, none of them empty.
             keep_stop: leave the stop string at the end of the text (`no_stop_trim`).
+            special: text -> id of the special tokens.
+            hidden: ids of special tokens that are not shown. The last token of an output may be
+                hidden too.
         """
-        self._stops = tuple(stops)
         self._keep_stop = keep_stop
+        used = [text for text in special if any(text in stop for stop in stops)]
+        self._halves = dict(zip(used, map(chr, _HALVES), strict=False))
+        self._half_of = {special[text]: half for text, half in self._halves.items()}
+        self._removed = str.maketrans(dict.fromkeys(self._halves.values()))
+        shown = frozenset(text for text in used if special[text] not in hidden)
+        # Text that is searched for -> the stop string.
+        self._stops = {self._searched(stop, shown): stop for stop in stops}
+        self._stops |= {stop: stop for stop in stops}
         self._held = ""
+
+    def hidden(self, token: int) -> str:
+        """Return the text to feed for a token that is not shown."""
+        return self._half_of.get(token, "")
 
     def feed(self, piece: str, *, may_stop: bool = True) -> StopCheck:
         """Add `piece` of the text; look for matches that end in it if `may_stop`."""
@@ -48,17 +77,32 @@ class StopStringChecker:
         text = self._held + piece
         found = self._first_match(text, len(self._held)) if may_stop else None
         if found is not None:
-            start, stop = found
+            start, searched = found
             self._held = ""
-            return StopCheck(text[: start + len(stop)] if self._keep_stop else text[:start], stop)
+            shown = text[: start + len(searched)] if self._keep_stop else text[:start]
+            return StopCheck(self._shown(shown), self._stops[searched])
         safe = begin_of_mark(text, self._stops)
         self._held = text[safe:]
-        return StopCheck(text[:safe])
+        return StopCheck(self._shown(text[:safe]))
 
     def flush(self) -> str:
         """The text held back, once none follows."""
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
+
+    def _searched(self, stop: str, shown: Set[str]) -> str:
+        """Return `stop` with the character of each token in it, but for those in `shown`, which
+        can only be hidden at the end."""
+        texts = "|".join(map(re.escape, sorted(self._halves, key=len, reverse=True)))
+        *parts, end = re.split(f"({texts})", stop) if texts else [stop]
+        if not end and parts:
+            *parts, end = parts
+            end = self._halves[end]
+        hidden = {text: half for text, half in self._halves.items() if text not in shown}
+        return "".join(hidden.get(part, part) for part in parts) + end
+
+    def _shown(self, text: str) -> str:
+        return text.translate(self._removed) if self._removed else text
 
     def _first_match(self, text: str, after: int) -> tuple[int, str] | None:
         """Return start and stop string of the match that ends first beyond `after`."""

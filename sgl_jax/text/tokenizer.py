@@ -8,7 +8,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import tokenizers
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_text
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
+from sgl_jax.text.token_bytes import token_bytes
 
 # A folder with any of these holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -38,16 +39,18 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        # `skip_special_tokens` leaves these out of the text.
-        self.special_ids = frozenset(int(i) for i in hf_tokenizer.all_special_ids)
-        # For byte-level BPE, the characters in which it writes bytes.
-        self._byte_of_char: dict[str, int] | None = None
-        if self._has_byte_level_decoder():
-            from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-            self._byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()}
-        self.token_bytes = cache(self._token_bytes)
-        self.special_ids_of = cache(self._special_ids_of)
+        # Text -> id of the tokens that `skip_special_tokens` leaves out of the text. The settings
+        # name only some of them.
+        self.special_tokens = {
+            token.content: i
+            for i, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.special_ids = frozenset(self.special_tokens.values())
+        fixed = token_bytes(self._backend)
+        # True if every token stands for the same bytes in any context.
+        self.has_fixed_bytes = fixed is not None
+        self.token_bytes = cache(fixed or self._decoded_bytes)
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
@@ -134,10 +137,9 @@ class Tokenizer:
         """Characters of the longest token: bounds how few tokens a long text can have."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def _special_ids_of(self, texts: frozenset[str]) -> Mapping[str, int]:
-        """The id of each special token among `texts`."""
-        tokens = {self._backend.id_to_token(i): i for i in self.special_ids}
-        return {text: tokens[text] for text in texts if text in tokens}
+    def special_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
+        """Return the id of each special token among `texts`."""
+        return {text: self.special_tokens[text] for text in texts & self.special_tokens.keys()}
 
     def check_can_encode(self) -> None:
         """Raise `InvalidRequestError` if the tokenizer cannot encode text."""
@@ -166,11 +168,6 @@ class Tokenizer:
         """Text of `ids`, all at once; ids beyond the tokenizer's vocabulary have no text."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
-
-    @property
-    def is_byte_level(self) -> bool:
-        """True if every token stands for fixed bytes in any context (byte-level BPE)."""
-        return self._byte_of_char is not None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -265,27 +262,9 @@ class Tokenizer:
             ) from error
         return prompt
 
-    def _has_byte_level_decoder(self) -> bool:
-        if self._backend.decoder is None:
-            return False
-        decoder = json.loads(self._backend.decoder.__getstate__())
-        steps = decoder.get("decoders", [decoder])
-        return [step.get("type") for step in steps] == ["ByteLevel"]
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token; b"" for an id beyond the vocabulary.
-
-        For a tokenizer that is not byte-level: the bytes of the token decoded on its own.
-        """
-        if self._byte_of_char is None:
-            return self.decode([token_id], skip_special_tokens=False).encode()
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(self._byte_of_char[char] for char in token)
-        except KeyError:  # an added token is plain text, not written in the byte alphabet
-            return bytes(token.encode())
+    def _decoded_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token decoded by itself."""
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -98,3 +98,8 @@ def test_stop_tokens_outside_the_vocabulary_are_left_out() -> None:
 def test_an_unknown_field_is_not_ignored() -> None:
     with pytest.raises(msgspec.ValidationError, match="temprature"):
         msgspec.convert({"temprature": 1.0}, SamplingParams)
+
+
+def test_seed_minus_one_draws_a_seed() -> None:
+    assert SamplingParams(seed=-1).checked(vocab_size=8).seed is None
+    assert SamplingParams(seed=-2).checked(vocab_size=8).seed == -2

@@ -57,6 +57,7 @@ from sgl_jax.core.messages import (
     WithReply,
 )
 from sgl_jax.core.progress import Progress
+from sgl_jax.core.seeds import choice_seed
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
@@ -70,6 +71,7 @@ SLOW_START_SEED = 668  # the server's own seed: it takes `SLOW_START_S` to start
 SLOW_START_S = 4.0
 MAX_SESSIONS = 8
 FULL_SEED = 503  # and with this one, the queue is full, or if it is a turn's, all sessions are
+SECOND_FULL_SEED = 502  # and with this one, it is for the second choice
 TENANT_FULL_SEED = 429  # here the tenant's queue is full
 LATE_SEED = 504  # this one takes too long, after `LATE_TOKENS`
 LATE_TOKENS = 3
@@ -273,7 +275,7 @@ class ScriptedEngine:
             # The interpreter waits for threads that are no daemons, after the sockets are closed.
             threading.Thread(target=time.sleep, args=(SLOW_EXIT_S,)).start()
             raise RuntimeError("the script says to crash and to linger")
-        if seed == FULL_SEED:
+        if seed in (FULL_SEED, choice_seed(SECOND_FULL_SEED, 1)):
             finish = FinishReason(type="abort", message="the queue is full", status_code=503)
             if request.session is not None:
                 finish = msgspec.structs.replace(finish, code="too_many_sessions")

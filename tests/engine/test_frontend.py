@@ -128,6 +128,69 @@ def test_a_stop_string_may_be_kept(rig: Rig) -> None:
     assert take(stream).text == "one two thr"
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("<|user|>", "one two"),  # a special token
+        ("two<|user|>", "one "),  # half text, half token
+        ("<|user|>three", "one two"),
+        ("o<|user|>three<|assistant|>f", "one tw"),
+        ("<|user|>t", "one two"),
+        ("three", "one two"),
+    ],
+)
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_may_hold_special_tokens(
+    rig: Rig, stop: str, text: str, *, skip: bool
+) -> None:
+    prompt = "one two<|user|>three<|assistant|>four"
+    stream = rig.start(prompt, stop=[stop], skip_special_tokens=skip, max_new_tokens=50)
+    whole = rig.start(prompt, stop=[stop], streaming=False, max_new_tokens=50)
+    shown = ""
+    while stream.finish is None:
+        rig.step()
+        chunk = stream.take()
+        shown += chunk.text if chunk else ""
+    assert shown == ("one two<|user|>" if stop == "three" and not skip else text)
+    assert stream.finish == FinishReason(type="stop", matched=stop)
+    assert take(whole).text == text
+
+
+def test_a_kept_stop_string_is_shown_without_special_tokens(rig: Rig) -> None:
+    stream = rig.start("a<|user|>bc", stop=["<|user|>b"], no_stop_trim=True, max_new_tokens=9)
+    rig.step(9)
+    assert take(stream).text == "ab"
+
+
+def test_the_end_token_may_complete_a_stop_string(rig: Rig) -> None:
+    for stop, text in (("</s>", "one two"), ("two</s>", "one ")):
+        for skip in (True, False):
+            stream = rig.start("one two</s>", stop=[stop], skip_special_tokens=skip)
+            rig.step(20)
+            chunk = take(stream)
+            assert (chunk.text, chunk.finish) == (text, FinishReason("stop", matched=stop))
+
+
+def test_part_of_the_name_of_a_hidden_token_is_no_stop_string(rig: Rig) -> None:
+    stream = rig.start("one<|user|>two</s>", stop=["user", "s>", "|"])
+    rig.step(20)
+    chunk = take(stream)
+    assert (chunk.text, chunk.finish) == ("onetwo", FinishReason("stop", matched=EOS))
+
+
+def test_a_special_token_that_the_tokenizer_does_not_name_is_hidden_too(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    rust = byte_level()
+    rust.add_special_tokens(["<|end_of_turn|>"])
+    rig = Rig(load(rust, tmp_path_factory.mktemp("unnamed")))
+    hidden = rig.start("a<|end_of_turn|>b", max_new_tokens=3)
+    stopped = rig.start("a<|end_of_turn|>b", stop=["<|end_of_turn|>"], max_new_tokens=3)
+    rig.step(3)
+    assert take(hidden).text == "ab"
+    assert take(stopped).finish == FinishReason("stop", matched="<|end_of_turn|>")
+
+
 def test_a_stop_string_before_min_new_tokens_is_passed_over(rig: Rig) -> None:
     per_round = len(rig.front.checks.encode("one two three "))
     stream = rig.start("one two three ", stop=["two"], min_new_tokens=per_round, max_new_tokens=90)

@@ -93,14 +93,14 @@ def test_parameters_survive_packing():
         min_new_tokens=3,
     )
     stops = tuple(range(7, 7 + STOPS))
-    row = RowAdmission(1, np.zeros(4, np.int32), 4, sampling, 2**32 - 1, stops)
+    row = RowAdmission(1, np.zeros(4, np.int32), 4, sampling, -(2**32) + 7, stops)
     packed = pack_row_params(row, STOPS)
     params = jax.tree.map(lambda x: np.asarray(x)[0], unpack_row_params(jnp.asarray(packed)[None]))
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         assert getattr(params, name) == np.float32(getattr(sampling, name))
     assert (params.frequency_penalty, params.presence_penalty) == (-0.5, 1.5)
     assert (params.top_k, params.min_new_tokens, params.prompt_len) == (40, 3, 4)
-    assert params.seed.view(np.uint32) == 2**32 - 1
+    assert (params.seed_high, params.seed_low) == (-1, 7)
     assert params.stop_ids.tolist() == list(stops)
     assert params.bias_ids[:2].tolist() == [5, 9]
     assert params.bias_values[:3].tolist() == [-2.5, 100.0, 0.0]

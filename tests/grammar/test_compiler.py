@@ -190,6 +190,51 @@ def test_text_is_free_up_to_a_trigger(compiler: GrammarCompiler, tokenizer: Toke
     assert nexts == {"{"}
 
 
+SPECIAL_TAGS = [  # trigger, begin, end; <|user|> and <|assistant|> are special tokens
+    ("<|user|>", "<|user|>", "<|assistant|>"),
+    ("<|user|>", "<|user|>call: ", "</call>"),
+    ("<|user|>c", "<|user|>call: ", "</call><|assistant|>."),
+    ("<call>", "<call><|user|>", "<|assistant|>"),
+    ("<", "<|user|>", "<|assistant|>"),  # a part of the name of the token
+    ("to <|user|>", "to <|user|>", "</s>"),
+    ('\n"é</.<|user|>', '\n"é</.<|user|>', "<|assistant|>"),
+]
+
+
+@pytest.mark.parametrize(("trigger", "begin", "end"), SPECIAL_TAGS)
+def test_tags_may_be_special_tokens(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, trigger: str, begin: str, end: str
+) -> None:
+    structures = [{"begin": begin, "schema": SCHEMA, "end": end}, TAG]
+    tags = {"structures": structures, "triggers": [trigger, "<call>"]}
+    grammar = Grammar("structural_tag", json.dumps(tags))
+    free, value = "Text and to it; to ", '{"name": "Ada", "age": 7}'
+    whole = tokenizer.encode(f"{free}{begin}{value}{end}")
+    row = follow(compiler, grammar)
+    for place, token in enumerate(whole):
+        assert token in allowed(row, whole[:place]), tokenizer.decode(whole[:place])
+    assert not row.error
+    # The contents are held to the schema, and free text may end at any time, but not within.
+    row = follow(compiler, grammar)
+    begun = tokenizer.encode(f"{free}{begin}")
+    assert {tokenizer.decode([token])[:1] for token in allowed(row, begun)} == {"{"}
+    assert tokenizer.eos_token_id in allowed(follow(compiler, grammar), tokenizer.encode(free))
+    if end != "</s>":
+        again = tokenizer.encode(f" and {begin}{value}{end}")
+        assert tokenizer.eos_token_id in allowed(follow(compiler, grammar), whole + again)
+
+
+def test_a_special_token_that_begins_no_tag_is_not_free_text(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    special = tokenizer.special_ids_of({"<|user|>", "<|assistant|>"})
+    tags = {"structures": [{**TAG, "begin": "<|user|>"}], "triggers": ["<|user|>"]}
+    row = follow(compiler, Grammar("structural_tag", json.dumps(tags)))
+    ids = allowed(row, tokenizer.encode("a"))
+    assert special["<|user|>"] in ids
+    assert special["<|assistant|>"] not in ids
+
+
 def test_a_mask_covers_the_vocabulary_and_nothing_past_it(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

@@ -149,6 +149,14 @@ def test_a_draw_depends_on_seed_and_position_alone():
     )
 
 
+@pytest.mark.parametrize("other", [lambda s: -1 - s, lambda s: s + 2**32, lambda s: s ^ 2**62])
+def test_both_words_of_a_seed_count(other):
+    seeds = [1, 2, 3, 2**31, -3, 5 << 32]
+    rows = [admission(seed=seed) for s in seeds for seed in (s, other(s))]
+    drawn = sample(np.zeros((2 * len(seeds), VOCAB)), rows, batch=16).reshape(-1, 2)
+    assert (drawn[:, 0] == drawn[:, 1]).sum() <= 1
+
+
 def test_seeds_and_positions_give_independent_draws():
     flat = np.zeros(VOCAB)
     by_seed = sample(

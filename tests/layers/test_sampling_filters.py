@@ -61,6 +61,7 @@ def test_a_search_without_filters_keeps_all(cut):
 
 def race_rows(weights, seeds, positions):
     strips = split_strips(pad_to_strips(jnp.asarray(weights, jnp.float32)))
+    seeds = np.stack([np.zeros_like(seeds), seeds], axis=1)
     return np.asarray(jax.jit(race)(strips, jnp.asarray(seeds), jnp.asarray(positions)))
 
 

@@ -80,6 +80,7 @@ async def test_a_message_is_answered(rig: Rig) -> None:
     [
         ({"max_tokens": 3}, "max_tokens", None),
         ({"stop_sequences": ["c", "long"]}, "stop_sequence", "long"),
+        ({"stop_sequences": ["answer.</s>"]}, "stop_sequence", "answer.</s>"),
     ],
 )
 async def test_an_answer_says_why_it_ends(

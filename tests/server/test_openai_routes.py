@@ -10,8 +10,16 @@ import openai
 import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
+from sgl_jax.core.seeds import choice_seed
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import CRASH_SEED, FULL_SEED, LATE_SEED, LOGPROB, MAX_RUNNING
+from tests.engine.scripted_engine import (
+    CRASH_SEED,
+    FULL_SEED,
+    LATE_SEED,
+    LOGPROB,
+    MAX_RUNNING,
+    SECOND_FULL_SEED,
+)
 from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.waiting import meanwhile_until
 
@@ -77,13 +85,19 @@ async def test_without_include_usage_a_stream_says_nothing_of_it(rig: Rig) -> No
 
 
 async def test_several_choices_come_interleaved_with_seeds_of_their_own(rig: Rig) -> None:
-    *chunks, _ = await chat(rig, stream=True, n=3, seed=2**63 - 1)
+    *chunks, _ = await chat(rig, stream=True, n=3, seed=-3)
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"]["content"]
     assert texts == ["hi there"] * 3
     seeds = [m.sampling.seed for m in rig.engine.seen if isinstance(m, GenerateRequest)]
-    assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert seeds == [-3, choice_seed(-3, 1), choice_seed(-3, 2)]
+
+
+async def test_seed_minus_one_is_random(rig: Rig) -> None:
+    await chat(rig, n=6, seed=-1)
+    seeds = [m.sampling.seed for m in rig.engine.seen if isinstance(m, GenerateRequest)]
+    assert seeds == [None] * 6
 
 
 async def test_content_may_come_in_parts_and_from_developers(rig: Rig) -> None:
@@ -120,6 +134,13 @@ async def test_stop_strings_end_the_text(rig: Rig) -> None:
         rig, prompt="one two three ", stop="thr", max_tokens=50, stream=True
     )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two "
+
+
+async def test_stop_strings_may_be_special_tokens(rig: Rig) -> None:
+    (choice,) = (await complete(rig, prompt="one<|user|>two", stop="<|user|>"))["choices"]
+    assert (choice["text"], choice["matched_stop"]) == ("one", "<|user|>")
+    (choice,) = (await chat(rig, stop=["<|user|>h"], ignore_eos=True))["choices"]
+    assert (choice["message"]["content"], choice["matched_stop"]) == ("", "<|user|>h")
 
 
 async def test_chat_logprobs_name_tokens_and_alternatives(rig: Rig) -> None:
@@ -212,8 +233,8 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(rig: Rig) -
 
 async def test_when_one_of_a_list_fails_its_siblings_are_aborted(rig: Rig) -> None:
     rig.engine.step_s = 0.01
-    # The second choice, with the next seed, finds the queue full.
-    body = {"prompt": "hi", "n": 2, "seed": FULL_SEED - 1, "ignore_eos": True, "max_tokens": 200}
+    # The second choice finds the queue full.
+    body = {"prompt": "hi", "n": 2, "seed": SECOND_FULL_SEED, "ignore_eos": True, "max_tokens": 200}
     answer = await rig.http.post("/v1/completions", json=body)
     assert answer.status_code == 503
     await rig.until_idle()

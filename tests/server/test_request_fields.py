@@ -11,6 +11,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from scripts import make_request_fields
 from sgl_jax.core.messages import FrontMessage, GenerateRequest
+from sgl_jax.core.seeds import choice_seed
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.native import GenerateBody, NativeSampling
 from sgl_jax.server.chat_request import ChatRequest
@@ -180,7 +181,7 @@ async def test_several_answers_to_each_prompt_of_generate(rig: Rig) -> None:
     assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
     prompts = [rig.front.tokenizer.decode(request.input_ids) for request in sent(rig)]
     assert prompts == ["a", "a", "bc", "bc"]
-    assert [request.sampling.seed for request in sent(rig)] == [7, 8, 7, 8]
+    assert [request.sampling.seed for request in sent(rig)] == [7, choice_seed(7, 1)] * 2
     one = {"text": "a", "sampling_params": {"n": 3, "max_new_tokens": 1}}
     assert len((await rig.http.post("/generate", json=one)).json()) == 3
 

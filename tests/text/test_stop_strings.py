@@ -89,3 +89,44 @@ def test_only_matches_that_end_before_the_minimum_are_passed_over(
         end, start, stop = min(matches)
         expected = (text[: end if keep else start], stop)
     assert run(stops, pieces, keep=keep, min_pieces=min_pieces) == expected
+
+
+SPECIAL = {"<x>": 7, "<x>y": 8}
+UNITS = st.lists(st.sampled_from(["a", "b", *SPECIAL]), min_size=1, max_size=4)
+
+
+@given(
+    stops=st.lists(UNITS, min_size=1, max_size=3),
+    units=st.lists(st.sampled_from(["a", "b", *SPECIAL]), max_size=16),
+    keep=st.booleans(),
+)
+def test_hidden_tokens_are_searched_for_whole_and_never_shown(
+    stops: list[list[str]], units: list[str], keep: bool
+) -> None:
+    checker = StopStringChecker(
+        ["".join(stop) for stop in stops],
+        keep_stop=keep,
+        special=SPECIAL,
+        hidden=frozenset(SPECIAL.values()),
+    )
+    text, matched = "", None
+    for unit in units:
+        check = checker.feed(checker.hidden(SPECIAL[unit]) if unit in SPECIAL else unit)
+        text, matched = text + check.text, check.matched
+        if matched is not None:
+            break
+    else:
+        text += checker.flush()
+    # Tokens that no stop string holds are as good as absent, as in the text that is shown.
+    searched = [unit for unit in SPECIAL if any(unit in "".join(stop) for stop in stops)]
+    units = [unit for unit in units if unit not in SPECIAL or unit in searched]
+    ends = [
+        (end, len(units[:end]) - len(stop))
+        for end in range(len(units) + 1)
+        for stop in stops
+        if units[:end][-len(stop) :] == stop
+    ]
+    end, start = min(ends, default=(len(units), len(units)))
+    shown = units[: end if keep else start]
+    assert text == "".join(unit for unit in shown if unit not in SPECIAL)
+    assert matched == ("".join(units[start:end]) if ends else None)

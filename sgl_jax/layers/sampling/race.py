@@ -36,13 +36,14 @@ def race(strips: list[jax.Array], seeds: jax.Array, positions: jax.Array) -> jax
 
     Args:
         strips: float32[n, width] each, at least 0; each row's largest is about 1.
-        seeds: int32[n], the bits of uint32; with `positions` int32[n] they choose the noise.
+        seeds: int32[n, 2], the high and low words; with `positions` int32[n] they choose the noise.
     """
     width = strips[0].shape[1]
 
     def waiting_times(seed: jax.Array, position: jax.Array) -> jax.Array:
-        # The generator is named so that no default changes it.
-        key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
+        # The generator is named so that no default changes it. Its key has two words.
+        words = lax.bitcast_convert_type(seed, jnp.uint32)
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return _exponential(jax.random.fold_in(key, position), width + NUM_STRIPS)
 
     times = jax.vmap(waiting_times)(seeds, positions)

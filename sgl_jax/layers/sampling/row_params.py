@@ -20,7 +20,8 @@ NO_TOKEN = 2**31 - 1
 class RowParams(NamedTuple):
     """Sampling parameters of n rows on the device, in the order of a packed line."""
 
-    seed: jax.Array  # int32[n], the bits of a uint32
+    seed_low: jax.Array  # int32[n], the low word of the int64 seed
+    seed_high: jax.Array  # int32[n], its high word
     prompt_len: jax.Array  # int32[n], tokens of the original prompt
     min_new_tokens: jax.Array  # int32[n]
     top_k: jax.Array  # int32[n], 0 keeps all
@@ -36,7 +37,7 @@ class RowParams(NamedTuple):
     stop_ids: jax.Array  # int32[n, max_stop_ids], NO_TOKEN where unused
 
 
-_NUM_INTS, _NUM_SCALARS = 4, 10  # of `RowParams`: integers, then floats, then lists
+_NUM_INTS, _NUM_SCALARS = 5, 11  # of `RowParams`: integers, then floats, then lists
 _INT_FIELDS = RowParams._fields[:_NUM_INTS]
 _FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
 _BIAS_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_LOGIT_BIAS)
@@ -69,7 +70,7 @@ def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
     greedy = sampling.temperature == 0.0 or sampling.top_k == 1
     packed = np.zeros(packed_width(max_stop_ids), np.int32)
     packed[:_NUM_INTS] = (
-        np.uint32(admission.seed).astype(np.int32),
+        *np.array([admission.seed], "<i8").view("<i4"),
         admission.prompt_len,
         sampling.min_new_tokens,
         min(max(sampling.top_k, 0), NO_TOKEN),

@@ -135,7 +135,8 @@ def _draw(
     weights, largest = _weights(logits, params.temperature, random)
     threshold = keep_threshold(weights, top_k, top_p, min_p)[:, None]
     strips = [jnp.where(strip >= threshold, strip, 0.0) for strip in split_strips(weights)]
-    drawn = jnp.minimum(race(strips, params.seed, positions), vocab - 1)
+    seeds = jnp.stack([params.seed_high, params.seed_low], axis=1)
+    drawn = jnp.minimum(race(strips, seeds, positions), vocab - 1)
     return jnp.where(random, drawn, _first_one(strips, vocab)), largest
 
 

@@ -1,13 +1,14 @@
 """`/v1/completions`: body, answer, route and format."""
 
-from collections import Counter
-from collections.abc import Sequence
+import codecs
+from collections.abc import Sequence, Set
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, model_validator
 
+from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
@@ -19,7 +20,6 @@ from sgl_jax.server.apis.openai import (
     OpenAIFormat,
     Usage,
     field_names,
-    token_text,
 )
 from sgl_jax.server.fields import (
     ForEach,
@@ -34,6 +34,7 @@ from sgl_jax.server.guards.connection import LoopShare
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
+from sgl_jax.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
@@ -142,40 +143,89 @@ class CompletionFormat(OpenAIFormat):
         """`prompt_texts`: the echo of each choice; empty without `echo`."""
         super().__init__(refs, body)
         self._echoes = dict(enumerate(prompt_texts))
-        self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
+        self._offsets: dict[int, TextOffsets] = {}  # of each choice
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
+        echo, logprobs = self._echoes.pop(index, ""), None
+        if self._body.logprobs is not None:
+            if index not in self._offsets:
+                self._offsets[index] = self._begin(echo, stream.request.input_ids)
+            logprobs = self._logprobs(chunk, self._offsets[index])
         finish, shows_ids = chunk.finish, self._body.return_token_ids
         return CompletionChoice(
             index,
-            self._echoes.pop(index, "") + chunk.text,
-            None if self._body.logprobs is None else self._logprobs(index, chunk),
+            echo + chunk.text,
+            logprobs,
             None if finish is None else finish.type,
             None if finish is None else finish.matched,
             stream.request.input_ids if shows_ids else UNSET,
             chunk.token_ids if shows_ids else UNSET,
         )
 
-    def _logprobs(self, index: int, chunk: Chunk) -> CompletionLogprobs:
+    def _begin(self, echo: str, prompt: Sequence[int]) -> "TextOffsets":
+        skips = self._body.skip_special_tokens is not False
+        hidden = self._tokenizer.special_ids if skips else frozenset()
+        return TextOffsets(self._tokenizer, prompt if self._body.echo else (), echo, hidden)
+
+    def _logprobs(self, chunk: Chunk, offsets: "TextOffsets") -> CompletionLogprobs:
         written = CompletionLogprobs([], [], [], [])
         for entry in (*chunk.prompt_logprobs, *chunk.logprobs):
-            token = self._text(entry.token_id)
-            written.tokens.append(token)
-            written.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            written.tokens.append(self._text(entry.token_id))
+            written.text_offset.append(offsets.advance(entry.token_id))
             if entry.logprob is None:  # the first token of a prompt: nothing predicts it
                 written.token_logprobs.append(None)
                 written.top_logprobs.append(None)
                 continue
             logprob = max(entry.logprob, LOWEST_LOGPROB)
             written.token_logprobs.append(logprob)
-            # Different tokens may have the same text (halves of characters): the likelier counts.
-            tops: dict[str, float] = {}
-            for other, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
-                tops.setdefault(self._text(other), max(value, LOWEST_LOGPROB))
-            tops.setdefault(token, logprob)
-            written.top_logprobs.append(tops)
+            written.top_logprobs.append(self._tops(entry, logprob))
         return written
 
+    def _tops(self, entry: TokenLogprobs, logprob: float) -> dict[str, float]:
+        """Return the alternatives by text, the token itself among them.
+
+        Different tokens may have the same text. The text then names the token itself, or else the
+        likeliest of them; the others are named by their ids.
+        """
+        values = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        values.setdefault(entry.token_id, logprob)
+        named = {self._text(entry.token_id): entry.token_id}
+        tops = {}
+        for token, value in values.items():
+            text = self._text(token)
+            name = text if named.setdefault(text, token) == token else f"token_id:{token}"
+            tops[name] = max(value, LOWEST_LOGPROB)
+        return tops
+
     def _text(self, token_id: int) -> str:
-        return token_text(self._tokenizer.token_bytes(token_id))
+        """Return the text of a token; bytes that are not UTF-8 as `bytes:\\xNN`, as OpenAI does."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class TextOffsets:
+    """Counts the characters of an answer's text that are complete before each of its tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], echo: str, hidden: Set[int]
+    ) -> None:
+        """
+        Args:
+            prompt: the prompt's tokens; empty if they are not in the answer.
+            echo: the prompt's text, which may lack the space that its first token begins with.
+            hidden: tokens without text.
+        """
+        self._token_bytes, self._hidden = tokenizer.token_bytes, hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        data = b"".join(self._token_bytes(i) for i in prompt if i not in hidden)
+        self._num_chars = len(echo) - len(data.decode(errors="replace"))
+
+    def advance(self, token_id: int) -> int:
+        """Return the offset of the next token, and add its characters."""
+        offset = max(self._num_chars, 0)
+        if token_id not in self._hidden:
+            self._num_chars += len(self._decoder.decode(self._token_bytes(token_id)))
+        return offset

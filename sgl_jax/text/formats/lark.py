@@ -8,25 +8,21 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sgl_jax.core.grammar import styled
+from sgl_jax.core.grammar import SpecialIds as SpecialIds
+from sgl_jax.core.grammar import lark_literal, styled
 
 NUMBER = "\0"  # within a text: digits
-
-# The text of each special token that a format has -> its id.
-SpecialIds = Mapping[str, int]
 
 
 def literal(text: str, special: SpecialIds) -> str:
     """`text` as a literal, with special tokens by their ids."""
-    marks = [*map(re.escape, sorted(special, key=len, reverse=True)), NUMBER]
-    pieces = re.split(f"({'|'.join(marks)})", text)
-    return " ".join(_piece(piece, special) for piece in pieces if piece) or '""'
-
-
-def _piece(piece: str, special: SpecialIds) -> str:
-    if piece == NUMBER:
-        return "/[0-9]{1,3}/"
-    return f"<[{special[piece]}]>" if piece in special else quoted(piece)
+    pieces = [piece for piece in re.split(f"({NUMBER})", text) if piece]
+    return (
+        " ".join(
+            "/[0-9]{1,3}/" if piece == NUMBER else lark_literal(piece, special) for piece in pieces
+        )
+        or '""'
+    )
 
 
 def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/") -> Iterator[str]:
