@@ -12,9 +12,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.token_bytes import token_bytes
-from sgl_jax.text.tokenizer import REPLACEMENT, Tokenizer
+from sgl_jax.text.tokenizer import Tokenizer
 from tests.long import long
 from tests.text.gguf_vocabulary import FILES, packaged_tokenizer
 from tests.text.test_kimi_tokenizer import write_folder
