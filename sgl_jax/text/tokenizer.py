@@ -4,18 +4,17 @@ Owns the Hugging Face tokenizer. Must never reach for the network, import jax, o
 text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
 """
 
-import contextlib
-import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.call_arguments import PROBE_TOOLS, ArgumentUse, functions
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 
 # A folder with any of these holds a tokenizer.
@@ -185,7 +184,8 @@ class Tokenizer:
 
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string. Those of the
-                assistant may have `tool_calls`, their arguments as JSON text.
+                assistant may have `tool_calls`, their arguments as text: the JSON of an object, or
+                what there is of it.
             tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
@@ -204,19 +204,16 @@ class Tokenizer:
             "add_generation_prompt": not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        given = template_args or {}
-        if any(_functions(messages)):
-            # Most templates take the arguments as an object; DeepSeek's, among others, add them to
-            # a text, and would write an object as Python does: these get the JSON text.
-            with_objects = copy.deepcopy([*messages])
-            for function in _functions(with_objects):
-                function["arguments"] = json.loads(function["arguments"])
-            objects = [function["arguments"] for function in _functions(with_objects)]
-            with contextlib.suppress(InvalidRequestError):
-                prompt = self._render(with_objects, options, given)
-                if not any(each and repr(each) in prompt for each in objects):
-                    return prompt
-        return self._render(messages, options, given)
+        render = partial(self._render, options=options, template_args=template_args or {})
+        if any(functions(messages)):
+            return self.argument_use.render(messages, render)
+        return render(messages)
+
+    @cached_property
+    def argument_use(self) -> ArgumentUse:
+        """How the chat template takes the arguments of calls."""
+        options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
+        return ArgumentUse.of(partial(self._render, options=options, template_args={}))
 
     def _render(
         self,
@@ -263,13 +260,6 @@ class Tokenizer:
             return bytes(self._byte_of_char[char] for char in token)
         except KeyError:  # an added token is plain text, not written in the byte alphabet
             return bytes(token.encode())
-
-
-def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Name and arguments of each call in `messages`."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            yield call["function"]
 
 
 def _files_at_fault(folder: Path) -> list[str]:

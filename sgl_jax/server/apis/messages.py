@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 from pydantic import Field
-from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.request_stream import Chunk, RequestStream
@@ -41,9 +40,9 @@ from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import encode_chat
+from sgl_jax.text.call_arguments import readable_part
 
 _MAX_BLOCKS = 16_384
-_Id = Annotated[str, Field(max_length=256)]
 
 
 class TextBlock(Part):
@@ -62,8 +61,8 @@ class ThinkingBlock(Part):
 
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
-    id: _Id
-    name: FunctionName
+    id: str
+    name: str
     input: dict[str, Any]
 
 
@@ -72,7 +71,7 @@ _Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
-    tool_use_id: _Id
+    tool_use_id: str
     content: _Text = ""
 
 
@@ -328,5 +327,5 @@ def _block(part: AnswerPart) -> dict[str, Any]:
             return {"type": "text", "text": part.text}
         case "reasoning":  # nothing is hidden, so there is nothing to sign
             return {"type": "thinking", "thinking": part.text, "signature": ""}
-    arguments = from_json(part.text or "{}", allow_partial=True)
+    arguments = readable_part(part.text or "{}", has_cut_string=False)
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
