@@ -16,7 +16,9 @@ pytestmark = pytest.mark.anyio
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TOOLS_OF: dict[str, list[Any]] = {
-    CHAT: [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in TOOLS.items()],
+    CHAT: [
+        {"type": "function", "function": {"name": n, "parameters": s}} for n, s in TOOLS.items()
+    ],
     RESPONSES: [{"type": "function", "name": n, "parameters": s} for n, s in TOOLS.items()],
     MESSAGES: [{"name": n, "input_schema": s} for n, s in TOOLS.items()],
 }
@@ -152,9 +154,7 @@ async def test_reasoning_that_was_cut_off_stays_in_the_history(tools_folder: Pat
 
 
 @pytest.mark.parametrize("arguments", ["it is", "[1]", '{"a": b}', '"', '{"a": "\\ud800"}', "{}}"])
-async def test_arguments_that_are_no_object_are_history(
-    tools_folder: Path, arguments: str
-) -> None:
+async def test_arguments_that_are_no_object_are_history(tools_folder: Path, arguments: str) -> None:
     answer = (
         f"<|channel|>commentary to=functions.now <|constrain|>json<|message|>{arguments}<|call|>"
     )

@@ -119,7 +119,8 @@ def with_arguments(folder: Path, tmp_path: Path, written: str) -> Tokenizer:
     each = "{% for c in m.tool_calls or [] %}{% set arguments = c.function.arguments %}"
     template = tmp_path / "template.jinja"
     template.write_text(
-        "{% for m in messages %}" + f"{{{{ m.content }}}}{each}{written}{{% endfor %}}{{% endfor %}}"
+        "{% for m in messages %}"
+        + f"{{{{ m.content }}}}{each}{written}{{% endfor %}}{{% endfor %}}"
     )
     return Tokenizer.load(str(folder), str(template))
 
