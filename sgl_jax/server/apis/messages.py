@@ -26,6 +26,7 @@ from sgl_jax.server.errors import (
     MessagesError,
     client_names,
     messages_error,
+    refuse_abort,
 )
 from sgl_jax.server.fields import (
     Items,
@@ -278,8 +279,7 @@ class MessagesFormat(PartsFormat):
     """One message: each part of the answer is a block."""
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        if chunk.finish is not None and chunk.finish.type == "abort":
-            raise ApiError(503, chunk.finish.message or "the request was aborted", code="aborted")
+        refuse_abort(chunk.finish)
         return super().event(index, chunk, stream)
 
     def failure(self, error: ApiError) -> bytes:
