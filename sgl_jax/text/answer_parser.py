@@ -116,8 +116,10 @@ def _reasoning_before_calls(events: Reading[None]) -> Reading[None]:
     has_begun = False
     for event in events:
         has_begun = has_begun or isinstance(event, CallBegun)
-        is_thought = isinstance(event, Content) and not has_begun
-        yield Reasoning(event.text) if is_thought else event
+        if isinstance(event, Content) and not has_begun:
+            yield Reasoning(event.text)
+        else:
+            yield event
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:

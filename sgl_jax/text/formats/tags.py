@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from sgl_jax.text.formats.argument_schema import ArgumentSchema
 from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
-from sgl_jax.text.output_events import Arguments, CallEnded, Content, as_json
+from sgl_jax.text.output_events import Arguments, CallEnded, as_json
 from sgl_jax.text.reader import Reading, Unread
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -82,17 +84,21 @@ class TaggedArguments:
         self._names = set[str]()  # of the arguments so far
 
     def read(self) -> Reading[bool]:
-        """Hand out all arguments; returns False if one of them breaks off."""
+        """Hand out all arguments; returns False if one of them breaks off.
+
+        Of that one, the arguments get the beginning of its JSON.
+        """
         unread = self._unread
-        while (yield from unread.skip(self._tags.begin)):
+        while (yield from unread.close(self._tags.begin)):
             size = yield from unread.find(self._name_end)
             if size < 0:
+                yield Arguments(self._next + as_json(self._rest())[:-1])
                 return False
             name = unread.take(size).strip()
             unread.take(len(self._name_end))
             for mark in self._before_value:
-                if not (yield from unread.skip(mark)):
-                    yield Content(name)
+                if not (yield from unread.close(mark)):
+                    yield Arguments(self._next + as_json(name))
                     return False
             self._names.add(name)
             if not (yield from self._read_value(name)):
@@ -115,7 +121,9 @@ class TaggedArguments:
             return (yield from self._string())
         size = yield from self._find_end()
         if size < 0:
-            yield Content(name)
+            rest = self._rest()
+            is_json = rest and not form.is_string(rest) and _begins_json(rest)
+            yield Arguments(key + (rest if is_json else as_json(rest)[:-1]))
             return False
         text = self._unread.take(size)
         yield from self._unread.skip(self._end)
@@ -124,6 +132,10 @@ class TaggedArguments:
         else:
             yield Arguments(key + _as_value(text.strip()))
         return True
+
+    def _rest(self) -> str:
+        """Read what is left of the text, which has ended."""
+        return self._unread.take(len(self._unread.held)).strip()
 
     def _without_lines(self, text: str) -> str:
         return text.removeprefix("\n").removesuffix("\n") if self._has_lines else text
@@ -178,6 +190,14 @@ class TaggedArguments:
             is_end = is_end or not rest or any(each.startswith(rest) for each in self._ends[mark])
         unread.held = mark + unread.held
         return is_end
+
+
+def _begins_json(text: str) -> bool:
+    try:
+        from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return False
+    return True
 
 
 def _as_value(text: str) -> str:
