@@ -25,7 +25,7 @@ PROBE_TOOLS = ({"type": "function", "function": _DECLARED},)
 
 
 class ArgumentUse(NamedTuple):
-    """How a template writes the arguments of calls.
+    """The forms of arguments that a template can write.
 
     takes_objects: an object is written as the model writes it, by JSON or by tags.
     takes_text: a text is written as it is.
@@ -54,8 +54,8 @@ class ArgumentUse(NamedTuple):
     def render(self, messages: Messages, render: Render) -> str:
         """The prompt of `messages`, whose calls have their arguments as text.
 
-        Text that is not a JSON object, such as that of a call cut off, is written as it is. A
-        template that writes objects by tags gets the part of it that can be read.
+        Text that is not a JSON object, such as the arguments of an incomplete call, is written
+        unchanged. A template that writes objects by tags gets its readable part.
         """
         prepared = copy.deepcopy([*messages])
         substitutes = dict[str, str]()  # JSON that the template writes -> the text in its place

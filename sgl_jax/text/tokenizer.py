@@ -185,7 +185,7 @@ class Tokenizer:
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string. Those of the
                 assistant may have `tool_calls`, their arguments as text: the JSON of an object, or
-                what there is of it.
+                its beginning.
             tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
@@ -211,7 +211,7 @@ class Tokenizer:
 
     @cached_property
     def argument_use(self) -> ArgumentUse:
-        """How the chat template takes the arguments of calls."""
+        """The forms of arguments that the chat template can write."""
         options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
         return ArgumentUse.of(partial(self._render, options=options, template_args={}))
 

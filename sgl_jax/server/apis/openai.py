@@ -132,7 +132,8 @@ class OpenAIFormat(AnswerFormat):
         self._always_counts = bool(options and options.continuous_usage_stats)
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        refuse_abort(chunk.finish)
+        if chunk.finish is not None:
+            refuse_abort(chunk.finish)
         usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
         if self._always_counts:
             usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)

@@ -28,7 +28,7 @@ class ArgumentSchema(NamedTuple):
 
     @classmethod
     def read(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
-        """What there is of it, for a reader: no schema is refused."""
+        """Read the parts of `schema` that a reader needs; no schema is refused."""
         schema = next(_alternatives(schema, schema), {})
         return cls.of({**schema, _OPTIONS: {"lenient": True}, "required": []})
 
@@ -53,7 +53,7 @@ class ArgumentSchema(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """How a value is written where strings have no quotes. A text is a string if it may be one.
+    """The notation of a value where strings have no quotes. A text is a string if it may be one.
 
     is_text: any text is a string.
     has_null: the word `null` is not a string, although others are.

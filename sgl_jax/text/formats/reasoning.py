@@ -31,7 +31,7 @@ class ReasoningFormat(NamedTuple):
         Args:
             prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
                 or close an empty one, before the answer begins.
-            call_marks: what calls begin with. They are part of the reasoning if its end comes after
+            call_marks: the marks before calls. They are part of the reasoning if its end comes after
                 them.
 
         Returns:

@@ -86,7 +86,7 @@ class TaggedArguments:
     def read(self) -> Reading[bool]:
         """Hand out all arguments; returns False if one of them breaks off.
 
-        Of that one, the arguments get the beginning of its JSON.
+        The beginning of its JSON is handed out, too.
         """
         unread = self._unread
         while (yield from unread.close(self._tags.begin)):
@@ -134,7 +134,7 @@ class TaggedArguments:
         return True
 
     def _rest(self) -> str:
-        """Read what is left of the text, which has ended."""
+        """Read the rest of the text, which has ended."""
         return self._unread.take(len(self._unread.held)).strip()
 
     def _without_lines(self, text: str) -> str:
