@@ -31,8 +31,8 @@ class ReasoningFormat(NamedTuple):
         Args:
             prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
                 or close an empty one, before the answer begins.
-            call_marks: the marks before calls. They are part of the reasoning if its end comes after
-                them.
+            call_marks: the marks before calls. They are part of the reasoning if its end comes
+                after them.
 
         Returns:
             True if the reasoning has no end: then the rest, from the first of `call_marks`, is
