@@ -8,8 +8,12 @@ An object stays open if its schema
 - has `additionalProperties` or `unevaluatedProperties`, or names no properties at all;
 - is joined with another by `allOf`, `$ref` or alternatives beside its own properties: each part
   describes some of the properties, and a closed part would forbid all others.
+
+Patterns that match named properties only become part of these: llguidance takes such a pattern for
+further properties, and after a comma no token could follow.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,39 +22,45 @@ _OPENING = ("additionalProperties", "unevaluatedProperties")
 # Keywords with schemas for other values: one, a list, or one for each name.
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames")
 _SEVERAL = ("prefixItems",)
+# A pattern of whole names in a group, and the text of one name in a pattern.
+_GROUP = re.compile(r"\^\((?:\?:)?([^()]*)\)\$")
+_NAME = re.compile(r"(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])*")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 Schema = Mapping[str, Any]
 
 
-def closed(schema: Schema) -> dict[str, Any]:
+def closed(schema: Schema, *, is_open: bool = False) -> dict[str, Any]:
     """`schema` with `"additionalProperties": false` in each object that should have it.
 
-    Anything in it that is no JSON schema is left as it is.
+    Anything in it that is no JSON schema is left as it is. If it `is_open`, no object is closed.
     """
     joined: set[str] = set()
     num_before = -1
     while len(joined) > num_before:  # a reference found late may be to a part that has others
         num_before = len(joined)
-        result = _Closing(joined).schema(schema, is_whole="#" not in joined)
+        result = _Closing(joined, is_open=is_open).schema(schema, is_whole="#" not in joined)
     return result
 
 
 class _Closing:
     """One walk over a schema; adds to `joined` the references to parts of larger objects."""
 
-    def __init__(self, joined: set[str]) -> None:
+    def __init__(self, joined: set[str], *, is_open: bool) -> None:
         self._joined = joined
+        self._is_open = is_open
 
     def schema(self, schema: Schema, *, is_whole: bool) -> dict[str, Any]:
         """The closed form of `schema`, which alone describes a value if it `is_whole`."""
+        schema = _without_patterns_of_names(schema)
         is_whole = is_whole and _num_parts(schema) <= 1
         reference = schema.get("$ref")
         if isinstance(reference, str) and not is_whole:
             self._joined.add(reference)
         result = {key: self._keyword(key, value, is_whole) for key, value in schema.items()}
         has_names = isinstance(schema.get("properties"), Mapping)
-        if is_whole and has_names and not any(key in schema for key in _OPENING):
+        is_closed = is_whole and not self._is_open
+        if is_closed and has_names and not any(key in schema for key in _OPENING):
             # A property that is required without a schema may have any value.
             others = _named_without_schema(schema)
             result["properties"] = {**result["properties"], **{name: {} for name in others}}
@@ -72,6 +82,31 @@ class _Closing:
         if not isinstance(schema, Mapping):
             return schema
         return self.schema(schema, is_whole=reference not in self._joined)
+
+
+def _without_patterns_of_names(schema: Schema) -> Schema:
+    """`schema` without patterns that match only properties it names; these follow both."""
+    names, patterns = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(names, Mapping) or not isinstance(patterns, Mapping):
+        return schema
+    named, kept = dict(names), dict(patterns)
+    for pattern, value in patterns.items():
+        matched = _names_of(pattern)
+        if matched and matched <= named.keys():
+            del kept[pattern]
+            named |= {name: {"allOf": [named[name], value]} for name in matched}
+    result = {**schema, "properties": named, "patternProperties": kept}
+    return result if kept else {key: result[key] for key in result if key != "patternProperties"}
+
+
+def _names_of(pattern: str) -> set[str]:
+    """The names that `pattern` matches if it lists them, as in `^(a|b)$`; empty if not."""
+    group = _GROUP.fullmatch(pattern)
+    parts = pattern.split("|") if group is None else [f"^{part}$" for part in group[1].split("|")]
+    names = [part[1:-1] for part in parts if re.fullmatch(r"\^.*\$", part)]
+    if len(names) < len(parts) or not all(map(_NAME.fullmatch, names)):
+        return set()
+    return {re.sub(r"\\(.)", r"\1", name) for name in names}
 
 
 def _named_without_schema(schema: Schema) -> list[str]:

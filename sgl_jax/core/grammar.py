@@ -50,7 +50,7 @@ def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
     style = _FREE_STYLE if own.get("whitespace_flexible") is True else _JSON_STYLE
     options = {**style, **own}
     is_open = options.pop(_OPEN, False)
-    return {**(schema if is_open else closed(schema)), _OPTIONS: options}
+    return {**closed(schema, is_open=is_open), _OPTIONS: options}
 
 
 def opened(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,12 +132,14 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a request, waiting or running. `abort_all` ends every request; `rid` is then "".
 
     The engine may have finished the request already. `session` is set if it was a session's turn
-    whose client will not receive the end: the session then drops that turn.
+    whose client will not receive the end: the session then drops that turn. `status_code`: of HTTP,
+    if the request is at fault.
     """
 
     rid: str = ""
     abort_all: bool = False
     message: str = "aborted by the client"
+    status_code: int | None = None
     session: SessionTurn | None = None
 
 

@@ -32,7 +32,7 @@ def step_masks(plan: StepPlan, scheduler: Scheduler) -> list[Int32Array]:
         matcher.masks(drafts, masks[dp_rank][index, : 1 + len(drafts)])
         if matcher.error:
             why = _GIVEN_UP + matcher.error
-            given_up.append(AbortRequest(rid=request.rid, message=why))
+            given_up.append(AbortRequest(rid=request.rid, message=why, status_code=400))
     for message in given_up:
         scheduler.handle(message)
     return masks

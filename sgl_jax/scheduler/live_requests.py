@@ -185,7 +185,8 @@ class LiveRequests:
             self.aborted, self._abort_message = deque(self.by_rid.values()), message.message
             self._end_aborted()
         elif message.rid in self.by_rid:
-            self.end(self.by_rid[message.rid], FinishReason("abort", message=message.message))
+            finish = FinishReason("abort", message=message.message, status_code=message.status_code)
+            self.end(self.by_rid[message.rid], finish)
 
     def _end_aborted(self) -> int:
         """End the next requests of an `abort_all`; return how many were left to end before."""

@@ -44,20 +44,16 @@ class Tool(StrictModel):
 
 
 class CalledFunction(Part):
-    """`arguments` is the text of a JSON object."""
+    """A call that the model made. Any answer can be sent back, so names have any length here."""
 
-    name: FunctionName
-    arguments: str
+    name: str
+    arguments: str = Field(
+        description="the text of a JSON object, or of its beginning if the answer was cut off"
+    )
 
     @field_validator("arguments")
     @classmethod
-    def _must_be_an_object(cls, arguments: str) -> str:
-        try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise InvalidRequestError("arguments must be the text of a JSON object", None)
+    def _without_text_an_object(cls, arguments: str) -> str:
         return arguments or "{}"
 
 
@@ -107,7 +103,7 @@ class TextPart(StrictModel):
 class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = Field(
-        default=None, description="may be missing beside tool_calls"
+        default=None, description="may be missing beside tool_calls or reasoning_content"
     )
     name: str | None = None
     reasoning_content: str | None = None
@@ -120,7 +116,7 @@ class ChatMessage(Part):
             raise InvalidRequestError("only the assistant has tool_calls", "tool_calls")
         if self.tool_call_id is not None and self.role != "tool":
             raise InvalidRequestError("only a tool has a tool_call_id", "tool_call_id")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise InvalidRequestError("content is missing: it must be a text", "content")
         return self
 

@@ -138,6 +138,12 @@ def abort_error(
     return ApiError(finish.status_code, str(error), param=error.param, code=finish.code or code)
 
 
+def refuse_abort(finish: FinishReason | None) -> None:
+    """Raise `ApiError` 503 for an abort, of which an API has no reason to finish."""
+    if finish is not None and finish.type == "abort":
+        raise ApiError(503, finish.message or "the request was aborted", code="aborted")
+
+
 def error_body(error: ApiError) -> ErrorBody:
     other = "invalid_request_error" if error.status_code < 500 else "server_error"
     kind = "rate_limit_error" if error.status_code == 429 else other

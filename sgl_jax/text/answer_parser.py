@@ -11,7 +11,7 @@ from sgl_jax.text.formats.call_reader import read_calls
 from sgl_jax.text.formats.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
 from sgl_jax.text.formats.reasoning import REASONING_FORMATS
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
-from sgl_jax.text.output_events import Content
+from sgl_jax.text.output_events import CallBegun, Content, Reasoning
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
 
 HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
@@ -97,13 +97,29 @@ class AnswerParser(NamedTuple):
                     unread, has_tools=tools is not None, has_reasoning=has_reasoning
                 )
                 return
+            has_calls = tools is not None and self.tool_format is not None
+            calls = TOOL_FORMATS[self.tool_format or ""] if has_calls else None
+            is_open = False
             if has_reasoning and self.reasoning_format is not None:
-                yield from REASONING_FORMATS[self.reasoning_format].read(unread, prompt_tail)
-            if tools is not None and self.tool_format is not None:
-                yield from read_calls(unread, TOOL_FORMATS[self.tool_format], tools)
+                marks = [] if calls is None else [mark for mark in calls.by_mark if mark]
+                reasoning = REASONING_FORMATS[self.reasoning_format]
+                is_open = yield from reasoning.read(unread, prompt_tail, marks)
+            if calls is not None and tools is not None:
+                events = read_calls(unread, calls, tools)
+                yield from _reasoning_before_calls(events) if is_open else events
             yield from unread.pass_on(Content, [])
 
         return AnswerReader(read)
+
+
+def _reasoning_before_calls(events: Reading[None]) -> Reading[None]:
+    has_begun = False
+    for event in events:
+        has_begun = has_begun or isinstance(event, CallBegun)
+        if isinstance(event, Content) and not has_begun:
+            yield Reasoning(event.text)
+        else:
+            yield event
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:

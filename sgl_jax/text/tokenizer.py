@@ -5,11 +5,10 @@ text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
 """
 
 import contextlib
-import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_text
+from sgl_jax.text.call_arguments import PROBE_TOOLS, ArgumentUse, Messages, Render, functions
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 from sgl_jax.text.token_bytes import token_bytes
 
@@ -187,7 +187,8 @@ class Tokenizer:
 
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string. Those of the
-                assistant may have `tool_calls`, their arguments as JSON text.
+                assistant may have `tool_calls`, their arguments as text: the JSON of an object, or
+                its beginning.
             tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
@@ -209,34 +210,26 @@ class Tokenizer:
             "add_generation_prompt": not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        given = template_args or {}
+        render = partial(self._render, options=options, template_args=template_args or {})
         try:
-            return self._render_calls(messages, options, given)
+            return self._render_calls(messages, render)
         except InvalidRequestError:
             for simpler in _simpler_forms(messages):
                 with contextlib.suppress(InvalidRequestError):
-                    return self._render_calls(simpler, options, given)
+                    return self._render_calls(simpler, render)
             raise
 
-    def _render_calls(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        template_args: Mapping[str, Any],
-    ) -> str:
+    def _render_calls(self, messages: Messages, render: Render) -> str:
         """Render the prompt with the arguments of calls in the form that the template takes."""
-        if any(_functions(messages)):
-            # Most templates take the arguments as an object; DeepSeek's, among others, add them to
-            # a text, and would write an object as Python does: these get the JSON text.
-            with_objects = copy.deepcopy([*messages])
-            for function in _functions(with_objects):
-                function["arguments"] = json.loads(function["arguments"])
-            objects = [function["arguments"] for function in _functions(with_objects)]
-            with contextlib.suppress(InvalidRequestError):
-                prompt = self._render(with_objects, options, template_args)
-                if not any(each and repr(each) in prompt for each in objects):
-                    return prompt
-        return self._render(messages, options, template_args)
+        if any(functions(messages)):
+            return self.argument_use.render(messages, render)
+        return render(messages)
+
+    @cached_property
+    def argument_use(self) -> ArgumentUse:
+        """The forms of arguments that the chat template can write."""
+        options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
+        return ArgumentUse.of(partial(self._render, options=options, template_args={}))
 
     def _render(
         self,
@@ -265,13 +258,6 @@ class Tokenizer:
     def _decoded_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token decoded by itself."""
         return self.decode([token_id], skip_special_tokens=False).encode()
-
-
-def _functions(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Name and arguments of each call in `messages`."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            yield call["function"]
 
 
 def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

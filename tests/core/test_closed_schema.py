@@ -143,3 +143,34 @@ def test_closing_only_forbids(part: dict[str, Any], schema: dict[str, Any], valu
 @given(schemas, values)
 def test_closing_twice_is_closing_once(schema: dict[str, Any], value: Any) -> None:
     assert closed(closed(schema)) == closed(schema)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "stays"),
+    [
+        ("^a$", False),
+        ("^(a|x-y)$", False),
+        ("^(?:a)$", False),
+        ("^a$|^x-y$", False),
+        (r"^x\-y$", False),
+        ("^(a|b)$", True),
+        ("^a", True),
+        ("a$", True),
+        ("^a|x-y$", True),
+        ("^[a]$", True),
+        ("^(a(b)?)$", True),
+        (r"^\w$", True),
+    ],
+)
+def test_patterns_of_named_properties_become_part_of_these(
+    pattern: str, stays: bool, is_open: bool
+) -> None:
+    schema = {
+        "properties": {"a": INTEGER, "x-y": {}},
+        "patternProperties": {pattern: {"maximum": 5}},
+    }
+    result = closed({"items": schema}, is_open=is_open)["items"]
+    assert ("patternProperties" in result) == stays
+    for value in ({"a": 3}, {"a": 7}, {"x-y": 7}, {"a": "x"}):
+        assert is_valid(result, value) == is_valid(schema, value), value

@@ -179,7 +179,8 @@ class ScriptedEngine:
             case AbortRequest():
                 rids = list(self.running) if message.abort_all else [message.rid]
                 ended = [self.running.pop(rid) for rid in rids if rid in self.running]
-                finish = FinishReason(type="abort", message=message.message, status_code=499)
+                status_code = message.status_code
+                finish = FinishReason("abort", message=message.message, status_code=status_code)
                 return OutputBatch(
                     outputs=[RequestOutput(r.request.rid, [], 0, 0, finish) for r in ended]
                 )

@@ -392,3 +392,25 @@ def test_marks_of_reasoning_that_are_special_tokens_are_tokens(tmp_path: Path) -
     written = Tokenizer.load(str(folder)).encode("a")
     assert len(allowed(row, written)) > 200
     assert allowed(row, [*written, special["id"], *written]) == [eos]
+
+
+@pytest.mark.parametrize("opens_objects", [False, True])
+@pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^a$|^b$"])
+def test_after_all_named_properties_a_pattern_of_them_lets_nothing_begin(
+    folder: Path, tokenizer: Tokenizer, pattern: str, opens_objects: bool
+) -> None:
+    assert tokenizer.eos_token_id is not None
+    ends = (tokenizer.eos_token_id,)
+    compiler = GrammarCompiler(str(folder), VOCAB_SIZE, ends, opens_objects=opens_objects)
+    text = {"type": "string", "enum": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": text, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "patternProperties": {pattern: {}},
+        "additionalProperties": False,
+    }
+    row = follow(compiler, Grammar("json_schema", json.dumps(schema)))
+    after = [tokenizer.decode([i]) for i in allowed(row, tokenizer.encode('{"a": "x", "b": 1'))]
+    assert "}" in after
+    assert "," not in after

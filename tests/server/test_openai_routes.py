@@ -218,6 +218,25 @@ async def test_a_request_that_takes_too_long_is_a_504(rig: Rig) -> None:
     assert error["type"] == "server_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_abort_is_an_error_since_clients_know_no_such_reason(
+    rig: Rig, route: str, stream: bool
+) -> None:
+    rig.engine.step_s = 0.05
+    body = {"ignore_eos": True, "max_tokens": 200, "rid": "me", "stream": stream}
+    prompt = {"messages": HI} if "chat" in route else {"prompt": "hi"}
+    running = asyncio.create_task(rig.http.post(route, json=body | prompt))
+    await meanwhile_until(lambda: rig.engine.running, "the request runs")
+    await asyncio.sleep(0.2)
+    await rig.http.post("/abort_request", json={"rid": "me"})
+    answer = await running
+    assert answer.status_code == (200 if stream else 503)
+    last = events(answer.text)[-1] if stream else answer.json()
+    assert last["error"]["code"] == "aborted"
+    assert '"abort"' not in answer.text
+
+
 async def test_a_stream_that_takes_too_long_ends_with_an_error_event(rig: Rig) -> None:
     rig.engine.step_s = 0.05  # so that the stream has begun when it ends
     body = {"prompt": "hi", "seed": LATE_SEED, "stream": True}

@@ -110,25 +110,6 @@ async def test_an_item_is_referred_to_by_its_id(rig: Served) -> None:
     assert refused.value.param == "input[0].id"
 
 
-async def test_a_call_that_was_cut_off_cannot_be_referred_to(rig: Served) -> None:
-    _, client = rig
-    body: Any = {"model": "default", "input": CALL.text, "tools": DECLARED}
-    whole = await client.responses.create(**body)
-    assert whole.usage is not None
-    num_cut = 0
-    for limit in range(1, whole.usage.output_tokens):
-        made = await client.responses.create(**body, max_output_tokens=limit)
-        item = made.output[-1]
-        if item.type != "function_call" or item.arguments in ("", PARIS, "{}"):
-            continue
-        num_cut += 1
-        told: Any = [{"type": "item_reference", "id": item.id}]
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.responses.create(model="default", input=told)
-        assert refused.value.param == "input[0].id"
-    assert num_cut
-
-
 async def test_reasoning_may_be_asked_for_encrypted(rig: Served) -> None:
     """Clients that store nothing ask for it. It comes as text, which they send back."""
     _, client = rig

@@ -106,6 +106,78 @@ ANSWERS = {
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar",
         [CallBegun("get_weather"), Arguments('{"city": "Par')],
     ),
+    "qwen3_coder, bare": Answer(
+        "qwen3_coder",
+        None,
+        "I look.\n\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<function=now>\n</function>",
+        [Content("I look."), *WEATHER, *NOW],
+    ),
+    "qwen3_coder, bare without such a tool": Answer(
+        "qwen3_coder",
+        None,
+        "Write <function=name> and </function>.",
+        [Content("Write <function=name> and </function>.")],
+    ),
+    "qwen3_coder, ends of values missing": Answer(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=days>\n2\n"
+        "<parameter=city>\nParis\n</function>",
+        [*WEATHER, *call("get_weather", '{"days": 2, "city": "Paris"}')],
+    ),
+    "qwen3_coder, end of the function missing": Answer(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</tool_call>\nDone.",
+        [*WEATHER, Content("Done.")],
+    ),
+    "qwen3_coder, marks in a value": Answer(
+        "qwen3_coder",
+        None,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n<parameter=x>\n</function> a\n"
+        "<parameter=city>\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n"
+        "</tool_call>",
+        call(
+            "get_weather",
+            '{"city": "<parameter=x>\\n</function> a\\n<parameter=city>", "days": 2}',
+        ),
+    ),
+    "qwen3_coder, reasoning without its end": Answer(
+        "qwen3_coder",
+        "qwen3",
+        "I need <tool_call>, so:\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        [Reasoning("I need <tool_call>, so:"), *NOW],
+        prompt_tail="<|im_start|>assistant\n<think>\n",
+    ),
+    "hermes, reasoning without its end": Answer(
+        "qwen25",
+        "qwen3",
+        '<think>\nHm.\n<tool_call>\n{"name": "get_weather", "arguments": ' + PARIS + "}\n"
+        '</tool_call>\n<tool_call>\n{"name": "now"}\n</tool_call>',
+        [Reasoning("Hm."), *WEATHER, *NOW],
+    ),
+    "hermes, a call amid reasoning": Answer(
+        "hermes",
+        "qwen3",
+        '<think>\nMaybe <tool_call>{"name": "now"}</tool_call>.\n</think>\n\nNo.',
+        [Reasoning('Maybe <tool_call>{"name": "now"}</tool_call>.'), Content("No.")],
+    ),
+    "hermes, reasoning cut off after a mark": Answer(
+        "hermes",
+        "qwen3",
+        "<think>\nMaybe <tool_call>, but",
+        [Reasoning("Maybe <tool_call>, but")],
+    ),
+    "hermes, without arguments": Answer(
+        "hermes",
+        None,
+        '<tool_call>\n{"name": "now"}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": null}\n</tool_call>',
+        [*NOW, *NOW],
+    ),
     "llama3": Answer(
         "llama3",
         None,
@@ -188,6 +260,13 @@ ANSWERS = {
         None,
         "<|tool_calls_section_begin|> <|tool_call_begin|> now:0 <|tool_call_argument_begin|> {}",
         call("now", "{}", "now:0"),
+    ),
+    "glm45, ends of values missing": Answer(
+        "glm45",
+        None,
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris<arg_key>days</arg_key>"
+        "<arg_value>2</tool_call>",
+        WEATHER,
     ),
     "glm45": Answer(
         "glm45",

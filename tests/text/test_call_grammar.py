@@ -204,6 +204,7 @@ AMID_CONTENT = [
     ("hermes", "No < call"),
     ("hermes", ANSWERS["hermes"].text + "{done}"),
     ("llama3", ANSWERS["llama3 with its tag"].text.replace('"type": "function", ', "")),
+    ("qwen3_coder", ANSWERS["qwen3_coder, bare"].text + "\n</tool_call>"),
     ("llama3", " \n"),
     ("llama3", "No {call};"),
     ("mistral", ANSWERS["mistral since 2025"].text.replace("[CALL_ID]Xy1", "")),
@@ -248,6 +249,21 @@ def closed(tools: dict[str, Any]) -> dict[str, Any]:
         ("", {"type": "string"}),
         ([1, {"a": None}], {"type": "array"}),
         ("a string", {"type": ["string", "null"]}),
+        ("12", {"type": ["integer", "string"]}),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}),
+        (None, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ("nullify", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ("null", {"type": "string"}),
+        ("[1]", {"oneOf": [{"type": "array", "items": {}}, {"$ref": "#/$defs/text"}]}),
+        ("true", {"$ref": "#/$defs/text"}),
+        ("7", {"allOf": [{"$ref": "#/$defs/text"}, {"minLength": 0}]}),
+        ("1", {"enum": ["1", "2", 3]}),
+        (3, {"enum": ["1", "2", 3]}),
+        ("2", {"anyOf": [{"enum": ["1", "2"]}, {"type": "null"}]}),
+        (None, {"anyOf": [{"enum": ["1", "2"]}, {"type": "null"}]}),
+        ({"a": 1}, {"anyOf": [{"const": "all"}, {"$ref": "#/$defs/map"}]}),
+        ("all", {"anyOf": [{"const": "all"}, {"$ref": "#/$defs/map"}]}),
+        ("x", {"$ref": "#/$defs/deep"}),
         (-1.5, {"type": "number"}),
         (True, {"$ref": "#/$defs/flag"}),
     ],
@@ -260,9 +276,14 @@ def test_values_between_tags_are_what_the_schema_says(
         "type": "object",
         "properties": {"it": schema, "more": {"type": "integer"}},
         "required": ["it"],
-        "$defs": {"flag": {"type": "boolean"}},
+        "$defs": {
+            "flag": {"type": "boolean"},
+            "text": {"type": "string"},
+            "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+            "deep": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/text"}]},
+        },
     }
-    written = value if isinstance(value, str) and schema["type"] == "string" else json.dumps(value)
+    written = value if isinstance(value, str) else json.dumps(value)
     texts = {
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=it>\n{}\n</parameter>\n"
         "</function>\n</tool_call>",

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,19 +153,63 @@ def test_a_template_that_refuses_every_form_says_why_of_the_first(
         tokenizer.render_chat(_SAID)
 
 
-@pytest.mark.parametrize(
-    "written", ["{{ arguments | tojson }}", "{{ '' + arguments }}", "{{ arguments }}"]
-)
+TAGGED = "{% for key, value in arguments.items() %}<{{ key }}>{{ value }}{% endfor %}"
+WAYS_OF_ARGUMENTS = {
+    "{{ arguments | tojson }}": '{"city": "Rome"}',
+    "{{ '' + arguments }}": '{"city": "Rome"}',
+    "{{ arguments }}": '{"city": "Rome"}',
+    "{{ arguments if arguments is string else arguments | tojson }}": '{"city": "Rome"}',
+    TAGGED: "<city>Rome",
+}
+
+
+def with_arguments(folder: Path, tmp_path: Path, written: str) -> Tokenizer:
+    """A tokenizer whose template writes contents, and calls in this way."""
+    each = "{% for c in m.tool_calls or [] %}{% set arguments = c.function.arguments %}"
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}"
+        + f"{{{{ m.content }}}}{each}{written}{{% endfor %}}{{% endfor %}}"
+    )
+    return Tokenizer.load(str(folder), str(template))
+
+
+def calling(*arguments: str) -> dict[str, Any]:
+    calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("written", WAYS_OF_ARGUMENTS)
 def test_arguments_of_calls_are_objects_or_texts_as_the_template_wants(
     byte_level_folder: Path, tmp_path: Path, written: str
 ) -> None:
-    template = tmp_path / "template.jinja"
-    each = "{% set arguments = m.tool_calls[0].function.arguments %}" + written
-    template.write_text("{% for m in messages %}" + each + "{% endfor %}")
-    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
-    call = {"function": {"name": "f", "arguments": '{"city": "Rome"}'}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert tokenizer.render_chat([message]) == '{"city": "Rome"}'
+    tokenizer = with_arguments(byte_level_folder, tmp_path, written)
+    prompt = WAYS_OF_ARGUMENTS[written]
+    assert tokenizer.render_chat([calling('{"city": "Rome"}')]) == prompt
+    # A tool's result may quote them as Python writes them.
+    result = {"role": "tool", "content": "ran {'city': 'Rome'}"}
+    told = tokenizer.render_chat([calling('{"city": "Rome"}'), result])
+    assert told == prompt + "ran {'city': 'Rome'}"
+
+
+@pytest.mark.parametrize("written", WAYS_OF_ARGUMENTS)
+@pytest.mark.parametrize("cut", ['{"city": "Ro', '{"city": ', '{"ci', "{", "it is"])
+def test_arguments_that_were_cut_off_are_written_up_to_the_cut(
+    byte_level_folder: Path, tmp_path: Path, written: str, cut: str
+) -> None:
+    tokenizer = with_arguments(byte_level_folder, tmp_path, written)
+    prompt = tokenizer.render_chat([calling('{"city": "Rome"}', cut, '{"city": "Rome"}')])
+    whole = WAYS_OF_ARGUMENTS[written]
+    readable = {'{"city": "Ro': "<city>Ro", "it is": "<arguments>it is"}.get(cut, "")
+    assert prompt == whole + (readable if written == TAGGED else cut) + whole
+
+
+def test_a_template_that_refuses_the_probe_gets_objects(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    refusing = "{{ raise_exception('no') if c.function.name == 'probe' }}{{ arguments | tojson }}"
+    tokenizer = with_arguments(byte_level_folder, tmp_path, refusing)
+    assert tokenizer.render_chat([calling('{"city":"Rome"}')]) == '{"city": "Rome"}'
 
 
 def test_ids_of_special_tokens_are_found_by_their_texts(byte_level_tokenizer: Tokenizer) -> None:

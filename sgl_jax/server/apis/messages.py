@@ -10,7 +10,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, Tag
-from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_json
@@ -31,6 +30,7 @@ from sgl_jax.server.errors import (
     MessagesError,
     client_names,
     messages_error,
+    refuse_abort,
 )
 from sgl_jax.server.fields import (
     Items,
@@ -46,9 +46,9 @@ from sgl_jax.server.offered_tools import HostedTool, tool_kind
 from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat
+from sgl_jax.text.call_arguments import readable_part
 
 _MAX_BLOCKS = 16_384
-_Id = Annotated[str, Field(max_length=256)]
 
 
 class TextBlock(Part):
@@ -67,8 +67,8 @@ class ThinkingBlock(Part):
 
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
-    id: _Id
-    name: FunctionName
+    id: str
+    name: str
     input: dict[str, Any]
 
 
@@ -77,7 +77,7 @@ _Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
-    tool_use_id: _Id
+    tool_use_id: str
     content: _Text = ""
 
 
@@ -322,8 +322,7 @@ class MessagesFormat(PartsFormat):
         self._report = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        if chunk.finish is not None and chunk.finish.type == "abort":
-            raise ApiError(503, chunk.finish.message or "the request was aborted", code="aborted")
+        refuse_abort(chunk.finish)
         return super().event(index, chunk, stream)
 
     def failure(self, error: ApiError) -> bytes:
@@ -373,5 +372,5 @@ def _block(part: AnswerPart) -> dict[str, Any]:
         case "reasoning":  # nothing is hidden, so there is nothing to sign
             return {"type": "thinking", "thinking": part.text, "signature": ""}
     written, _ = replace_in_json((part.text or "{}").encode())
-    arguments = from_json(written, allow_partial=True)
+    arguments = readable_part(written.decode(), has_cut_string=False)
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}

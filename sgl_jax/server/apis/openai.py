@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import DONE, AnswerFormat, event, json_response
-from sgl_jax.server.errors import ApiError
+from sgl_jax.server.errors import ApiError, refuse_abort
 from sgl_jax.server.fields import GenerationFields
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.openapi import answers
@@ -132,6 +132,8 @@ class OpenAIFormat(AnswerFormat):
         self._always_counts = bool(options and options.continuous_usage_stats)
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
+        if chunk.finish is not None:
+            refuse_abort(chunk.finish)
         usage: Usage | UnsetType | None = None if self._counts_at_end else UNSET
         if self._always_counts:
             usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
@@ -147,6 +149,8 @@ class OpenAIFormat(AnswerFormat):
         return event(self._type(*self._head, [], usage, self._chunk_object)) + DONE
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
+        for chunk in chunks:
+            refuse_abort(chunk.finish)
         choices = list(map(self._choice, range(len(chunks)), chunks, streams))
         return self._type(*self._head, choices, usage_of(streams, self._body.num_choices))
 

@@ -65,13 +65,13 @@ class MessageItem(Part):
 
 class CallItem(CalledFunction):
     type: Literal["function_call"]
-    call_id: _Id
+    call_id: str
     namespace: str | None = Field(default=None, description="of the function")
 
 
 class CallOutputItem(Part):
     type: Literal["function_call_output"]
-    call_id: _Id
+    call_id: str
     output: _Text
 
 
@@ -224,30 +224,41 @@ class ResponsesBody(RequestFields):
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """The items as messages of a chat: calls are part of the assistant's message."""
+    """The items as messages of a chat: calls and reasoning are part of the assistant's message."""
     messages: list[Message] = []
     thought = ""
     for item in items:
+        is_own = isinstance(item, CallItem) or getattr(item, "role", "") == "assistant"
+        if isinstance(item, ReasoningInput):
+            thought += "".join(part.text for part in item.content or ())
+            continue
+        if thought and not is_own:  # the answer was cut off before its text
+            messages.append(_assistant("", thought))
+            thought = ""
         match item:
-            case ReasoningInput():
-                thought += "".join(part.text for part in item.content or ())
-                continue
             case CallOutputItem():
                 text = joined_text(item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            case MessageItem(role="assistant"):
+                messages.append(_assistant(joined_text(item.content), thought))
             case MessageItem():
                 messages.append({"role": item.role, "content": joined_text(item.content)})
             case CallItem():
                 if not messages or messages[-1]["role"] != "assistant" or thought:
-                    messages.append({"role": "assistant", "content": ""})
+                    messages.append(_assistant("", thought))
                 name = offered_name(item.namespace, item.name)
                 function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
-        if thought and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = thought
         thought = ""
+    if thought:
+        messages.append(_assistant("", thought))
     return messages
+
+
+def _assistant(content: str, thought: str) -> Message:
+    own: Message = {"role": "assistant", "content": content}
+    return own | ({"reasoning_content": thought} if thought else {})
 
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=JsonRoute)
@@ -294,7 +305,7 @@ def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
 
     Raises:
         ApiError: 404 for an item that is not stored, or that an earlier reference names.
-        InvalidRequestError: an item that cannot be part of an input, such as a call cut off.
+        InvalidRequestError: an item that cannot be part of an input.
     """
     items = body.items
     unused = dict[str, dict[str, Any]]()  # id of a response -> its items by their ids

@@ -1,13 +1,14 @@
 """The parts of a tool's parameters that count if its arguments are not written as JSON."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from sgl_jax.core.grammar import is_lenient
 
 # Keywords that constrain an object beyond its properties.
 _BEYOND_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "not", "if")
-_ROOT = ("$defs", "definitions", "x-guidance")
+_OPTIONS = "x-guidance"
+_ROOT = ("$defs", "definitions", _OPTIONS)
 
 
 class ArgumentSchema(NamedTuple):
@@ -19,6 +20,17 @@ class ArgumentSchema(NamedTuple):
     properties: Mapping[str, Any]
     required: Set[str]
     root: Mapping[str, Any]
+
+    def form_of(self, name: str) -> "ValueForm":
+        """The form of argument `name`, which the schema need not declare."""
+        scope = {**self.root, "properties": self.properties}
+        return ValueForm.of(self.properties.get(name, {}), scope)
+
+    @classmethod
+    def read(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
+        """Read the parts of `schema` that a reader needs; no schema is refused."""
+        schema = next(_alternatives(schema, schema), {})
+        return cls.of({**schema, _OPTIONS: {"lenient": True}, "required": []})
 
     @classmethod
     def of(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
@@ -38,3 +50,92 @@ class ArgumentSchema(NamedTuple):
             properties = {}
         root = {name: schema[name] for name in _ROOT if name in schema}
         return cls(properties, properties.keys() & required, root)
+
+
+class ValueForm(NamedTuple):
+    """The notation of a value where strings have no quotes. A text is a string if it may be one.
+
+    is_text: any text is a string.
+    has_null: the word `null` is not a string, although others are.
+    texts: the only strings, from `enum` and `const`.
+    others: schemas of the values that are no strings, which are written as JSON.
+    """
+
+    is_text: bool
+    has_null: bool
+    texts: Sequence[str]
+    others: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, schema: Any, scope: Mapping[str, Any]) -> "ValueForm":
+        """Resolve `schema`, whose references start at `scope`. Without a type, it is JSON."""
+        texts, others = list[str](), list[Mapping[str, Any]]()
+        is_text = has_null = False
+        for each in _alternatives(schema, scope):
+            types = each.get("type")
+            types = types if isinstance(types, list) else [types]
+            has_null |= "null" in types
+            if "enum" in each or "const" in each:
+                given = each.get("enum", [each.get("const")])
+                values = given if isinstance(given, list) else []
+                texts += [value for value in values if isinstance(value, str)]
+                rest = [value for value in values if not isinstance(value, str)]
+                if rest:
+                    kept = {key: value for key, value in each.items() if key != "const"}
+                    others.append({**kept, "enum": rest})
+                continue
+            is_text |= "string" in types
+            if types != ["string"]:
+                rest = [name for name in types if name != "string"]
+                others.append({**each, "type": rest} if "string" in types else each)
+        return cls(is_text, has_null, [*dict.fromkeys(texts)], others)
+
+    def is_string(self, text: str) -> bool:
+        """True if `text`, a whole value, is a string rather than JSON."""
+        return self.is_text or text in self.texts or not self.others
+
+
+def _alternatives(schema: Any, scope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas, one of which a value of `schema` has to follow.
+
+    They have no alternatives and references at their top. Each reference is followed once.
+    """
+    left, seen = [schema], set[str]()
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping):
+            each = {}
+        key = next((key for key in _JOINING if _is_joined(each.get(key))), None)
+        if key is None:
+            yield each
+            continue
+        rest = {name: value for name, value in each.items() if name != key}
+        value = each[key]
+        if key == "$ref":
+            if value not in seen:
+                seen.add(value)
+                left.append({**rest, **_target(value, scope)})
+        elif key == "allOf":
+            for part in value:
+                rest |= part
+            left.append(rest)
+        else:
+            left += [{**rest, **part} for part in reversed(value)]
+
+
+_JOINING = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+def _is_joined(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(part, Mapping) for part in value)
+    return isinstance(value, str)
+
+
+def _target(reference: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that `reference` names; empty if there is none."""
+    found: Any = scope
+    for name in reference.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

@@ -1,7 +1,8 @@
 """The table of a format of calls, from which its reader and its grammar are made.
 
 `call_reader` reads each call that `call_grammar` allows, and more: spaces anywhere, marks left out
-at the end of a call, JSON in any order.
+at the end of a value and of a call, JSON in any order. The exception is a string between tags with
+the marks in it that end its call.
 """
 
 import json
@@ -56,6 +57,8 @@ class CallForm(NamedTuple):
     mark: starts calls amid text; "" if they stand at the beginning of an answer only. If `begin` or
         `head` repeats it, all calls together or each call must have it; otherwise it is optional.
     names: pattern of valid names; None if a call is a JSON object and its name a string in it.
+    needs_known_name: only a call of one of the request's tools is a call.
+    openings: the marks that calls of the same format begin with.
     """
 
     head: str
@@ -67,6 +70,8 @@ class CallForm(NamedTuple):
     mark: str = ""
     arguments: ArgumentForm = JsonArguments()
     names: str | None = r"[\w.-]+"
+    needs_known_name: bool = False
+    openings: tuple[str, ...] = ()
 
     def named(self, tool: str) -> str:
         """The text before the arguments of `tool`. Raises ValueError for an invalid name."""
@@ -95,6 +100,12 @@ class CallForm(NamedTuple):
     @property
     def closing_marks(self) -> list[str]:
         return re.findall(_MARK, self.tail)
+
+    @property
+    def ends(self) -> dict[str, list[str]]:
+        """Each mark that ends a call, and the marks that may follow it."""
+        marks = self.closing_marks
+        return {mark: [*marks[at:], *self.openings] for at, mark in enumerate(marks, 1)}
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -132,6 +143,14 @@ class ToolFormat(NamedTuple):
     messages: Messages | None = None
     reader: Callable[[Unread, Tools], Reading[None]] | None = None
     has_short_ids: bool = False
+
+    @property
+    def by_mark(self) -> dict[str, list[CallForm]]:
+        """The forms that are read after each mark amid text."""
+        found = dict[str, list[CallForm]]()
+        for form in (*self.forms, *self.also_read):
+            found.setdefault(form.mark, []).append(form.after_mark())
+        return found
 
     @property
     def marks(self) -> frozenset[str]:

@@ -44,8 +44,11 @@ class CallGrammar(NamedTuple):
         first, messages = self.format.first_of_calls, self.format.messages
         text = rf"/\s*([^\s{re.escape(first)}](?s:.*))?/"
         lines, marked = [f"text: {text}"], list[str]()
-        for number, mark in enumerate(dict.fromkeys(form.mark for form in self.format.forms)):
-            forms = tuple(form.after_mark() for form in self.format.forms if form.mark == mark)
+        own = {form.mark for form in self.format.forms}
+        # A call that the reader finds by another mark must be one of `tools`, too.
+        all_forms = [*self.format.forms, *(f for f in self.format.also_read if f.mark not in own)]
+        for number, mark in enumerate(dict.fromkeys(form.mark for form in all_forms)):
+            forms = tuple(form.after_mark() for form in all_forms if form.mark == mark)
             lines += self._calls(f"calls_{number}", forms, tools, special)
             if mark:
                 lines += free_text(f"text_{number}", mark, special, text)
@@ -94,7 +97,8 @@ class CallGrammar(NamedTuple):
 
     @property
     def _writers(self) -> list[ArgumentForm]:
-        return [*dict.fromkeys(form.arguments for form in self.format.forms)]
+        forms = (*self.format.forms, *self.format.also_read)
+        return [*dict.fromkeys(form.arguments for form in forms)]
 
 
 def _joined(*lines: Iterable[str]) -> str:

@@ -16,11 +16,13 @@ def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading
     if tool_format.reader is not None:
         yield from tool_format.reader(unread, tools)
         return
-    forms = [form.after_mark() for form in (*tool_format.forms, *tool_format.also_read)]
-    if tool_format.first_of_calls and (yield from _calls(unread, forms, tools, "")):
-        yield from unread.skip_space()
-    while lead := (yield from unread.pass_on(Content, [tool_format.forms[0].mark])):
-        if (yield from _calls(unread, forms, tools, lead)):
+    by_mark = tool_format.by_mark
+    if tool_format.first_of_calls:
+        forms = [form for alike in by_mark.values() for form in alike]
+        if (yield from _calls(unread, forms, tools, "")):
+            yield from unread.skip_space()
+    while lead := (yield from unread.pass_on(Content, [*by_mark])):
+        if (yield from _calls(unread, by_mark[lead.lstrip()], tools, lead)):
             yield from unread.skip_space()
 
 
@@ -88,13 +90,16 @@ def _tagged_call(
         return False
     size = yield from unread.find(*([after] if after else [tags.begin, end]))
     name = unread.held[:size].strip() if size >= 0 else ""
-    if len(name.split()) != 1:
+    if len(name.split()) != 1 or (form.needs_known_name and name not in tools):
         yield Content(lead + before)
         return False
     unread.take(size + len(after))
     yield CallBegun(name)
-    values = TaggedArguments(unread, tools.get(name, {}), tags)
-    if not (yield from values.read()) or not (yield from unread.close(end)):
+    values = TaggedArguments(unread, tools.get(name, {}), tags, form.ends)
+    if not (yield from values.read()):
+        return False
+    is_closed = yield from unread.close(end)
+    if not is_closed and not (more_ends and (yield from unread.comes(more_ends[0]))):
         return False
     yield from values.close()
     yield from _close(unread, more_ends)

@@ -78,7 +78,8 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Readin
 
     Args:
         lead: the text read before it, content if no such object comes.
-        known: names of tools; an object with another name is no call. None: any name is valid.
+        known: names of tools; an object with another name, or without arguments, is no call.
+            None: any name is valid, and arguments may be missing.
 
     Returns:
         True if there was one.
@@ -100,7 +101,7 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Readin
             return True
         size = end.feed(unread.held[num_seen:])
         if size >= 0:
-            call = _parsed(unread.held[: num_seen + size])
+            call = _parsed(unread.held[: num_seen + size], may_lack_arguments=known is None)
             if call is None or (known is not None and call[0] not in known):
                 break
             unread.take(num_seen + size)
@@ -132,13 +133,14 @@ def _name(text: str) -> str | None:
     return name
 
 
-def _parsed(text: str) -> tuple[str, str] | None:
+def _parsed(text: str, *, may_lack_arguments: bool) -> tuple[str, str] | None:
     """Name and arguments of a call; None if `text` is not one."""
     try:
         call: Any = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
-        given = next((call[name] for name in _ARGUMENTS if name in call), None)
+        found = [call[name] for name in _ARGUMENTS if call.get(name) is not None]
+        given = found[0] if found else ({} if may_lack_arguments else None)
         as_json(call)
         if isinstance(given, str):
             return call["name"], given

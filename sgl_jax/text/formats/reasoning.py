@@ -1,5 +1,6 @@
 """Formats of reasoning: text between two marks at the beginning of an answer."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl_jax.text.output_events import Reasoning
@@ -24,23 +25,35 @@ class ReasoningFormat(NamedTuple):
                 return "", closing
         return self.pairs[0]
 
-    def read(self, unread: Unread, prompt_tail: str) -> Reading[None]:
+    def read(self, unread: Unread, prompt_tail: str, call_marks: Sequence[str]) -> Reading[bool]:
         """Read reasoning if there is any, and leave the rest of the answer unread.
 
         Args:
             prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
                 or close an empty one, before the answer begins.
+            call_marks: the marks before calls. They are part of the reasoning if its end comes
+                after them.
+
+        Returns:
+            True if the reasoning has no end: then the rest, from the first of `call_marks`, is
+            reasoning up to the first call. All of the answer has arrived.
         """
         tail = prompt_tail.rstrip()
         for opening, closing in self.pairs:
             if tail.endswith(closing):
-                return
+                return False
             if tail.endswith(opening) or (yield from unread.comes(opening)):
                 yield from unread.skip(opening)  # it may repeat the end of the prompt
                 yield from unread.skip_space()
-                yield from unread.pass_on(Reasoning, [closing])
+                lead = yield from unread.pass_on(Reasoning, [closing, *call_marks])
+                if lead.lstrip() != closing:
+                    unread.held = lead + unread.held
+                    if (yield from unread.find(closing)) < 0:
+                        return True
+                    yield from unread.pass_on(Reasoning, [closing])
                 yield from unread.skip_space()
-                return
+                return False
+        return False
 
 
 _THINK = ("<think>", "</think>")

@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from sgl_jax.text.formats.argument_schema import ArgumentSchema
 from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
-from sgl_jax.text.output_events import Arguments, CallEnded, Content, as_json
+from sgl_jax.text.output_events import Arguments, CallEnded, as_json
 from sgl_jax.text.reader import Reading, Unread
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -36,54 +38,69 @@ class Tags(NamedTuple):
             for rule, key in zip(names, parts.properties, strict=True)
         )
         yield f"{name}: {' '.join(each)}" if names else f'{name}: ""'
-        for rule, (key, value) in zip(names, parts.properties.items(), strict=True):
+        for rule, key in zip(names, parts.properties, strict=True):
             yield f"{rule}: {literal(self.begin + key + self.after_name, special)} {rule}_value"
-            yield from self._value(f"{rule}_value", value, parts.root, special)
+            yield from self._value(f"{rule}_value", key, parts, special)
 
     def _value(
-        self, rule: str, schema: Any, root: Mapping[str, Any], special: SpecialIds
+        self, rule: str, key: str, parts: ArgumentSchema, special: SpecialIds
     ) -> Iterator[str]:
         """An argument's value and the text after it."""
-        end = literal(self.end, special)
-        if not isinstance(schema, dict):
-            schema = {}
-        if schema.get("type") != "string":
-            yield f"{rule}: {rule}_json {end}"
-            yield f"{rule}_json: {of_json({**root, **schema})}"
-        elif "enum" in schema or "const" in schema:
-            allowed = schema.get("enum", [schema.get("const")])
-            texts = [literal(text, special) for text in allowed if isinstance(text, str)]
-            yield f"{rule}: ({' | '.join(texts)}) {end}"
-        else:
+        form, end = parts.form_of(key), literal(self.end, special)
+        if form.is_text:
             yield from free_text(rule, self.end, special)
+            return
+        texts = [literal(text, special) for text in form.texts]
+        if form.others:
+            declared = parts.properties[key]
+            schema = declared if isinstance(declared, dict) else {}
+            if texts:
+                schema = {"anyOf": [*form.others]}
+            yield f"{rule}_json: {of_json({**parts.root, **schema})}"
+            texts.append(f"{rule}_json")
+        yield f"{rule}: ({' | '.join(texts)}) {end}"
 
 
 class TaggedArguments:
-    """The arguments of one call, handed out as a JSON object as they arrive."""
+    """The arguments of one call, handed out as a JSON object as they arrive.
 
-    def __init__(self, unread: Unread, schema: Mapping[str, Any], tags: Tags) -> None:
+    A value without its end mark ends at the next argument that the tool declares, or at the end of
+    the call, if nothing but another call comes after that.
+    """
+
+    def __init__(
+        self, unread: Unread, schema: Mapping[str, Any], tags: Tags, ends: Mapping[str, list[str]]
+    ) -> None:
+        """`ends`: each mark that ends a call, and the marks that may follow it."""
         self._unread = unread
-        properties = schema.get("properties")
-        self._properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+        self._schema = ArgumentSchema.read(schema)
         self._tags = tags
         self._end = tags.end.strip()
+        self._ends = ends
+        self._marks = [self._end, tags.begin, *ends]  # which may end a value
+        self._name_end, *self._before_value = tags.after_name.split()
         self._has_lines = tags.end.startswith("\n")  # a line end before each value and after it
         self._next = "{"
+        self._names = set[str]()  # of the arguments so far
 
     def read(self) -> Reading[bool]:
-        """Hand out all arguments; returns False if one of them breaks off."""
+        """Hand out all arguments; returns False if one of them breaks off.
+
+        The beginning of its JSON is handed out, too.
+        """
         unread = self._unread
-        name_end, *before_value = self._tags.after_name.split()
-        while (yield from unread.skip(self._tags.begin)):
-            size = yield from unread.find(name_end)
+        while (yield from unread.close(self._tags.begin)):
+            size = yield from unread.find(self._name_end)
             if size < 0:
+                yield Arguments(self._next + as_json(self._rest())[:-1])
                 return False
             name = unread.take(size).strip()
-            unread.take(len(name_end))
-            for mark in before_value:
-                if not (yield from unread.skip(mark)):
-                    yield Content(name)
+            unread.take(len(self._name_end))
+            for mark in self._before_value:
+                if not (yield from unread.close(mark)):
+                    yield Arguments(self._next + as_json(name))
                     return False
+            self._names.add(name)
             if not (yield from self._read_value(name)):
                 return False
         return True
@@ -97,29 +114,90 @@ class TaggedArguments:
         """Hand out an argument, a string as it arrives; returns whether its end came."""
         key = f"{self._next}{as_json(name)}: "
         self._next = ", "
-        declared = self._properties.get(name)
-        if isinstance(declared, dict) and declared.get("type") == "string":
+        form = self._schema.form_of(name)
+        is_null = form.has_null and (yield from self._unread.comes("null"))
+        if form.is_text and not is_null:
             yield Arguments(key + '"')
             return (yield from self._string())
-        size = yield from self._unread.find(self._end)
+        size = yield from self._find_end()
         if size < 0:
-            yield Content(name)
+            rest = self._rest()
+            is_json = rest and not form.is_string(rest) and _begins_json(rest)
+            yield Arguments(key + (rest if is_json else as_json(rest)[:-1]))
             return False
-        yield Arguments(key + _as_value(self._unread.take(size).strip()))
-        self._unread.take(len(self._end))
+        text = self._unread.take(size)
+        yield from self._unread.skip(self._end)
+        if form.is_string(text.strip()) and not (is_null and text.strip() == "null"):
+            yield Arguments(key + as_json(self._without_lines(text)))
+        else:
+            yield Arguments(key + _as_value(text.strip()))
         return True
+
+    def _rest(self) -> str:
+        """Read the rest of the text, which has ended."""
+        return self._unread.take(len(self._unread.held)).strip()
+
+    def _without_lines(self, text: str) -> str:
+        return text.removeprefix("\n").removesuffix("\n") if self._has_lines else text
 
     def _string(self) -> Reading[bool]:
         unread = self._unread
         if self._has_lines and (yield from unread.begins_with("\n")):
             unread.take(1)
-        lead = yield from unread.pass_on(lambda text: Arguments(as_json(text)[1:-1]), [self._end])
-        spaces = lead.removesuffix(self._end)
-        if self._has_lines:
-            spaces = spaces.removesuffix("\n")
-        if lead:
-            yield Arguments(as_json(spaces)[1:])
-        return bool(lead)
+        while lead := (
+            yield from unread.pass_on(lambda text: Arguments(as_json(text)[1:-1]), self._marks)
+        ):
+            mark = lead.lstrip()
+            unread.held = mark + unread.held
+            spaces, is_end = lead.removesuffix(mark), (yield from self._ends_value(mark))
+            if is_end and self._has_lines:
+                spaces = spaces.removesuffix("\n")
+            yield Arguments(as_json(spaces)[1:-1])
+            if is_end:
+                yield Arguments('"')
+                yield from unread.skip(self._end)
+                return True
+            yield Arguments(as_json(unread.take(len(mark)))[1:-1])
+        return False
+
+    def _find_end(self) -> Reading[int]:
+        """Characters before the end of a value; -1 if that does not come. Reads nothing."""
+        unread, before = self._unread, ""
+        while (size := (yield from unread.find(*self._marks))) >= 0:
+            before += unread.take(size)
+            mark = next(mark for mark in self._marks if unread.held.startswith(mark))
+            if (yield from self._ends_value(mark)):
+                break
+            before += unread.take(len(mark))
+        unread.held = before + unread.held
+        return -1 if size < 0 else len(before)
+
+    def _ends_value(self, mark: str) -> Reading[bool]:
+        """True if `mark`, which comes next, ends the value before it. Reads nothing."""
+        unread = self._unread
+        if mark == self._end:
+            return True
+        if mark == self._tags.begin:
+            size = yield from unread.find(self._name_end)
+            name = unread.held[len(mark) : size].strip() if size >= 0 else ""
+            return name in self._schema.properties and name not in self._names
+        unread.take(len(mark))
+        is_end = False
+        for following in self._ends[mark]:
+            is_end = is_end or (yield from unread.comes(following))
+        rest = unread.held.strip()
+        if unread.has_ended:
+            is_end = is_end or not rest or any(each.startswith(rest) for each in self._ends[mark])
+        unread.held = mark + unread.held
+        return is_end
+
+
+def _begins_json(text: str) -> bool:
+    try:
+        from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return False
+    return True
 
 
 def _as_value(text: str) -> str:

@@ -26,7 +26,7 @@ _LLAMA3 = CallForm(
     names=None,
 )
 
-# Qwen3-Coder, Qwen3.5: each value has lines of its own.
+# Qwen3-Coder, Qwen3.5: each value has lines of its own. The model often leaves <tool_call> out.
 _QWEN3_CODER = CallForm(
     mark="<tool_call>",
     head="<tool_call>\n<function=",
@@ -34,6 +34,10 @@ _QWEN3_CODER = CallForm(
     tail="</function>\n</tool_call>",
     between="\n",
     arguments=Tags("<parameter=", ">\n", "\n</parameter>\n"),
+    openings=("<tool_call>", "<function="),
+)
+_QWEN3_CODER_BARE = _QWEN3_CODER._replace(
+    mark="<function=", head="<function=", needs_known_name=True
 )
 
 # GLM 4.5 to 4.7.
@@ -44,6 +48,7 @@ _GLM45 = CallForm(
     tail="</tool_call>",
     between="\n",
     arguments=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    openings=("<tool_call>",),
 )
 
 # [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]; since 2025 [TOOL_CALLS]f[ARGS]{"a": 1},
@@ -102,7 +107,7 @@ _KIMI_K2 = CallForm(
 TOOL_FORMATS = {
     "hermes": ToolFormat((_HERMES,)),
     "qwen25": ToolFormat((_HERMES,)),
-    "qwen3_coder": ToolFormat((_QWEN3_CODER,)),
+    "qwen3_coder": ToolFormat((_QWEN3_CODER,), also_read=(_QWEN3_CODER_BARE,)),
     "llama3": ToolFormat((_LLAMA3,), first_of_calls="{;"),
     "mistral": _MISTRAL,
     "deepseekv3": ToolFormat((_DEEPSEEK_V3, _DEEPSEEK_V3_1)),

@@ -1,0 +1,123 @@
+"""Finds how a chat template takes the arguments of calls, and prepares a conversation for it.
+
+Decided once for each template with probe conversations, never by the text of a request: a tool's
+result may contain any text.
+"""
+
+import copy
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.output_events import as_json
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], str]
+
+_PROBE = {"probe_key": "probe value"}
+_CUT_OFF = '{"probe_key": "probe va'
+_DECLARED = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+PROBE_TOOLS = ({"type": "function", "function": _DECLARED},)
+
+
+class ArgumentUse(NamedTuple):
+    """The forms of arguments that a template can write.
+
+    takes_objects: an object is written as the model writes it, by JSON or by tags.
+    takes_text: a text is written as it is.
+    writes_json: an object is written as JSON on one line.
+    """
+
+    takes_objects: bool = True
+    takes_text: bool = False
+    writes_json: bool = False
+
+    @classmethod
+    def of(cls, render: Render) -> "ArgumentUse":
+        """Probe a template. `render` raises `InvalidRequestError` where the template refuses.
+
+        A template that refuses all probes is taken for one with objects, as most are.
+        """
+        by_object, by_text = (_probed(render, each) for each in (_PROBE, _CUT_OFF))
+        if by_object is by_text is None:
+            return cls()
+        return cls(
+            takes_objects=by_object is not None and repr(_PROBE) not in by_object,
+            takes_text=by_text is not None and _CUT_OFF in by_text,
+            writes_json=by_object is not None and json.dumps(_PROBE) in by_object,
+        )
+
+    def render(self, messages: Messages, render: Render) -> str:
+        """The prompt of `messages`, whose calls have their arguments as text.
+
+        Text that is not a JSON object, such as the arguments of an incomplete call, is written
+        unchanged. A template that writes objects by tags gets its readable part.
+        """
+        prepared = copy.deepcopy([*messages])
+        substitutes = dict[str, str]()  # JSON that the template writes -> the text in its place
+        for function in functions(prepared):
+            text = function["arguments"]
+            value = _as_object(text)
+            if value is not None:
+                function["arguments"] = value if self.takes_objects else text
+            elif self.writes_json and not self.takes_text:
+                stand_in = {uuid.uuid4().hex: ""}
+                function["arguments"] = stand_in
+                substitutes[json.dumps(stand_in)] = text
+            elif self.takes_objects and not self.takes_text:
+                function["arguments"] = readable_part(text, has_cut_string=True)
+        prompt = render(prepared)
+        for written, text in substitutes.items():
+            prompt = prompt.replace(written, text)
+        return prompt
+
+
+def functions(messages: Messages) -> Iterator[dict[str, Any]]:
+    """Yield the name and arguments of each call in `messages`."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]
+
+
+def readable_part(text: str, *, has_cut_string: bool) -> dict[str, Any]:
+    """Return the members of a JSON object that may break off.
+
+    Text that does not begin an object becomes the only member.
+
+    Args:
+        has_cut_string: include the last member if it is a string without its end.
+    """
+    try:
+        value = from_json(text, allow_partial="trailing-strings" if has_cut_string else True)
+        as_json(value)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _as_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in `text`; None if it is not one that UTF-8 can write."""
+    try:
+        value = json.loads(text)
+        as_json(value)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _probed(render: Render, arguments: Any) -> str | None:
+    """Render a conversation with one call; None if the template refuses it."""
+    call = {"name": "probe", "arguments": arguments}
+    calls = [{"id": "probe0001", "type": "function", "function": call}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "name": "probe", "tool_call_id": "probe0001", "content": "done"}
+    for after_question in ([said, result], [said]):
+        try:
+            return render([{"role": "user", "content": "probe"}, *after_question])
+        except InvalidRequestError:
+            continue
+    return None
