@@ -130,7 +130,7 @@ class Endings:
     async def error(self, i: int) -> str:
         """What cannot be served: too long for a row, or for a rank that does not exist."""
         prompt = generations()[i][0]
-        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": greedy(5000)}
+        body: dict[str, Any] = {"input_ids": [*prompt] * 1000, "sampling_params": greedy(5)}
         if i % 2:
             body = {"input_ids": prompt, "sampling_params": greedy(5), "dp_rank": 99}
         answer = await self._client.post("/generate", json=body)

@@ -69,7 +69,7 @@ def test_a_conversation_is_streamed_measured_stopped_and_reset(
 
 def test_a_refusal_is_shown_and_the_message_stays(plain_url: str, open_tab: OpenPage) -> None:
     page = open_tab(plain_url, expected_error="status of 400")
-    page.evaluate("document.getElementById('max-tokens').value = 10 ** 9")
+    page.evaluate("document.getElementById('max-tokens').value = -1")
     enter(page, "Hello.")
     wait_until(page, f"{IS_IDLE} && !document.getElementById('notice').hidden")
     assert "max_tokens" in page.text_content("#notice")
