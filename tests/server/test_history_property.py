@@ -319,10 +319,12 @@ def _message(deltas: Iterator[Any]) -> dict[str, Any]:
 
 
 def try_cases(name: str, folder: Path, num_cases: int) -> None:
+    """Try the same cases in each run, unless they are many."""
     with formatted(name, folder) as (rig, call):
 
         @settings(
             max_examples=num_cases,
+            derandomize=num_cases <= 200,
             database=None,
             suppress_health_check=[*HealthCheck],
             deadline=None,
