@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.surrogates import replace_in_json, replace_in_text
 from sgl_jax.text.output_events import as_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -60,7 +61,8 @@ class ArgumentUse(NamedTuple):
         prepared = copy.deepcopy([*messages])
         substitutes = dict[str, str]()  # JSON that the template writes -> the text in its place
         for function in functions(prepared):
-            text = function["arguments"]
+            replaced, _ = replace_in_json(replace_in_text(function["arguments"]).encode())
+            function["arguments"] = text = replaced.decode()
             value = _as_object(text)
             if value is not None:
                 function["arguments"] = value if self.takes_objects else text

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -63,6 +63,7 @@ def test_log_probabilities_of_a_prompt_are_written_beside_the_loop(has_logprobs:
 
     class Group:
         is_streaming = False
+        headers: ClassVar[dict[str, str]] = {}
         streams: tuple[()] = ()
         request = type("Request", (), {"receive": staticmethod(asyncio.Event().wait)})
 
