@@ -5,8 +5,10 @@ has the thread that converts the arguments of their callbacks.
 """
 
 import faulthandler
+import gc
 import os
 import sys
+from pathlib import Path
 
 from tests.quick_compilation import QUICK_FLAGS
 
@@ -44,3 +46,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     faulthandler.cancel_dump_traceback_later()
     if seconds:
         faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
+
+
+# A process may have 65,530 on Linux by default; XLA's compiler crashes at the limit.
+MOST_MAPS = 20_000
+_MAPS = Path("/proc/self/maps")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget compiled programs between modules if there are many: each has memory maps."""
+    if nextitem is None or nextitem.path == item.path or not _MAPS.exists():
+        return
+    if _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
