@@ -145,7 +145,7 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = [_section(title, body) for title, body in _BODIES if body.model_fields]
     return "\n".join([_HEAD, *sections, *_unserved_sections()])
 
@@ -199,7 +199,7 @@ def _notes(field: FieldInfo) -> str:
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
-    """A type as in JSON, with its range."""
+    """Return a type as in JSON, with its range."""
     if typing.get_origin(annotation) is typing.Annotated:
         inner, *more = typing.get_args(annotation)
         flat = [m for item in more for m in (item.metadata if _is_field(item) else [item])]

@@ -18,8 +18,8 @@ _BLOCK_NUMBERS = 2**22
 def with_stored_head(config: ModelConfig, folder: Path, load_format: str) -> ModelConfig:
     """Return `config`, untied if the safetensors in `folder` have a head other than the embeddings.
 
-    Training may end with a head of its own although config.json still ties it. Compares all
-    numbers of both, a block of rows at a time, and stops at the first difference.
+    Some fine-tuned checkpoints have a separate head although config.json still ties it. Compares
+    all numbers of both, a block of rows at a time, and stops at the first difference.
 
     Raises CheckpointError for files that cannot be read.
     """

@@ -61,12 +61,12 @@ class TensorFiles:
         return num_items * _ITEM_BYTES[lazy.get_dtype()]
 
     def type_of(self, name: str) -> str:
-        """The type of a tensor's elements, as safetensors names it."""
+        """Return the type of a tensor's elements, as safetensors names it."""
         stored: str = self._tensors[name].get_dtype()
         return stored
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self._file_of[name]
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
@@ -112,7 +112,8 @@ class _Float8File:
 
     @cached_property
     def _parts(self) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-        """The header, and all bytes after it in one mapping: a process may have 65,530 of these."""
+        """Return the header, and all bytes after it in one mapping: a process may have 65,530 of
+        these."""
         with self._path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))

@@ -22,10 +22,10 @@ _OPENING = ("additionalProperties", "unevaluatedProperties")
 # Keywords with schemas for other values: one, a list, or one for each name.
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames")
 _SEVERAL = ("prefixItems",)
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # A pattern of whole names in a group, and the text of one name in a pattern.
 _GROUP = re.compile(r"\^\((?:\?:)?([^()]*)\)\$")
 _NAME = re.compile(r"(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])*")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 Schema = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class _Closing:
         self._is_open = is_open
 
     def schema(self, schema: Schema, *, is_whole: bool) -> dict[str, Any]:
-        """The closed form of `schema`, which alone describes a value if it `is_whole`."""
+        """Return the closed form of `schema`, which alone describes a value if it `is_whole`."""
         schema = _without_patterns_of_names(schema)
         is_whole = is_whole and _num_parts(schema) <= 1
         reference = schema.get("$ref")
@@ -100,7 +100,7 @@ def _without_patterns_of_names(schema: Schema) -> Schema:
 
 
 def _names_of(pattern: str) -> set[str]:
-    """The names that `pattern` matches if it lists them, as in `^(a|b)$`; empty if not."""
+    """Return the names that `pattern` matches if it lists them, as in `^(a|b)$`; empty if not."""
     group = _GROUP.fullmatch(pattern)
     parts = pattern.split("|") if group is None else [f"^{part}$" for part in group[1].split("|")]
     names = [part[1:-1] for part in parts if re.fullmatch(r"\^.*\$", part)]
@@ -123,7 +123,7 @@ def _of_list(value: Any, closing: Callable[[Schema], Any]) -> Any:
 
 
 def _num_parts(schema: Schema) -> int:
-    """The number of parts of a schema that each describe properties of the same value."""
+    """Return the number of parts of a schema that each describe properties of the same value."""
     names_any = any(key in schema for key in ("properties", "patternProperties"))
     num_parts = names_any + ("$ref" in schema)
     num_parts += any(key in schema for key in ("if", "dependentSchemas"))

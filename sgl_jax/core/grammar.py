@@ -16,8 +16,6 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
 _OPTIONS = "x-guidance"  # the key under which llguidance finds its options in a schema
 _OPEN = "open_objects"  # our own among these options
-
-
 # The text of each special token -> its id.
 SpecialIds = Mapping[str, int]
 
@@ -64,7 +62,7 @@ def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
-    """True if `lenient` made `schema`."""
+    """Return True if `lenient` made `schema`."""
     options = schema.get(_OPTIONS)
     return isinstance(options, Mapping) and options.get("lenient") is True
 

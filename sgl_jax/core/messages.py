@@ -82,7 +82,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def holder_of(tenant: Tenant | None) -> str:
-    """The name under which a tenant's share is counted (`core.shares`)."""
+    """Return the name under which a tenant's share is counted (`core.shares`)."""
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 

@@ -40,7 +40,7 @@ class Range(NamedTuple):
     is_low_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """True if `value` is a finite number in the range."""
+        """Return True if `value` is a finite number in the range."""
         above = value > self.low if self.is_low_open else value >= self.low
         return math.isfinite(value) and above and value <= self.high
 
@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def grammar(self) -> Grammar | None:
-        """The constraint of the output."""
+        """Return the constraint of the output."""
         for kind in GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:

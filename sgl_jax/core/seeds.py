@@ -1,4 +1,4 @@
-"""Seeds of the choices of a request, made from its own seed as JAX folds numbers into keys."""
+"""Seeds of the choices of a request, derived from its seed as `jax.random.fold_in` does."""
 
 RANDOM_SEED = -1  # in a request: draw a seed, as other engines do
 

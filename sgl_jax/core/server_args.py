@@ -462,13 +462,13 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def storage_folder(self) -> Path | None:
-        """The folder of the store of blocks."""
+        """Return the folder of the store of blocks."""
         if self.hicache_storage_dir is None:
             return None if self.restore_cache is None else Path(self.restore_cache) / "blocks"
         return Path(self.hicache_storage_dir)
 
     def public(self) -> dict[str, Any]:
-        """All settings by name, with `***` in place of secrets."""
+        """Return all settings by name, with `***` in place of secrets."""
         return {
             field.name: "***" if field.metadata["secret"] and value is not None else value
             for field in dataclasses.fields(self)
@@ -477,7 +477,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def has_key_file(self) -> bool:
-        """True if each key of a file is a tenant."""
+        """Return True if each key of a file is a tenant."""
         return self.api_key_file is not None or self.admin_api_key_file is not None
 
     @property
@@ -486,7 +486,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the OpenAI API and in metrics."""
+        """Return the model's name in the OpenAI API and in metrics."""
         return self.served_model_name or Path(self.model_path).resolve().name
 
     @property
@@ -509,15 +509,15 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def places_experts(self) -> bool:
-        """True if experts are not dealt out in order, each to one chip."""
+        """Return True if experts are not dealt out in order, each to one chip."""
         return self.ep_num_redundant_experts > 0 or self.init_expert_location != "trivial"
 
     @property
     def has_draft_layer(self) -> bool:
-        """True if a layer drafts; NEXTN is SGLang's name for MTP."""
+        """Return True if a layer drafts; NEXTN is SGLang's name for MTP."""
         return self.speculative_algorithm in ("MTP", "NEXTN", "EAGLE3")
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens drafted per request and step; 0 without speculative decoding."""
+        """Return tokens drafted per request and step; 0 without speculative decoding."""
         return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens

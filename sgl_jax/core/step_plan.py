@@ -77,7 +77,8 @@ class StatePlan(NamedTuple):
 
     @classmethod
     def from_nothing(cls, num_rows: int) -> "StatePlan":
-        """The plan of `num_rows` rows that start from the empty state and keep no snapshots."""
+        """Return the plan of `num_rows` rows that start from the empty state and keep no
+        snapshots."""
         zeros = np.zeros(num_rows, np.int32)
         return cls(zeros, zeros, np.zeros((0, 3), np.int32))
 
@@ -124,7 +125,7 @@ class RankPlan(NamedTuple):
         return int(self.q_lens.sum())
 
     def known_drafts(self, index: int) -> list[int]:
-        """The drafts in `drafts` of the row at `index`."""
+        """Return the drafts in `drafts` of the row at `index`."""
         if self.drafts is None or index >= self.num_decode:
             return []
         drafts: list[int] = self.drafts[index, : self.q_lens[index] - 1].tolist()
@@ -132,7 +133,7 @@ class RankPlan(NamedTuple):
 
     @property
     def num_drafts(self) -> Int32Array:
-        """Number of drafts of each row, int32[n]."""
+        """Return the number of drafts of each row, int32[n]."""
         drafts = np.zeros_like(self.q_lens)
         drafts[: self.num_decode] = self.q_lens[: self.num_decode] - 1
         return drafts

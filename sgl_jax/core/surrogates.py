@@ -15,8 +15,6 @@ _ESCAPED_HALF = re.compile(
 )
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 _HALF = re.compile("[\ud800-\udfff]")
-
-
 # Other threads run between two slices.
 _SLICE_BYTES = 2**20
 _PAIR_BYTES = 12
@@ -47,6 +45,12 @@ def _found(half: re.Pattern[bytes], data: bytes | bytearray) -> Iterator[re.Matc
         for found in half.finditer(data, start, end + _PAIR_BYTES):
             if found.start() < end:
                 yield found
+
+
+def replace_in_json_text(text: str) -> str:
+    """Return text that is JSON, or its beginning, with each half of a pair replaced."""
+    replaced, _ = replace_in_json(replace_in_text(text).encode())
+    return replaced.decode()
 
 
 def replace_in_text(text: str) -> str:

@@ -95,7 +95,7 @@ class Frontend:
 
     @property
     def num_open(self) -> int:
-        """Requests in flight."""
+        """Return requests in flight."""
         return len(self._streams)
 
     @property

@@ -11,7 +11,7 @@ _GIVEN_UP = "the output could not be held to its grammar any longer: "
 
 
 def step_masks(plan: StepPlan, scheduler: Scheduler) -> list[Int32Array]:
-    """The masks of a masked step in flight, after all earlier results were read.
+    """Return the masks of a masked step in flight, after all earlier results were read.
 
     For each rank int32[rows, 1 + max_draft_tokens, words], a bit for each token of the vocabulary;
     all bits are set for a row without a grammar. Tokens that a grammar forces become events of the

@@ -298,7 +298,7 @@ class KVEventPublisher:
 def open_kv_events(
     config: KVEventsConfig, memories: Sequence[RankMemory]
 ) -> KVEventPublisher | None:
-    """The publisher of `config`, if it has one. Call it before the first lease.
+    """Return the publisher of `config`, if it has one. Call it before the first lease.
 
     Raises ValueError as `KVEventPublisher`.
     """
@@ -316,7 +316,7 @@ def open_kv_events(
 
 
 def _of_rank(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of a rank: rank 0 has the given one."""
+    """Return the endpoint of a rank: rank 0 has the given one."""
     if not dp_rank:
         return endpoint
     address, colon, port = endpoint.rpartition(":")

@@ -56,7 +56,8 @@ class RequestChecks:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Most characters of a prompt. Longer ones would have too many tokens, and are not encoded.
+        """Return the most characters of a prompt. Longer ones would have too many tokens, and are
+        not encoded.
 
         The longest tokens are runs of spaces or dashes, which no real text consists of. So a long
         prompt may have at most `_MOST_CHARS_PER_TOKEN` characters per token on average.

@@ -96,7 +96,7 @@ class RequestStream:
 
     @property
     def has_ended(self) -> bool:
-        """True if no more output follows: it has finished, or failed."""
+        """Return True if no more output follows: it has finished, or failed."""
         return self.finish is not None or self.error is not None
 
     @property
@@ -147,7 +147,7 @@ class RequestStream:
         return True
 
     def take(self) -> Chunk | None:
-        """The output since the last call; None if there is none.
+        """Return the output since the last call; None if there is none.
 
         Raises:
             EngineDeadError, ShuttingDownError: the engine ended, or the server stopped waiting,
@@ -215,8 +215,8 @@ class Tracer(Protocol):
         ...
 
     def begin(self) -> Callable[[RequestStream], None]:
-        """A request arrives in the current context; the result is called once, with its stream,
-        when that has ended."""
+        """A request arrives in the current context; the result is called once, with its
+        stream, when that has ended."""
         ...
 
     def close(self) -> None:

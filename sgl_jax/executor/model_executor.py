@@ -86,7 +86,7 @@ class LaunchedStep:
 
     @property
     def has_ended(self) -> bool:
-        """True once its result can be read without waiting."""
+        """Return True once its result can be read without waiting."""
         tokens: Any = None if self.output is None else self.output.tokens
         return tokens is not None and bool(tokens.is_ready())
 
@@ -312,7 +312,7 @@ class ModelExecutor(Executor):
             self._state = self._host_store.transfer(self._state, transfers)
 
     def look_at_store(self) -> list[bool]:
-        """The answers of the store since the last call: `StoreTransfers.look`."""
+        """Return the answers of the store since the last call: `StoreTransfers.look`."""
         return [] if self._host_store is None else self._host_store.look_at_store()
 
     def give_up_store(self) -> None:
@@ -328,17 +328,17 @@ class ModelExecutor(Executor):
             self._host_store.set_fingerprint(fingerprint)
 
     def store_fingerprint(self) -> str:
-        """The fingerprint in the store's keys."""
+        """Return the fingerprint in the store's keys."""
         assert self._host_store is not None, "there is a store"
         return self._host_store.fingerprint
 
     def _kv_fingerprint(self) -> str:
-        """A hash of all that decides about the contents of a block, but its tokens."""
+        """Return a hash of all that decides about the contents of a block, but its tokens."""
         weights = weights_fingerprint(self._weights)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
     def ended_transfers(self) -> list[TransferEnd]:
-        """The transfers that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         return [] if self._host_store is None else self._host_store.ended()
 
     def reset(self) -> None:
@@ -379,8 +379,8 @@ class ModelExecutor(Executor):
         self.info["model_path"] = model_path
 
     def _try_to_update(self, model_path: str) -> _LoadFailure | None:
-        """The failure in words: an exception would keep the arrays that were loaded so far. If one
-        host fails, all do."""
+        """Return the failure in words: an exception would keep the arrays that were loaded so far.
+        If one host fails, all do."""
         weights: tuple[jax.Array, ...] = ()
         failure = None
         try:
@@ -431,7 +431,8 @@ class ModelExecutor(Executor):
         return time.perf_counter() - start
 
     def kv_absmax(self) -> Float32Array:
-        """The greatest |K| and |V| in the pools, [2, layers, kv_heads], copies of heads included.
+        """Return the greatest |K| and |V| in the pools, [2, layers, kv_heads], copies of heads
+        included.
 
         Includes tokens of the past, since `reset`, until others overwrite them; layers that share
         a pool's layer share its value. Not for pools of 8 bits.

@@ -118,7 +118,7 @@ class GrammarCompiler:
 
 
 def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
-    """A grammar of reasoning, which is free text up to `closing`, and then `grammar`.
+    """Return a grammar of reasoning, which is free text up to `closing`, and then `grammar`.
 
     The reasoning is optional and begins with `opening`, unless that is the empty text: then it has
     begun in the prompt. Both are literals of Lark's form.

@@ -105,7 +105,7 @@ class RequestMetrics:
         return self._rate
 
     def exposition(self, only_tenant: str | None = None) -> bytes:
-        """All metrics of the registry, in Prometheus' text format.
+        """Return all metrics of the registry, in Prometheus' text format.
 
         With `only_tenant`, figures by tenant are only that tenant's.
         """

@@ -94,7 +94,7 @@ class ModelConfig:
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """The model's layers, and the draft layer after them."""
+        """Return the model's layers, and the draft layer after them."""
         return self.layers if self.draft_layer is None else (*self.layers, self.draft_layer)
 
     @property
@@ -104,17 +104,17 @@ class ModelConfig:
 
     @property
     def moe(self) -> MoeConfig | None:
-        """The experts that sparse layers share; None without such layers."""
+        """Return the experts that sparse layers share; None without such layers."""
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
     @property
     def recurrence(self) -> GatedDeltaConfig | None:
-        """The shape of the recurrent layers; None without such layers."""
+        """Return the shape of the recurrent layers; None without such layers."""
         return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
 
     @property
     def latent(self) -> LatentConfig | None:
-        """The shape of latent attention, which all layers have or none."""
+        """Return the shape of latent attention, which all layers have or none."""
         return self.layers[0].latent
 
     @property
@@ -146,12 +146,12 @@ class ModelConfig:
 
     @property
     def draft_names(self) -> DraftNames | None:
-        """The names of the draft layer's tensors; None: the model has none."""
+        """Return the names of the draft layer's tensors; None: the model has none."""
         names = DRAFT_NAMES.get(self.architecture) if self.brings_draft_layer else None
         return names and DraftNames(*(own.format(self.num_layers) for own in names))
 
     def drafting(self) -> "ModelConfig":
-        """The model with its own draft layer. Raises ModelConfigError if it has none."""
+        """Return the model with its own draft layer. Raises ModelConfigError if it has none."""
         if self.draft_names is None:
             raise ModelConfigError(
                 f"{self.architecture} has no draft layer for --speculative-algorithm MTP: models "
@@ -164,7 +164,7 @@ class ModelConfig:
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
     def quantized(self, scheme: str) -> "ModelConfig":
-        """The model with its matrices quantized at load to the `scheme` of `--quantization`.
+        """Return the model with its matrices quantized at load to the `scheme` of `--quantization`.
 
         Raises ModelConfigError if they are quantized in the checkpoint, or cannot be.
         """
@@ -261,7 +261,7 @@ class Eagle3Head:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelConfigError."""
+    """Return the object in a JSON file. Raises ModelConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -353,7 +353,7 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All tokens that end a text; each file has an id, a list of ids, or neither."""
+    """Return all tokens that end a text; each file has an id, a list of ids, or neither."""
     ids: list[int] = []
     for source in (generation, raw):
         value = source.get("eos_token_id")

@@ -87,7 +87,8 @@ class BuildOptions(NamedTuple):
 
     @property
     def expert_axes(self) -> MeshAxes:
-        """The mesh axes that whole experts are dealt out over; None: chips share each expert."""
+        """Return the mesh axes that whole experts are dealt out over; None: chips share each
+        expert."""
         if self.ep_size == 1:
             return None
         return TENSOR_AXIS if self.ep_size == self.tp_size else MESH_AXES
@@ -324,7 +325,7 @@ class CausalLM(nnx.Module):
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        """Each layer's `reads`, see `DecoderLayer`."""
+        """Return each layer's `reads`, see `DecoderLayer`."""
         ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
         turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
         group_of = {
@@ -347,7 +348,8 @@ class CausalLM(nnx.Module):
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
     ) -> tuple[_Carry, jax.Array | None]:
-        """All layers of a stretch, and each turn's `count_experts`; `reads` of all layers."""
+        """Return all layers of a stretch, and each turn's `count_experts`; `reads` of all
+        layers."""
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
         remembered = {place: self._remembered_at(stretch, place) for place in places}
@@ -383,8 +385,8 @@ class CausalLM(nnx.Module):
         return lax.scan(run_period, carry, turns, unroll=unroll)
 
     def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
-        """The memory of the layers at `place` of a period: their group's pool, the first one's
-        place in the group, and the distance to the next period's place."""
+        """Return the memory of the layers at `place` of a period: their group's pool, the first
+        one's place in the group, and the distance to the next period's place."""
         places = range(stretch.first, stretch.first + stretch.period)
         for group in self.cache_groups:
             if place in group.layers:
@@ -406,7 +408,7 @@ class CausalLM(nnx.Module):
         return self.draft_layer.logits(hidden, self.logits)
 
     def is_spare(self, tensor: str) -> bool:
-        """True for tensors that a checkpoint may hold although no parameter needs them."""
+        """Return True for tensors that a checkpoint may hold although no parameter needs them."""
         own = self.architecture
         tied_head = self.lm_head is None and tensor == own.head_tensor
         layer = re.match(rf"{re.escape(own.body)}layers\.(\d+)\.", tensor)

@@ -74,7 +74,7 @@ class QuantizationConfig:
         return list(dict.fromkeys(rule.scheme.name for _, rule in self.rules if rule))
 
     def rule_of(self, module: str) -> Rule | None:
-        """The rule for a module by its name in the checkpoint; None: it is not quantized.
+        """Return the rule for a module by its name in the checkpoint; None: it is not quantized.
 
         A pattern fits a layer's module if it does with any prefix of layers.
         """
@@ -89,17 +89,17 @@ class QuantizationConfig:
         return None
 
     def of_layer(self, layer: int) -> tuple[tuple[str, Rule], ...]:
-        """The rules of a layer's modules, by their names relative to it."""
+        """Return the rules of a layer's modules, by their names relative to it."""
         return self.under(f"{_BODIES[0]}.layers.{layer}.")
 
     def under(self, prefix: str) -> tuple[tuple[str, Rule], ...]:
-        """The same for a layer whose modules' names begin with `prefix`."""
+        """Return the same for a layer whose modules' names begin with `prefix`."""
         found = ((module, self.rule_of(prefix + module)) for module in MODULES)
         return tuple((module, rule) for module, rule in found if rule is not None)
 
 
 def rule_of_module(rules: tuple[tuple[str, Rule], ...], module: str) -> Rule | None:
-    """The rule of a layer's module; `module` is relative to the layer."""
+    """Return the rule of a layer's module; `module` is relative to the layer."""
     return dict(rules).get(of_first_expert(module))
 
 

@@ -15,7 +15,7 @@ _ALL = "Linear"  # the class of all matrices, as a target
 
 
 def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    """The contents of `quantization_config` in config.json's `raw`; None if it is absent.
+    """Return the contents of `quantization_config` in config.json's `raw`; None if it is absent.
 
     Raises ModelConfigError for schemes that are not supported.
     """
@@ -276,7 +276,7 @@ def _size(given: Mapping[str, Any], name: str) -> int:
 
 
 def _group_or_all(given: Mapping[str, Any], name: str) -> int | None:
-    """A size of groups; -1 stands for one group of all inputs."""
+    """Return a size of groups; -1 stands for one group of all inputs."""
     return None if given.get(name) == -1 else _size(given, name)
 
 

@@ -134,7 +134,7 @@ class LiveRequests:
 
     @property
     def _num_counted(self) -> int:
-        """Requests that count towards the limit: all but a probe."""
+        """Return requests that count towards the limit: all but a probe."""
         return len(self.by_rid) - (self._probe is not None)
 
     def _may_queue(self, message: GenerateRequest) -> bool:
@@ -358,8 +358,8 @@ class LiveRequests:
         self._tenants.queue(request.tenant, -1)
 
     def _age(self) -> int:
-        """The intervals of ageing that have passed. A request that arrived so much earlier than
-        another counts as so much more important, while it waits as well as while it runs."""
+        """Return the intervals of ageing that have passed. A request that arrived so much earlier
+        than another counts as so much more important, while it waits as well as while it runs."""
         interval_s = self.args.priority_aging_s
         return int(self.deadlines.now_s // interval_s) if interval_s else 0
 
@@ -398,7 +398,7 @@ def _refusal(
 
 
 def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
-    """The last output of a request that ends before its time."""
+    """Return the last output of a request that ends before its time."""
     return RequestOutput(
         rid=request.rid,
         token_ids=[],

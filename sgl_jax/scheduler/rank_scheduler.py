@@ -93,7 +93,7 @@ class RankScheduler:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Tokens of prompts that running requests have not computed."""
+        """Return tokens of prompts that running requests have not computed."""
         rows = self.running.active
         num_left = self.running.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
         return int(np.maximum(num_left, 0).sum())
@@ -128,7 +128,7 @@ class RankScheduler:
 
     @property
     def num_rows_left(self) -> int:
-        """Rows that are free, or available from idle sessions."""
+        """Return rows that are free, or available from idle sessions."""
         return self.memory.rows.num_free + self.memory.sessions.num_idle
 
     @property
@@ -137,16 +137,16 @@ class RankScheduler:
         return self.num_rows_left > 0
 
     def num_pages_at_most(self, request: Request) -> int:
-        """Pages that `request` would take if no running request read its prefix."""
+        """Return pages that `request` would take if no running request read its prefix."""
         return self.memory.request_pages(len(request.tokens) + 1)
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
-        """Pages that `request` would take: for its known tokens and one more, except pages that
-        running requests also read."""
+        """Return pages that `request` would take: for its known tokens and one more, except pages
+        that running requests also read."""
         return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
-        """Tokens of `request` that the tree, or its session's lease, has computed here."""
+        """Return tokens of `request` that the tree, or its session's lease, has computed here."""
         if request.kept_by is None:
             return cursor.length
         lease = request.session_lease(self.memory)
@@ -273,8 +273,8 @@ class RankScheduler:
             self._branch_lens[row].add(length)
 
     def branch_lens(self, row: int) -> list[int]:
-        """The positions where other prompts branch off from `row`'s: the cached length at its
-        admission, and the lengths shared with waiting requests."""
+        """Return the positions where other prompts branch off from `row`'s: the cached length at
+        its admission, and the lengths shared with waiting requests."""
         lens = list(self._branch_lens[row])
         if not self.running.request(row).kept_len:  # else nothing is published yet
             lease = self.memory.leases[row]
@@ -286,8 +286,8 @@ class RankScheduler:
         return lens
 
     def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
-        """The step's `rows` that run for the first time since their admission: index and row. Each
-        is returned once."""
+        """Return the step's `rows` that run for the first time since their admission: index and
+        row. Each is returned once."""
         if not self._starting:
             return []
         found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._starting]

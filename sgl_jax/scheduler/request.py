@@ -126,14 +126,14 @@ class Request:
         return self.state is RequestState.RUNNING or self.num_retractions > 0
 
     def tell_prompt_len(self) -> int | None:
-        """The prompt length of a session's turn, for its first output; None afterwards."""
+        """Return the prompt length of a session's turn, for its first output; None afterwards."""
         if self.is_prompt_told:
             return None
         self.is_prompt_told = True
         return self.prompt_len
 
     def session_lease(self, memory: RankMemory) -> KVLease | None:
-        """The lease that its session keeps on a rank, if the request can resume from it."""
+        """Return the lease that its session keeps on a rank, if the request can resume from it."""
         lease = None if self.kept_by is None else memory.sessions.idle_lease(self.kept_by)
         if lease is None:
             return None
@@ -146,7 +146,7 @@ class Request:
 
     @property
     def resumable_len(self) -> int:
-        """Tokens of its session's history that a turn may read from the session's lease."""
+        """Return tokens of its session's history that a turn may read from the session's lease."""
         return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:

@@ -145,9 +145,9 @@ class SharedTokens:
 
 
 def _most_after(num_shorter: int, num_older: int, num_tokens: int) -> int:
-    """The most tokens of a prompt that gets any of the short part: completed there, after
-    `num_shorter` tokens of shorter prompts, before steps of `num_tokens` would complete
-    `num_older` tokens of older prompts, and the prompt."""
+    """Return the most tokens of a prompt that gets any of the short part: completed there, after
+    `num_shorter` tokens of shorter prompts, before steps of `num_tokens` would complete `num_older`
+    tokens of older prompts, and the prompt."""
     if SHORT_PART * num_older <= (2 * SHORT_PART - 1) * num_tokens:
         return 0  # the next step completes one of up to a quarter of its tokens
     return max(num_older - SHORT_PART * num_shorter - 1, 0) // (SHORT_PART - 1)

@@ -114,7 +114,8 @@ class StepBuilder:
         return not self.retracted and not self._is_short
 
     def take_unservable(self) -> list[int]:
-        """The rows that do not fit the rank even alone, at least one: their requests must end."""
+        """Return the rows that do not fit the rank even alone, at least one: their requests must
+        end."""
         rows = self.unservable
         self.unservable, self._is_short = [], True
         return rows
@@ -237,8 +238,8 @@ class StepBuilder:
             self.most_tokens = NO_LIMIT  # of higher priorities
 
     def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
-        """The prefilling rows of priority `lowest` or higher in the order of their chunks, with the
-        prompt and scored tokens left after each; none after the last token."""
+        """Yield the prefilling rows of priority `lowest` or higher in the order of their chunks,
+        with the prompt and scored tokens left after each; none after the last token."""
         left, scored = self.chunk_size, self._max_scored
         running = self.rank.running
         for row in self._in_order():
@@ -271,8 +272,8 @@ class StepBuilder:
         return (self._needs.get(row) or self._count_needs(row))[0]
 
     def _count_needs(self, row: int) -> tuple[int, int]:
-        """The prompt tokens that `row` needs, and the number before the first scored position,
-        which use no scores of the step. They change only as the step is launched."""
+        """Return the prompt tokens that `row` needs, and the number before the first scored
+        position, which use no scores of the step. They change only as the step is launched."""
         running, committed = self.rank.running, int(self.rank.memory.rows.kv_committed_len[row])
         num_wanted = int(running.planned_len[row]) - committed
         num_unscored = max(int(running.score_start[row]) - committed, 0)
@@ -280,7 +281,8 @@ class StepBuilder:
         return num_wanted, num_unscored
 
     def prefilling_rows(self) -> list[int]:
-        """The rows with more than one token to compute, in this step or later, oldest first."""
+        """Return the rows with more than one token to compute, in this step or later, oldest
+        first."""
         running, committed_len = self.rank.running, self.rank.memory.rows.kv_committed_len
         return [
             row
@@ -290,7 +292,7 @@ class StepBuilder:
         ]
 
     def rows(self) -> RowIndex:
-        """The rows of the step: decode rows, then rows with a prefill chunk."""
+        """Return the rows of the step: decode rows, then rows with a prefill chunk."""
         if not self.chunks:
             return self.decode_rows
         return np.concatenate([self.decode_rows, np.array(list(self.chunks), np.intp)])

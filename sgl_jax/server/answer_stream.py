@@ -35,18 +35,19 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
-        """The event lines (`data: ...`) for one chunk of choice `index`."""
+        """Return the event lines (`data: ...`) for one chunk of choice `index`."""
 
     @abstractmethod
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        """The answer that is not streamed, to be written as JSON. A chunk is all of a choice."""
+        """Return the answer that is not streamed, to be written as JSON. A chunk is all of a
+        choice."""
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """Event lines after the last chunk."""
         return DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """The event lines that end a stream amid the answer."""
+        """Return the event lines that end a stream within an answer."""
         return b"data: %b\n\n" % envelope(error)
 
 
@@ -138,7 +139,7 @@ class StreamGroup:
         return batch
 
     async def collect(self) -> list[Chunk]:
-        """The one chunk of each request: unless it is streamed, all comes at the end."""
+        """Return the one chunk of each request: unless it is streamed, all comes at the end."""
         chunks: dict[int, Chunk] = {}
         async with self:
             while self.num_open:

@@ -29,7 +29,7 @@ _PAGES = Path(__file__).parent / "pages"
 
 
 def build_app(refs: References, keys: ApiKeys) -> FastAPI:
-    """The application over `refs`, for callers with one of `keys`; nothing is started."""
+    """Return the application over `refs`, for callers with one of `keys`; nothing is started."""
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),

@@ -103,7 +103,7 @@ class TextPart(StrictModel):
 class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = Field(
-        default=None, description="may be missing beside tool_calls or reasoning_content"
+        default=None, description="may be omitted if there are tool_calls or reasoning_content"
     )
     name: str | None = None
     reasoning_content: str | None = None
@@ -127,7 +127,7 @@ class ChatMessage(Part):
         return len(joined_text(self.content)) + calls
 
     def for_template(self) -> dict[str, Any]:
-        """The form that chat templates expect: one string, and no developers.
+        """Return the form that chat templates expect: one string, and no developers.
 
         The string is there without content, too: many templates add it to others.
         """
@@ -138,7 +138,7 @@ class ChatMessage(Part):
 
 
 def joined_text(content: str | list[Any] | None) -> str:
-    """A content's text; its parts, which have a `text` each, become lines."""
+    """Return a content's text; its parts, which have a `text` each, become lines."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content or ())
@@ -183,7 +183,8 @@ class ChatRequest(GenerationFields):
         tools: Sequence[Part] | None,
         **given: Any,
     ) -> "ChatRequest":
-        """The chat of another API's body: the fields that have one name in both, and `given`.
+        """Return the chat of another API's body: the fields that have one name in both, and
+        `given`.
 
         `tools` have the fields of a `FunctionDefinition`. Raises `InvalidRequestError` at the
         body's `field`.
@@ -212,13 +213,13 @@ class ChatRequest(GenerationFields):
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]] | None:
-        """The schema of arguments of each shown tool, by name; None without any."""
+        """Return the schema of arguments of each shown tool, by name; None without any."""
         functions = [tool.function for tool in self.shown_tools]
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
     def _choice(self) -> tuple[str, set[str]]:
-        """The mode, and the names of the tools that may be called."""
+        """Return the mode, and the names of the tools that may be called."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return "required", {function.name}
@@ -254,7 +255,8 @@ class ChatRequest(GenerationFields):
 
     @property
     def json_format(self) -> dict[str, Any] | None:
-        """The schema of the text of the answer; None: the text is no JSON, or need not be."""
+        """Return the schema of the text of the answer; None: the text is no JSON, or need not
+        be."""
         grammar = self.response_format.grammar() if self.response_format else {}
         return json.loads(grammar["json_schema"]) if "json_schema" in grammar else None
 

@@ -105,7 +105,7 @@ class ApiError(HTTPException):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The answer for `error`; any unknown exception is a defect of the server, a 500."""
+    """Return the answer for `error`; any unknown exception is a defect of the server, a 500."""
     match error:
         case ApiError():
             return error
@@ -124,7 +124,8 @@ def to_api_error(error: Exception) -> ApiError:
 def abort_error(
     finish: FinishReason, names: Mapping[str, str], for_client: Callable[[str], str]
 ) -> ApiError | None:
-    """The error behind an abort that carries an HTTP status, else None: then it is an ending.
+    """Return the error behind an abort that carries an HTTP status, else None: then it is an
+    ending.
 
     `names`: as for `client_names`; `for_client`: the engine's message as the caller may read it.
     """
@@ -155,7 +156,7 @@ def envelope(error: ApiError) -> bytes:
 
 
 def messages_error(error: ApiError) -> MessagesError:
-    """The same for Anthropic's clients. The field at fault is named in the message."""
+    """Return the same for Anthropic's clients. The field at fault is named in the message."""
     status, message = error.status_code, str(error.detail)
     other = "invalid_request_error" if status < 500 else "api_error"
     kind, details = _MESSAGES_KINDS.get(status, other), _MESSAGES_DETAILS.get(error.param or "")
@@ -167,7 +168,7 @@ def is_of_messages(path: str) -> bool:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """An error as a whole HTTP answer of route `path`."""
+    """Return an error as a whole HTTP answer of route `path`."""
     body = msgspec.json.encode(messages_error(error)) if is_of_messages(path) else envelope(error)
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 

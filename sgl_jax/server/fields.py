@@ -153,7 +153,7 @@ class RequestFields(StrictModel):
     )
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """The options of each prompt, as `RequestChecks.prepare` takes them. Raises
+        """Return the options of each prompt, as `RequestChecks.prepare` takes them. Raises
         `InvalidRequestError` for a list of another length, and for several ranks."""
         ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
         given = [(rank, name) for rank, name in ranks if rank is not None]
@@ -174,7 +174,7 @@ _MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may c
 
 
 def in_range(name: str, description: str | None = None) -> Any:
-    """A field that may be left out, held to the range of `name`."""
+    """Return a field that may be left out, held to the range of `name`."""
     low, high, is_low_open = RANGES[name]
     above, least = (low, None) if is_low_open else (None, low)
     return Field(default=None, gt=above, ge=least, le=high, description=description)
@@ -235,7 +235,7 @@ class SamplingFields(StrictModel):
         return self.n or 1
 
     def to_sampling(self, choice: int) -> SamplingParams:
-        """Return the engine's parameters; each choice has its own seed."""
+        """Return the engine's parameters; each choice has a different seed."""
         values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
@@ -326,7 +326,7 @@ class ResponseFormat(StrictModel):
     triggers: list[str] | None = Field(default=None, description="of a structural_tag")
 
     def grammar(self) -> dict[str, str]:
-        """The equal sampling parameter, by name; none for text."""
+        """Return the equal sampling parameter, by name; none for text."""
         if self.type == "json_object":
             return {"json_schema": '{"type": "object"}'}
         if self.type == "structural_tag":

@@ -38,7 +38,7 @@ async def prompt_requests(
     turn: SessionTurn | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
-    """The engine's requests for all choices of all `prompts`, one prompt after the other.
+    """Return the engine's requests for all choices of all `prompts`, one prompt after the other.
 
     Args:
         samplings: one of each choice, for each prompt.
@@ -84,7 +84,7 @@ def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams
 
 
 def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequest:
-    """The request in the tenant's namespace; a turn that names none is in its session's."""
+    """Return the request in the tenant's namespace; a turn that names none is in its session's."""
     if request.session is not None and not request.namespace:
         return request
     return msgspec.structs.replace(request, namespace=owner.namespace(request.namespace))
@@ -153,7 +153,8 @@ def _unpack(refs: References, ids: Ids) -> list[int]:
 
 
 def _client_of(request: Request) -> str:
-    """The client under whose name the text pool queues a request: a key's name, or an address."""
+    """Return the client under whose name the text pool queues a request: a key's name, or an
+    address."""
     caller = caller_of(request)
     if caller.name != ANONYMOUS.name:
         return caller.name

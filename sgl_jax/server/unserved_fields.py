@@ -72,7 +72,7 @@ def without_effect(name: str) -> str:
 
 
 def advice(name: str) -> str:
-    """The values that a client may send in an unserved field."""
+    """Return the values that a client may send in an unserved field."""
     values = " or ".join(map(as_json, _ALLOWED.get(name, ())))
     return f"leave it out or send {values}" if values else "leave it out"
 
@@ -159,7 +159,7 @@ REQUEST = _table(
         "text is only continued": "suffix",
         "it is return_token_ids here": "return_prompt_token_ids",
         "a prompt that is too long is refused": "truncation",
-        "the server has no tools of its own": "max_tool_calls",
+        "the server runs no tools": "max_tool_calls",
         "a conversation goes on by previous_response_id": "conversation",
         "no prompts are kept": "prompt",
         "no messages are kept": "thread",
@@ -184,7 +184,7 @@ PART = _table(
     {
         "there is only text": "refusal audio",
         "it is tool_calls now": "function_call",
-        "tools stand beside the messages": "tools",
+        "tools belong in the top-level field": "tools",
         "use continue_final_message": "prefix",
         "events are not padded": "include_obfuscation",
         "templates have no such setting": "verbosity",

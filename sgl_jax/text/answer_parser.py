@@ -66,24 +66,26 @@ class AnswerParser(NamedTuple):
 
     @property
     def call_grammar(self) -> CallGrammar | None:
-        """The grammar of its calls; None if the format of calls is not known."""
+        """Return the grammar of its calls; None if the format of calls is not known."""
         if self.is_harmony:
             return CallGrammar(HARMONY_CALLS)
         return CallGrammar(TOOL_FORMATS[self.tool_format]) if self.tool_format else None
 
     def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """The marks of the reasoning that an answer to this prompt may begin with, if any."""
+        """Return the marks of the reasoning that an answer to this prompt may begin with, if
+        any."""
         if self.reasoning_format not in REASONING_FORMATS:
             return None
         return REASONING_FORMATS[self.reasoning_format].marks_after(prompt_tail)
 
     def call_id(self, digits: str) -> str:
-        """A call's id from hexadecimal `digits`, in the form that the chat template takes."""
+        """Return a call's id from hexadecimal `digits`, in the form that the chat template
+        takes."""
         form = TOOL_FORMATS.get(self.tool_format or "")
         return digits[:9] if form and form.has_short_ids else f"call_{digits[:24]}"
 
     def reader(self, tools: Tools | None, prompt_tail: str, *, has_reasoning: bool) -> AnswerReader:
-        """The reader of one answer.
+        """Return the reader of one answer.
 
         Args:
             tools: the tools in the prompt; None: calls are content.
@@ -123,7 +125,8 @@ def _reasoning_before_calls(events: Reading[None]) -> Reading[None]:
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:
-    """The formats of these names; "none" is no format, and "auto" the one that `template` shows.
+    """Return the formats of these names; "none" is no format, and "auto" the one that `template`
+    shows.
 
     Raises:
         ValueError: gpt-oss's format beside another, since it is both kinds in one.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.surrogates import replace_in_json, replace_in_text
+from sgl_jax.core.surrogates import replace_in_json_text
 from sgl_jax.text.output_events import as_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -53,7 +53,7 @@ class ArgumentUse(NamedTuple):
         )
 
     def render(self, messages: Messages, render: Render) -> str:
-        """The prompt of `messages`, whose calls have their arguments as text.
+        """Return the prompt of `messages`, whose calls have their arguments as text.
 
         Text that is not a JSON object, such as the arguments of an incomplete call, is written
         unchanged. A template that writes objects by tags gets its readable part.
@@ -61,8 +61,7 @@ class ArgumentUse(NamedTuple):
         prepared = copy.deepcopy([*messages])
         substitutes = dict[str, str]()  # JSON that the template writes -> the text in its place
         for function in functions(prepared):
-            replaced, _ = replace_in_json(replace_in_text(function["arguments"]).encode())
-            function["arguments"] = text = replaced.decode()
+            function["arguments"] = text = replace_in_json_text(function["arguments"])
             value = _as_object(text)
             if value is not None:
                 function["arguments"] = value if self.takes_objects else text

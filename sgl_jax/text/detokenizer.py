@@ -32,12 +32,12 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text gained by `ids`, without a half character at its end."""
+        """Return the text gained by `ids`, without a half character at its end."""
         skipped, token_bytes = self.skipped, self._token_bytes
         return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
-        """The text held back, once no token follows; half characters become U+FFFD."""
+        """Return the text held back, once no token follows; half characters become U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -85,7 +85,8 @@ class WindowDetokenizer:
         return gain
 
     def _scene(self, prompt_tail: list[int]) -> tuple[list[int], str]:
-        """The last tokens of the prompt that begin and end between characters, and their text."""
+        """Return the last tokens of the prompt that begin and end between characters, and their
+        text."""
         for size in range(_PROMPT_CONTEXT_TOKENS, _PROMPT_CONTEXT_TOKENS + 4):
             context = prompt_tail[-size:]
             text = self._decode(context)
@@ -112,7 +113,7 @@ def make_detokenizer(
     skip_special_tokens: bool,
     kept: Set[int] = frozenset(),
 ) -> IncrementalDetokenizer:
-    """The right detokenizer for `tokenizer`, set to continue `prompt_ids`.
+    """Return the right detokenizer for `tokenizer`, set to continue `prompt_ids`.
 
     `kept`: special tokens whose text stays even if special tokens are skipped.
     """

@@ -13,7 +13,8 @@ _HALVES = range(0xD800, 0xE000)  # more than the special tokens of any request's
 
 
 def begin_of_mark(text: str, marks: Iterable[str]) -> int:
-    """The place in `text` from which its end may be an incomplete mark; its length if none."""
+    """Return the place in `text` from which its end may be an incomplete mark; its length if
+    none."""
     sizes = (
         size
         for mark in marks
@@ -86,7 +87,7 @@ class StopStringChecker:
         return StopCheck(self._shown(text[:safe]))
 
     def flush(self) -> str:
-        """The text held back, once none follows."""
+        """Return the text held back, once none follows."""
         held, self._held = self._held, ""
         return self._shown(held)
 

@@ -98,17 +98,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of the tokenizer's ids; the model's vocabulary may be padded beyond it."""
+        """Return the number of the tokenizer's ids; the model's vocabulary may be padded beyond
+        it."""
         return int(self._backend.get_vocab_size())
 
     @cached_property
     def can_encode(self) -> bool:
-        """True if any token is text; False if it was loaded without files."""
+        """Return True if any token is text; False if it was loaded without files."""
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
     def chat_template(self) -> str:
-        """The template, or all of them where there are several; "" if there is none."""
+        """Return the template, or all of them where there are several; "" if there is none."""
         template = self._hf.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -165,7 +166,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`, all at once; ids beyond the tokenizer's vocabulary have no text."""
+        """Return the text of `ids`, all at once; ids beyond the tokenizer's vocabulary have no
+        text."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -183,7 +185,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as the text that the model reads, special tokens included.
+        """Return a conversation as the text that the model reads, special tokens included.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, content a string. Those of the
@@ -227,7 +229,7 @@ class Tokenizer:
 
     @cached_property
     def argument_use(self) -> ArgumentUse:
-        """The forms of arguments that the chat template can write."""
+        """Return the forms of arguments that the chat template can write."""
         options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
         return ArgumentUse.of(partial(self._render, options=options, template_args={}))
 
@@ -280,7 +282,7 @@ def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mappi
 
 
 def _files_at_fault(folder: Path) -> list[str]:
-    """Names of the files that may be at fault; none if no file can be blamed."""
+    """Return the names of the files that may be at fault; none if no file can be blamed."""
     settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     if not (folder / _MAIN_FILE).is_file():
         return []

@@ -145,3 +145,9 @@ def run_quietly(engine: ScriptedEngine, channel: SocketChannel) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
+    async with serving(model_folder, tokenizer) as rig:
+        yield rig

@@ -31,12 +31,6 @@ IGNORED = {
 
 
 @pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
-
-
-@pytest.fixture
 async def strict(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
     async with serving(model_folder, tokenizer, strict_fields=True) as rig:
         yield rig

@@ -1,6 +1,5 @@
 """Loads of every rank, facts under both of their names, and routes of other kinds of models."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,6 @@ from tests.engine.scripted_engine import DP_SIZE
 from tests.server.conftest import Rig, serving
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def test_loads_are_told_for_every_rank(rig: Rig) -> None:

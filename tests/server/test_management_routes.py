@@ -1,7 +1,6 @@
 """Health, facts, metrics, keys, limits, and the shape of every refusal."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,12 +30,6 @@ from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def test_it_is_healthy_and_generates(rig: Rig) -> None:

@@ -34,12 +34,6 @@ BODIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
-
-
-@pytest.fixture
 async def strict(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
     async with serving(model_folder, tokenizer, strict_max_tokens=True) as rig:
         yield rig

@@ -32,12 +32,6 @@ DATA_ROUTES = [
 
 
 @pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
-
-
-@pytest.fixture
 def driver(rig: Rig) -> Driver:
     """Runs the scheduler that the scripted engine reads."""
     driver = Driver(make_sizes(dp_size=DP_SIZE, page_size=PAGE_SIZE, num_pages=40))

@@ -2,26 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import LOGPROB
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def generate(rig: Rig, **fields: Any) -> Any:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +9,6 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.seeds import choice_seed
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import (
     CRASH_SEED,
     FULL_SEED,
@@ -20,17 +17,11 @@ from tests.engine.scripted_engine import (
     MAX_RUNNING,
     SECOND_FULL_SEED,
 )
-from tests.server.conftest import MAX_QUEUED, Rig, serving
+from tests.server.conftest import MAX_QUEUED, Rig
 from tests.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi there"}]
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 def events(text: str) -> list[Any]:

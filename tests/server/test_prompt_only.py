@@ -1,24 +1,15 @@
 """Requests that want nothing generated, and prompts that are too long."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest, StopRequest
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import HISTORY
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 PREFILL = {"max_new_tokens": 0}
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def test_a_prompt_is_scored_and_nothing_generated(rig: Rig) -> None:

@@ -1,8 +1,6 @@
 """Every field that OpenAI's and SGLang's clients know is taken; what is not there is refused."""
 
 import typing
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,8 @@ from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.native import GenerateBody, NativeSampling
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.fields import StrictModel
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.server import known_fields
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 
@@ -28,12 +25,6 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": ({"prompt": "hello"}, known_fields.COMPLETION),
     "/generate": ({"text": "hello"}, known_fields.GENERATE),
 }
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 def sent(rig: Rig) -> list[GenerateRequest]:

@@ -1,23 +1,14 @@
 """How likely tokens are after several texts."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 
 BODY: dict[str, Any] = {"query": "Is it so? ", "items": ["yes", "no!"], "label_token_ids": [5, 9]}
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def test_each_item_is_joined_with_the_query(rig: Rig) -> None:

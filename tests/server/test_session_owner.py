@@ -1,7 +1,5 @@
 """With API keys, a session belongs to the key that opened it."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,20 +9,13 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import CloseSession, GenerateRequest
 from sgl_jax.core.request_limits import check_session_id
 from sgl_jax.server.guards.keys import Caller, SessionOwner
-from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 
 
 ALICE, BOB = (Caller(name, is_admin=False) for name in ("alice", "b:o/b ä"))
 ADMIN = Caller("root", is_admin=True)
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def call(rig: Rig, caller: Caller, path: str, **fields: Any) -> httpx.Response:

@@ -1,7 +1,5 @@
 """Sessions over HTTP: what reaches the engine, and what clients are told."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,18 +15,11 @@ from sgl_jax.core.messages import (
     SessionTurn,
 )
 from sgl_jax.core.request_limits import MAX_RID_CHARS
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import FULL_SEED, HISTORY, MAX_SESSIONS
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi there"}]
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 async def post(rig: Rig, path: str, **fields: Any) -> Any:

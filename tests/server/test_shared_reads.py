@@ -1,8 +1,6 @@
 """However many clients read the engine's state, it is called seldom, and no answer is stale."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,9 +9,8 @@ from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.messages import FindPrefix, GetState, ListSessions
 from sgl_jax.server import shared_reads
 from sgl_jax.server.shared_reads import SharedRun, Snapshot
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.scheduler.driver import Driver, make_sizes
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 ROUTES = {
@@ -25,12 +22,6 @@ ROUTES = {
     "/metrics": GetState,
     "/list_sessions": ListSessions,
 }
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 def num_calls(rig: Rig, kind: type) -> int:

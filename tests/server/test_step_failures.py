@@ -1,24 +1,15 @@
 """A server whose steps fail: not ready after three, alive all the time, and ended in the end."""
 
 import contextlib
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from sgl_jax.core.exit_codes import STEPS_FAILED
-from sgl_jax.text.tokenizer import Tokenizer
 from tests.live.live_server import DEMO
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 from tests.server.server_process import running_server
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 @pytest.mark.anyio

@@ -35,12 +35,6 @@ ANN = Tenant(name="ann", weight=2.0, max_queued=5, max_running=2)
 FIELD = {CHAT: "cache_salt", COMPLETIONS: "cache_salt", GENERATE: "extra_key"}
 
 
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
-
-
 async def post(rig: Rig, path: str, **fields: Any) -> None:
     answer = await rig.http.post(path, json=BODIES.get(path, {}) | fields)
     assert answer.status_code == 200, answer.text

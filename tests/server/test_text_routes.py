@@ -1,23 +1,14 @@
 """Text to tokens and back: one text, several, conversations."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 
 HI = [{"role": "user", "content": "hi there"}]
-
-
-@pytest.fixture
-async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as rig:
-        yield rig
 
 
 @pytest.mark.parametrize("text", ["hello", "grüß dich", "", "long " * 1000])

@@ -72,12 +72,17 @@ def test_the_last_message_can_be_continued(byte_level_tokenizer: Tokenizer) -> N
     assert text == "<|user|>hi</s><|assistant|>Well"
 
 
+def with_template(folder: Path, tmp_path: Path, text: str) -> Tokenizer:
+    """Load the tokenizer of `folder` with a chat template of its own."""
+    template = tmp_path / "template.jinja"
+    template.write_text(text)
+    return Tokenizer.load(str(folder), str(template))
+
+
 def test_a_template_file_takes_the_place_of_the_models(
     byte_level_folder: Path, tmp_path: Path
 ) -> None:
-    template = tmp_path / "own.jinja"
-    template.write_text("{{ messages[0].content }}!{{ mood }}")
-    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    tokenizer = with_template(byte_level_folder, tmp_path, "{{ messages[0].content }}!{{ mood }}")
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], template_args={"mood": "glad"}
     )
@@ -87,9 +92,9 @@ def test_a_template_file_takes_the_place_of_the_models(
 def test_what_a_template_raises_is_the_clients_error(
     byte_level_folder: Path, tmp_path: Path
 ) -> None:
-    template = tmp_path / "strict.jinja"
-    template.write_text("{{ raise_exception('roles must alternate') }}")
-    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    tokenizer = with_template(
+        byte_level_folder, tmp_path, "{{ raise_exception('roles must alternate') }}"
+    )
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert caught.value.param == "messages"
@@ -135,9 +140,7 @@ _SAID = [
 def test_messages_are_merged_only_if_the_template_refuses_them(
     byte_level_folder: Path, tmp_path: Path, guard: str, written: str
 ) -> None:
-    template = tmp_path / "guarded.jinja"
-    template.write_text(guard + _EACH)
-    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    tokenizer = with_template(byte_level_folder, tmp_path, guard + _EACH)
     assert tokenizer.render_chat(_SAID) == written
     late = tokenizer.render_chat([*_SAID[1:2], _SAID[0]])
     assert late == ("<user>hi<system>one" if not guard else "<system>one<user>hi")
@@ -146,9 +149,9 @@ def test_messages_are_merged_only_if_the_template_refuses_them(
 def test_a_template_that_refuses_every_form_says_why_of_the_first(
     byte_level_folder: Path, tmp_path: Path
 ) -> None:
-    template = tmp_path / "strict.jinja"
-    template.write_text("{{ raise_exception('there are ' ~ messages | length) }}")
-    tokenizer = Tokenizer.load(str(byte_level_folder), str(template))
+    tokenizer = with_template(
+        byte_level_folder, tmp_path, "{{ raise_exception('there are ' ~ messages | length) }}"
+    )
     with pytest.raises(InvalidRequestError, match="there are 5"):
         tokenizer.render_chat(_SAID)
 
@@ -166,12 +169,8 @@ WAYS_OF_ARGUMENTS = {
 def with_arguments(folder: Path, tmp_path: Path, written: str) -> Tokenizer:
     """A tokenizer whose template writes contents, and calls in this way."""
     each = "{% for c in m.tool_calls or [] %}{% set arguments = c.function.arguments %}"
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}"
-        + f"{{{{ m.content }}}}{each}{written}{{% endfor %}}{{% endfor %}}"
-    )
-    return Tokenizer.load(str(folder), str(template))
+    said = f"{{{{ m.content }}}}{each}{written}{{% endfor %}}{{% endfor %}}"
+    return with_template(folder, tmp_path, "{% for m in messages %}" + said)
 
 
 def calling(*arguments: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def split_strips(weights: jax.Array) -> list[jax.Array]:
 
 
 def race(strips: list[jax.Array], seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    """A column of each row, drawn by the weights in `split_strips`: int32[n].
+    """Return a column of each row, drawn by the weights in `split_strips`: int32[n].
 
     A column of weight 0 is never drawn, unless all are 0 or one is NaN.
 

@@ -89,7 +89,8 @@ def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
 
 
 def unpack_row_params(packed: jax.Array) -> RowParams:
-    """The lines int32[n, packed_width(max_stop_ids)] as named arrays; traced inside the step."""
+    """Return the lines int32[n, packed_width(max_stop_ids)] as named arrays; traced inside the
+    step."""
     ints = {name: packed[:, i] for i, name in enumerate(_INT_FIELDS)}
     floats = {
         name: lax.bitcast_convert_type(packed[:, _NUM_INTS + i], np.float32)

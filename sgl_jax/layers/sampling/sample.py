@@ -30,7 +30,7 @@ BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
 def sample_tokens(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row, int32[n], and whether its logits are finite, bool[n].
+    """Return the next token of each row, int32[n], and whether its logits are finite, bool[n].
 
     The token is always a valid id, even where logits are NaN. Rows whose logits overflow float32
     when divided by the temperature are not finite either.
@@ -50,7 +50,7 @@ def sample_tokens(
 
 
 def is_elaborate(params: RowParams, where: SampledRows) -> jax.Array:
-    """Rows that draw, and need more than the argmax of their logits: bool[n]."""
+    """Return rows that draw, and need more than the argmax of their logits: bool[n]."""
     return _is_random(params, where) | _is_adjusted(params, where)
 
 
@@ -106,7 +106,7 @@ def _sample_in_blocks(
 def _sample_block(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of each row, int32[n], and its largest changed logit, float32[n]."""
+    """Return a token of each row, int32[n], and its largest changed logit, float32[n]."""
     random, adjusted = _is_random(params, where), _is_adjusted(params, where)
     changed = lax.cond(
         jnp.any(adjusted),
@@ -124,7 +124,7 @@ def _sample_block(
 def _draw(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy.
+    """Return a token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy.
 
     Returns int32[n], and the rows' largest logits behind the temperature, float32[n].
     """
@@ -156,7 +156,8 @@ def _weights(
 
 
 def _first_one(strips: list[jax.Array], vocab: int) -> jax.Array:
-    """The lowest column of weight 1 of each row, int32[n]; the last token if there is none."""
+    """Return the lowest column of weight 1 of each row, int32[n]; the last token if there is
+    none."""
     places = lax.broadcasted_iota(jnp.int32, strips[0].shape, 1)
     firsts = [
         jnp.where(strip == 1.0, i * strip.shape[1] + places, vocab - 1)

@@ -232,7 +232,7 @@ class Admission:
         return room
 
     def _least_short(self, rooms: Sequence[RankRoom], request: Request) -> RankRoom:
-        """The rank where a request lacks the fewest pages; among equals, the least busy."""
+        """Return the rank where a request lacks the fewest pages; among equals, the least busy."""
         cursors = self._waiting.cursors(request)
 
         def shortage(room: RankRoom) -> tuple[int, int, int]:
@@ -244,7 +244,7 @@ class Admission:
     # -- reasons to wait ----------------------------------------------------------------------
 
     def why_waiting(self, request: Request, ranks: Ranks, rooms: Rooms, step: int) -> WaitReason:
-        """The reason why `request` waits, with step number `step` planned next.
+        """Return the reason why `request` waits, with step number `step` planned next.
 
         `rooms`, ROOM[ranks], are the forecast of the ranks.
         """
@@ -300,7 +300,7 @@ class Admission:
         return held, holders
 
     def count_waiting(self, ranks: Ranks, rooms: Rooms, step: int) -> dict[WaitKind, int]:
-        """The number of waiting requests by reason; arguments as for `why_waiting`."""
+        """Return the number of waiting requests by reason; arguments as for `why_waiting`."""
         has_row = np.array([rank.has_row for rank in ranks.ranks])
         fetching = [row for rank in ranks.ranks for row in rank.host.fetching_rows()]
         held_rooms, _ = self._held(rooms, ranks, step)
@@ -309,7 +309,7 @@ class Admission:
     # -- choice of a rank ---------------------------------------------------------------------
 
     def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
-        """The best rank for a request that fits on one now, even if it must wait there; else
+        """Return the best rank for a request that fits on one now, even if it must wait there; else
         None."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         # A lone rank's cost is compared with none: the host need not be searched for it.
@@ -366,7 +366,7 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
 
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:
-    """Requests that may run on a rank before they count as too many."""
+    """Return requests that may run on a rank before they count as too many."""
     least = min(room.num_running for room in rooms)
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
 

@@ -134,8 +134,8 @@ def _lens(
     prompt_len: Int32Array,
     committed_len: Int32Array,
 ) -> Int32Array:
-    """Tokens that each of `rows` has, has with one more, may come to have, has of its output, and
-    has not computed: int32[5, n]."""
+    """Return tokens that each of `rows` has, has with one more, may come to have, has of its
+    output, and has not computed: int32[5, n]."""
     lens = np.empty((5, len(rows)), np.int32)
     assert len(planned_len) == len(max_len) == len(prompt_len) == len(committed_len)
     for i in range(len(rows)):

@@ -46,7 +46,7 @@ MOMENTS: IntpArray = np.concatenate(
 
 
 def _bucket_starts() -> IntpArray:
-    """The least length of each bucket: 0, 1, .. 15, 16, 18, .. 30, 32, 36, .."""
+    """Return the least length of each bucket: 0, 1, .. 15, 16, 18, .. 30, 32, 36, .."""
     doublings = np.arange(_NUM_DOUBLINGS)[:, None]
     starts = (_PER_DOUBLING + np.arange(_PER_DOUBLING)) << doublings
     return np.concatenate((np.arange(_PER_DOUBLING), starts.reshape(-1)))
@@ -71,7 +71,7 @@ class OutputLengths:
         _update(_NO_LENS, _NO_LENS, 1, self.starts, self._reached, self._ended, self.survival)
 
     def class_of(self, request: Request) -> int:
-        """The number of the request's class: its line of `survival`."""
+        """Return the number of the request's class: its line of `survival`."""
         key = request.tenant, (request.max_len - request.prompt_len).bit_length()
         number = self._classes.get(key)
         if number is None:
@@ -87,7 +87,7 @@ class OutputLengths:
         _count(number, num_tokens, has_ended, self.starts, self._reached, self._ended)
 
     def buckets(self, classes: Int32Array, output_lens: Int32Array) -> Int32Array:
-        """The buckets of outputs by class and present length, int32[n]; their `chances` are
+        """Return the buckets of outputs by class and present length, int32[n]; their `chances` are
         current then."""
         found: Int32Array = _find_buckets(
             classes,
@@ -101,7 +101,7 @@ class OutputLengths:
         return found
 
     def expected(self, number: int, output_len: int, left_len: int) -> tuple[int, float]:
-        """The bucket of an output of `output_len` tokens, and the mean number of tokens that
+        """Return the bucket of an output of `output_len` tokens, and the mean number of tokens that
         follow, `left_len` at most."""
         bucket, expected = _expected(
             number,

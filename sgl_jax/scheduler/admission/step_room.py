@@ -125,12 +125,12 @@ class RankRoom:
 
     @property
     def num_free(self) -> int:
-        """Pages that no running request holds, nor needs for its known tokens."""
+        """Return pages that no running request holds, nor needs for its known tokens."""
         return self._num_total - int(self._rooms[self.dp_rank]["pages"][0])
 
     def need(self, request: Request, cursor: PrefixCursor) -> tuple[int, int]:
-        """The pages that `request` takes to start here, or, if it fits even so, some more; and
-        the number that it lacks: not above 0 if it has enough."""
+        """Return the pages that `request` takes to start here, or, if it fits even so, some more;
+        and the number that it lacks: not above 0 if it has enough."""
         num_pages = self.rank.num_pages_at_most(request)
         short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
         # Mostly there are enough without a look at how much of its prefix is in use.
@@ -193,8 +193,8 @@ class RankRoom:
         return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """The row computing more of the request's tokens here than the `num_read` present, if worth
-        the wait."""
+        """Return the row computing more of the request's tokens here than the `num_read` present,
+        if worth the wait."""
         if not self._builder.is_prefilling:
             return None
         if self._in_flight is None:
@@ -235,7 +235,7 @@ class RankRoom:
 
     @property
     def preemptible(self) -> Preemptible:
-        """The running requests here that others may preempt."""
+        """Return the running requests here that others may preempt."""
         if self._preemptible is None:
             own = self._rooms[self.dp_rank : self.dp_rank + 1]
             self._preemptible = Preemptible(self.rank, self._started, self._forecast, own)
@@ -244,8 +244,8 @@ class RankRoom:
     def preemption(
         self, request: Request, cursor: PrefixCursor, threshold: int
     ) -> Preemption | None:
-        """The rows that give way to `request`, of priorities lower by more than `threshold`; None
-        if it cannot start here in this step even so."""
+        """Return the rows that give way to `request`, of priorities lower by more than `threshold`;
+        None if it cannot start here in this step even so."""
         num_tokens = len(request.tokens) - self.rank.reusable_len(request, cursor)
         has_tokens = self._builder.takes(request.priority, request.tenant, num_tokens)
         if not has_tokens or not self._builder.can_admit:

@@ -37,7 +37,7 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
 )
 
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
-# Lines that are sorted before the others.
+# Number of lines that are sorted first.
 _FIRST_PART = 64
 # Lines for which the pages in use are counted together.
 _COUNTED_AT_ONCE = 32
@@ -99,25 +99,8 @@ class CandidateOrder:
         """See `WaitingQueue.candidates`; the columns are up to date."""
         columns = self._columns
         end = columns.end
-        is_open, floor = offer.rooms["is_open"], offer.rooms["floor"]
-        ranks = (is_open | offer.may_preempt).nonzero()[0]
-        least = least_pages(
-            end,
-            ranks,
-            is_open,
-            step,
-            columns.is_waiting[:end] & ~columns.awaits_event[:end],
-            columns.has_leader,
-            columns.stay_until,
-            columns.stay_rank,
-            columns.may_run,
-            floor,
-            columns.needs,
-            columns.cached_pages,
-        )
-        is_full = self._tenants.is_full
-        if is_full.any():
-            least[:, is_full[columns.tenant[:end]]] = NEVER
+        ranks = (offer.rooms["is_open"] | offer.may_preempt).nonzero()[0]
+        least = self._least_pages(offer.rooms, ranks, step)
         preempts = self._find_preempting(ranks, least, preemptible, threshold)
         turns, passed_over = self._tenants.turns(), columns.passed_over[:end]
         if turns is not None and turns.is_lagging.any():
@@ -161,6 +144,28 @@ class CandidateOrder:
                 in_use[~is_read] = -1
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop())] = NEVER
+
+    def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
+        """Return the pages that each line takes at least on each of `ranks`: `least_pages`."""
+        columns, end = self._columns, self._columns.end
+        least: Int32Array = least_pages(
+            end,
+            ranks,
+            rooms["is_open"],
+            step,
+            columns.is_waiting[:end] & ~columns.awaits_event[:end],
+            columns.has_leader,
+            columns.stay_until,
+            columns.stay_rank,
+            columns.may_run,
+            rooms["floor"],
+            columns.needs,
+            columns.cached_pages,
+        )
+        is_full = self._tenants.is_full
+        if is_full.any():
+            least[:, is_full[columns.tenant[:end]]] = NEVER
+        return least
 
     def find(
         self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray

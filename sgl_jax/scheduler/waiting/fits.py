@@ -28,7 +28,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 NO_RANK = -1
-# Results of `next_line` beside the index of a rank.
+# Results of `next_line` that are not the index of a rank.
 MAY_START, MAY_HOLD = -1, -2
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)
@@ -290,7 +290,7 @@ def _fits(room: Any, need: Any, num_pages: int, chances: Float64Array, moments: 
         and moments[peak] <= num_pages * steps_per_page
         and num_pages * room.page_size < room.chunk_size
     ):
-        # At the peak, as in `_most_short`: most of the others lack pages then.
+        # At the peak, as in `_most_short`: most lines that do not fit lack pages then.
         growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / need.left
         ahead = min((moments[peak] + moments[peak + 1]) // 2, need.left)
         assert 0 <= need.length_class < len(chances)

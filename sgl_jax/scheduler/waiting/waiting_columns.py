@@ -101,7 +101,7 @@ class WaitingColumns:
         )
 
     def num_lacking(self, dp_rank: int, lines: slice, page_size: int) -> Int32Array:
-        """Tokens of the lines' requests that a rank's tree lacks: int32[n]."""
+        """Return tokens of the lines' requests that a rank's tree lacks: int32[n]."""
         num_cached = self.cached_pages[dp_rank, lines] * np.int32(page_size)
         num_lacking: Int32Array = self.num_tokens[lines] - num_cached
         return num_lacking

@@ -96,8 +96,8 @@ def reuse_order(
     parent: Int32Array,
     end_pages: Int32Array,
 ) -> Int32Array:
-    """Rank lines by the pages that other waiting requests would read for each page that a line
-    computes.
+    """Rank lines by the pages that other waiting requests would read for each page that a
+    line computes.
 
     int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four parameters are
     columns of the queue, with the cursors of one rank's tree; the others are columns of these

@@ -88,7 +88,7 @@ class WaitingQueue:
 
     @property
     def num_retracted(self) -> int:
-        """Requests that ran before."""
+        """Return requests that ran before."""
         columns, end = self._columns, self._columns.end
         return int(np.count_nonzero(columns.is_waiting[:end] & columns.is_retracted[:end]))
 
@@ -206,14 +206,14 @@ class WaitingQueue:
         self.num_pinned.clear()
 
     def find_due(self, rid: str) -> Request | None:
-        """The waiting request of that id, if there is one and it is due."""
+        """Return the waiting request of that id, if there is one and it is due."""
         request = self._requests.get(rid)
         return request if request is not None and self.is_due(request) else None
 
     # -- one request --------------------------------------------------------------------------
 
     def cursors(self, request: Request) -> list[PrefixCursor]:
-        """The cursors of the request's tokens, one for each rank."""
+        """Return the cursors of the request's tokens, one for each rank."""
         return self._cursors[request.line]
 
     def is_due(self, request: Request) -> bool:
@@ -236,7 +236,7 @@ class WaitingQueue:
         return bool(self._columns.has_leader[request.line])
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
-        """Rank and row of the request whose prefix it waits for; None without one."""
+        """Return rank and row of the request whose prefix it waits for; None without one."""
         line = request.line
         self._drop_leaders(slice(line, line + 1))
         if not self._columns.has_leader[line]:
@@ -259,7 +259,7 @@ class WaitingQueue:
         self._columns.stay_until[request.line] = until_step
 
     def stays_for(self, request: Request) -> int | None:
-        """The rank that it has waited for though another had room; None if it never did."""
+        """Return the rank that it has waited for though another had room; None if it never did."""
         dp_rank = int(self._columns.stay_rank[request.line])
         return None if dp_rank == NO_RANK else dp_rank
 
@@ -272,8 +272,8 @@ class WaitingQueue:
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
     ) -> Iterator[tuple[Request, bool]]:
-        """The requests that may start in this step, and the due ones that may not, first to last.
-        Yields each with whether it may start.
+        """Yield the requests that may start in this step, and the due ones that may not, first to
+        last. Yields each with whether it may start.
 
         Args:
             offer: of the ranks. The caller updates it as requests start.
@@ -290,7 +290,7 @@ class WaitingQueue:
             yield self._by_line[line], may_start
 
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
-        """Tokens of the requests that wait beside `request` which the rank's cache lacks."""
+        """Return tokens of the requests that wait beside `request` which the rank's cache lacks."""
         columns, lines = self._columns, slice(self._columns.end)
         num_lacking = columns.num_lacking(dp_rank, lines, self._memories[dp_rank].page_size)
         num_lacking *= columns.is_waiting[lines]
@@ -311,12 +311,12 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int | None:
-        """The highest priority of the waiting requests; None if none waits."""
+        """Return the highest priority of the waiting requests; None if none waits."""
         return self._priorities.highest
 
     def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
-        """The pages that `request` lacks in a rank's room if it takes `num_pages` to start; not
-        above 0 if it has enough."""
+        """Return the pages that `request` lacks in a rank's room if it takes `num_pages` to start;
+        not above 0 if it has enough."""
         self._note_chances()
         short: int = pages_short(
             rooms,
@@ -362,7 +362,7 @@ class WaitingQueue:
         step: int,
         fetching: Sequence[int],
     ) -> dict[WaitKind, int]:
-        """The number of waiting requests by reason, if ranks have `rooms` ROOM[ranks] for a
+        """Return the number of waiting requests by reason, if ranks have `rooms` ROOM[ranks] for a
         request, `held_rooms` with the holds for others, and fetches from the host have the joint
         rows `fetching`.
 

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, Tag
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.surrogates import replace_in_json
+from sgl_jax.core.surrogates import replace_in_json_text
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.apis.context_edits import ContextManagement, edited
@@ -171,7 +171,7 @@ class CountTokensBody(RequestFields):
     context_management: ContextManagement | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
+        """Return the same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
         messages = [each for message in self.messages for each in _chat_messages(message)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": joined_text(self.system)})
@@ -204,7 +204,7 @@ class MessagesBody(CountTokensBody):
 
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """The message as messages of a chat: results of calls come first, each by itself."""
+    """Yield the message as messages of a chat: results of calls come first, each by itself."""
     content = message.content
     texts, thought, calls = [], "", []
     for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
@@ -365,12 +365,13 @@ class MessagesFormat(PartsFormat):
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
-    """The block of a part. If the answer was cut off, the input of a call has the complete part."""
+    """Return the block of a part. If the answer was cut off, the input of a call has the complete
+    part."""
     match part.kind:
         case "content":
             return {"type": "text", "text": part.text}
         case "reasoning":  # nothing is hidden, so there is nothing to sign
             return {"type": "thinking", "thinking": part.text, "signature": ""}
-    written, _ = replace_in_json((part.text or "{}").encode())
-    arguments = readable_part(written.decode(), has_cut_string=False)
+    text = replace_in_json_text(part.text or "{}")
+    arguments = readable_part(text, has_cut_string=False)
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}

@@ -163,7 +163,7 @@ class OpenAIFormat(AnswerFormat):
 
 
 def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:
-    """The sum over all; prompts count once, however many choices each of them has."""
+    """Return the sum over all; prompts count once, however many choices each of them has."""
     prompts = streams[::num_choices]
     return _usage(
         sum(stream.num_prompt_tokens for stream in prompts),

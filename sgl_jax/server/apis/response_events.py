@@ -151,8 +151,8 @@ class ResponsesFormat(PartsFormat):
     def _item(
         self, part: AnswerPart, item_id: str, status: str, contents: list[Any]
     ) -> dict[str, Any]:
-        """The item of a part. The arguments of a call are the text of a JSON object, unless the
-        answer was cut off."""
+        """Return the item of a part. The arguments of a call are the text of a JSON object, unless
+        the answer was cut off."""
         head = {"id": item_id, "status": status}
         match part.kind:
             case "content":

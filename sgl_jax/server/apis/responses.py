@@ -202,7 +202,7 @@ class ResponsesBody(RequestFields):
         return OfferedFunctions(self.tools or [])
 
     def chat(self, conversation: list[Message], functions: OfferedFunctions) -> ChatRequest:
-        """The same as a chat of these messages, the last of which are this body's.
+        """Return the same as a chat of these messages, the last of which are this body's.
 
         Raises `InvalidRequestError` if no chat can be like it.
         """
@@ -224,7 +224,8 @@ class ResponsesBody(RequestFields):
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """The items as messages of a chat: calls and reasoning are part of the assistant's message."""
+    """Return the items as messages of a chat: calls and reasoning are part of the assistant's
+    message."""
     messages: list[Message] = []
     thought = ""
     for item in items:
@@ -301,7 +302,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
 
 
 def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
-    """The items of the input, with stored ones in place of the references to them.
+    """Return the items of the input, with stored ones in place of the references to them.
 
     Raises:
         ApiError: 404 for an item that is not stored, or that an earlier reference names.
@@ -326,7 +327,7 @@ def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
 
 
 def _begun(body: ResponsesBody, model: str) -> ResponseObject:
-    """The fields that the body gives, and the defaults of the others."""
+    """Return the fields that the body gives, and the defaults of the others."""
     shown = set(ResponseObject.__struct_fields__) - {"tools"}
     given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
     given["tools"] = [

@@ -136,7 +136,7 @@ class JsonRoute(APIRoute):
 
 
 async def _whole_body(request: Request) -> bytearray:
-    """The whole body. It grows in place: to join 30 MiB of pieces takes the loop a while."""
+    """Return the whole body. It grows in place: to join 30 MiB of pieces takes the loop a while."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -147,7 +147,7 @@ async def _whole_body(request: Request) -> bytearray:
 
 
 async def _read_as(kind: TypeAdapter[T], body: bytearray, request: Request) -> T:
-    """The `kind` that `body` holds in JSON, by the letter of RFC 8259.
+    """Return the `kind` that `body` holds in JSON, by the letter of RFC 8259.
 
     Raises:
         ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow, or is

@@ -22,7 +22,7 @@ class ArgumentSchema(NamedTuple):
     root: Mapping[str, Any]
 
     def form_of(self, name: str) -> "ValueForm":
-        """The form of argument `name`, which the schema need not declare."""
+        """Return the form of argument `name`, which the schema need not declare."""
         scope = {**self.root, "properties": self.properties}
         return ValueForm.of(self.properties.get(name, {}), scope)
 
@@ -91,7 +91,7 @@ class ValueForm(NamedTuple):
         return cls(is_text, has_null, [*dict.fromkeys(texts)], others)
 
     def is_string(self, text: str) -> bool:
-        """True if `text`, a whole value, is a string rather than JSON."""
+        """Return True if `text`, a whole value, is a string rather than JSON."""
         return self.is_text or text in self.texts or not self.others
 
 
@@ -133,7 +133,7 @@ def _is_joined(value: Any) -> bool:
 
 
 def _target(reference: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that `reference` names; empty if there is none."""
+    """Return the schema that `reference` names; empty if there is none."""
     found: Any = scope
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from sgl_jax.text.formats.lark import NUMBER, SpecialIds, of_json
+from sgl_jax.core.grammar import SpecialIds
+from sgl_jax.text.formats.lark import NUMBER, of_json
 from sgl_jax.text.reader import Reading, Unread
 
 # Beside NUMBER, within a text: letters and digits; the beginning and the end of a call's id.
@@ -30,10 +31,10 @@ class ArgumentForm(Protocol):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that contain its marks."""
+        """Return the texts that contain its marks."""
 
     def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
-        """The lines of the grammar rule `name`: arguments that `schema` allows.
+        """Return the lines of the grammar rule `name`: arguments that `schema` allows.
 
         Raises ValueError for a schema that the form cannot enforce.
         """
@@ -74,7 +75,7 @@ class CallForm(NamedTuple):
     openings: tuple[str, ...] = ()
 
     def named(self, tool: str) -> str:
-        """The text before the arguments of `tool`. Raises ValueError for an invalid name."""
+        """Return the text before the arguments of `tool`. Raises ValueError for an invalid name."""
         if self.names is None:
             tool = json.dumps(tool, ensure_ascii=False)[1:-1]
         elif not re.fullmatch(self.names, tool):
@@ -82,7 +83,7 @@ class CallForm(NamedTuple):
         return (self.head + tool + self.after_name).translate(_NO_IDS)
 
     def after_mark(self) -> "CallForm":
-        """The form after `mark`, which starts each call or all of them."""
+        """Return the form after `mark`, which starts each call or all of them."""
         if self.begin:
             return self._replace(begin=self.begin.removeprefix(self.mark))
         if self.mark and self.head.startswith(self.mark):
@@ -103,7 +104,7 @@ class CallForm(NamedTuple):
 
     @property
     def ends(self) -> dict[str, list[str]]:
-        """Each mark that ends a call, and the marks that may follow it."""
+        """Return each mark that ends a call, and the marks that may follow it."""
         marks = self.closing_marks
         return {mark: [*marks[at:], *self.openings] for at, mark in enumerate(marks, 1)}
 
@@ -146,7 +147,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def by_mark(self) -> dict[str, list[CallForm]]:
-        """The forms that are read after each mark amid text."""
+        """Return the forms that are read after each mark within text."""
         found = dict[str, list[CallForm]]()
         for form in (*self.forms, *self.also_read):
             found.setdefault(form.mark, []).append(form.after_mark())
@@ -160,7 +161,7 @@ class ToolFormat(NamedTuple):
 
 
 def _loose(text: str) -> str:
-    """A pattern of `text` with any spaces around its words and marks."""
+    """Return a pattern of `text` with any spaces around its words and marks."""
     pieces = re.split(rf"(\s+|{_MARK}|[{NUMBER}{WORD}{ID}{ID_END}])", text)
     return "".join(_PATTERNS.get(piece) or _loose_piece(piece) for piece in pieces)
 

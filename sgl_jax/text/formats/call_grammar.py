@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS
+from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, SpecialIds
 from sgl_jax.text.formats.call_form import ArgumentForm, CallForm, Schema, ToolFormat, Tools
-from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
+from sgl_jax.text.formats.lark import free_text, literal, of_json
 
 
 class CallGrammar(NamedTuple):
@@ -71,7 +71,7 @@ class CallGrammar(NamedTuple):
     def _calls(
         self, rule: str, forms: tuple[CallForm, ...], tools: Tools, special: SpecialIds
     ) -> Iterator[str]:
-        """The lines of rule `rule`: one or several calls in one of `forms`."""
+        """Yield the lines of rule `rule`: one or several calls in one of `forms`."""
         names = [f"{rule}_{number}" for number in range(len(forms))]
         yield f"{rule}: {' | '.join(names)}"
         for name, form in zip(names, forms, strict=True):
@@ -102,7 +102,7 @@ class CallGrammar(NamedTuple):
 
 
 def _joined(*lines: Iterable[str]) -> str:
-    """A grammar of these lines. Raises ValueError as soon as it is too long.
+    """Return a grammar of these lines. Raises ValueError as soon as it is too long.
 
     The rules of arguments may be many times as long as their schemas: common definitions are
     repeated in each.

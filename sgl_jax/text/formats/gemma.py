@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Iterator
 
+from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
-from sgl_jax.text.formats.lark import SpecialIds, free_text, literal
+from sgl_jax.text.formats.lark import free_text, literal
 from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
@@ -41,7 +42,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _as_json(text: str, quote: str) -> str | None:
-    """The arguments as JSON; None if they are malformed."""
+    """Return the arguments as JSON; None if they are malformed."""
     outside, inside = text.split(quote)[::2], text.split(quote)[1::2]
     if len(outside) == len(inside):
         return None

@@ -134,7 +134,7 @@ def _name(text: str) -> str | None:
 
 
 def _parsed(text: str, *, may_lack_arguments: bool) -> tuple[str, str] | None:
-    """Name and arguments of a call; None if `text` is not one."""
+    """Return name and arguments of a call; None if `text` is not one."""
     try:
         call: Any = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

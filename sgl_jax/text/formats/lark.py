@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sgl_jax.core.grammar import SpecialIds as SpecialIds
-from sgl_jax.core.grammar import lark_literal, styled
+from sgl_jax.core.grammar import SpecialIds, lark_literal, styled
 
 NUMBER = "\0"  # within a text: digits
 
@@ -26,7 +25,7 @@ def literal(text: str, special: SpecialIds) -> str:
 
 
 def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/") -> Iterator[str]:
-    """The lines of rule `rule`: any text, or one of a pattern, up to `end`, and `end`."""
+    """Yield the lines of rule `rule`: any text, or one of a pattern, up to `end`, and `end`."""
     mark = next((mark for mark in special if end.startswith(mark)), None)
     if mark is not None:  # a token, which is no text
         yield f"{rule}: {text} {literal(end, special)}"
@@ -37,7 +36,7 @@ def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/")
 
 
 def quoted(text: str) -> str:
-    """A literal of a text without special tokens."""
+    """Return a literal of a text without special tokens."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -8,9 +8,9 @@ import ast
 import keyword
 from collections.abc import Iterator
 
+from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
 from sgl_jax.text.formats.json_object import ObjectEnd, find_end
-from sgl_jax.text.formats.lark import SpecialIds
 from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
@@ -39,7 +39,7 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _parsed(text: str, tools: Tools) -> list[tuple[str, str]]:
-    """Name and arguments of each call; empty if `text` is not a list of calls of `tools`."""
+    """Return name and arguments of each call; empty if `text` is not a list of calls of `tools`."""
     try:
         written = ast.parse(text, mode="eval").body
         nodes = written.elts if isinstance(written, ast.List) else []

@@ -13,7 +13,7 @@ class ReasoningFormat(NamedTuple):
     pairs: tuple[tuple[str, str], ...]
 
     def marks_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """The marks of the reasoning that an answer to this prompt may begin with.
+        """Return the marks of the reasoning that an answer to this prompt may begin with.
 
         The opening mark is "" if the prompt ends with it; None if the prompt closed the reasoning.
         """

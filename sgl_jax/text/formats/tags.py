@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.argument_schema import ArgumentSchema
-from sgl_jax.text.formats.lark import SpecialIds, free_text, literal, of_json
+from sgl_jax.text.formats.lark import free_text, literal, of_json
 from sgl_jax.text.output_events import Arguments, CallEnded, as_json
 from sgl_jax.text.reader import Reading, Unread
 
@@ -26,7 +27,7 @@ class Tags(NamedTuple):
         return self
 
     def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """The lines of a rule: the properties in their order, without those not required.
+        """Yield the lines of a rule: the properties in their order, without those not required.
 
         A string is one of its `enum`, or any text; its pattern, format and length are not
         enforced. Raises ValueError for a schema of anything but an object's properties.
@@ -45,7 +46,7 @@ class Tags(NamedTuple):
     def _value(
         self, rule: str, key: str, parts: ArgumentSchema, special: SpecialIds
     ) -> Iterator[str]:
-        """An argument's value and the text after it."""
+        """Yield an argument's value and the text after it."""
         form, end = parts.form_of(key), literal(self.end, special)
         if form.is_text:
             yield from free_text(rule, self.end, special)

@@ -26,7 +26,7 @@ _LLAMA3 = CallForm(
     names=None,
 )
 
-# Qwen3-Coder, Qwen3.5: each value has lines of its own. The model often leaves <tool_call> out.
+# Qwen3-Coder, Qwen3.5: each value is on separate lines. The model often leaves <tool_call> out.
 _QWEN3_CODER = CallForm(
     mark="<tool_call>",
     head="<tool_call>\n<function=",

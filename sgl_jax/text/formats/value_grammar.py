@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sgl_jax.core.grammar import is_lenient, lenient
+from sgl_jax.core.grammar import SpecialIds, is_lenient, lenient
 from sgl_jax.text.formats.argument_schema import ArgumentSchema
-from sgl_jax.text.formats.lark import SpecialIds, literal, of_json, quoted
+from sgl_jax.text.formats.lark import literal, of_json, quoted
 
 _NOT_ENFORCED = ("allOf", "oneOf", "not", "if", "prefixItems", "patternProperties", "contains")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -47,7 +47,7 @@ class Notation(NamedTuple):
         return (self.string(""),)
 
     def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """The lines of a rule: the properties in their order, without those not required.
+        """Yield the lines of a rule: the properties in their order, without those not required.
 
         Raises ValueError, with the reason, for a schema that cannot be enforced.
         """
@@ -94,7 +94,8 @@ class _Rules:
         required: Collection[str],
         name: Callable[[str], str],
     ) -> str:
-        """An object's members, in order and separated; `name` writes the text before a value."""
+        """Return an object's members, in order and separated; `name` writes the text before a
+        value."""
         members = [
             self._rule(f"{literal(name(key), self._special)} {self._value(schema)}")
             for key, schema in properties.items()
@@ -120,7 +121,7 @@ class _Rules:
         return name
 
     def _once(self, part: str, body: Callable[[], str]) -> str:
-        """The rule of the shared part `part`; `body` may refer to it."""
+        """Return the rule of the shared part `part`; `body` may refer to it."""
         if part not in self._shared:
             name = self._shared[part] = f"{self._prefix}_shared_{len(self._shared)}"
             self.lines.append(f"{name}: {body()}")
@@ -138,7 +139,7 @@ class _Rules:
         return quoted(self._notation.separator)
 
     def _value(self, schema: Any) -> str:
-        """The values that `schema` allows. Raises ValueError if that cannot be enforced."""
+        """Return the values that `schema` allows. Raises ValueError if that cannot be enforced."""
         if schema is True or schema == {}:
             return self._once("any", lambda: self._of_types(_ANY, {}))
         if not isinstance(schema, dict):

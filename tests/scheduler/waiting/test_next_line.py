@@ -20,6 +20,12 @@ from tests.scheduler.waiting.test_fits import TO_ITS_LIMIT, need, room
 
 NUM_TENANTS = 3
 MAX_PASSED_OVER = 4
+# How a line is found -> arguments of `find`.
+WAYS: dict[str, dict[str, Any]] = {
+    "fits": {},
+    "due": {"passed_over": [MAX_PASSED_OVER]},
+    "preempts": {"preempts": [[True]]},
+}
 NO_PREEMPTION = np.zeros((0, 0), np.bool_)
 
 
@@ -151,32 +157,22 @@ def test_no_rank_is_held_for_a_line_before_it_is_known_that_it_does_not_fit() ->
     assert find(room(95), need(10, 0), **due, in_use=in_use(5)) == (0, MAY_START)
 
 
-@pytest.mark.parametrize("way", ["fits", "due", "preempts"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_line_up_to_the_floor_is_left_out(way: str) -> None:
-    arguments: dict[str, Any] = {
-        "fits": {},
-        "due": {"passed_over": [MAX_PASSED_OVER]},
-        "preempts": {"preempts": [[True]]},
-    }[way]
     found = MAY_HOLD if way == "due" else MAY_START
     in_pages = 0 if way == "fits" else 95
     for floor, expected in ((NO_FLOOR, (0, found)), (1, (0, found)), (2, (1, MAY_HOLD))):
         rooms = room(in_pages, floor=floor)
-        assert find(rooms, need(10, 0, priority=2), **arguments) == expected
+        assert find(rooms, need(10, 0, priority=2), **WAYS[way]) == expected
 
 
-@pytest.mark.parametrize("way", ["fits", "due", "preempts"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_line_just_above_the_floor_is_left_out_if_it_has_too_many_tokens(way: str) -> None:
-    arguments: dict[str, Any] = {
-        "fits": {},
-        "due": {"passed_over": [MAX_PASSED_OVER]},
-        "preempts": {"preempts": [[True]]},
-    }[way]
     found = (0, MAY_HOLD if way == "due" else MAY_START)
     rooms = room(0 if way == "fits" else 95, floor=1, most_tokens=30)
     for tokens, expected in ((30, found), (31, (1, MAY_HOLD))):
-        assert find(rooms, need(10, 0, priority=2, tokens=tokens), **arguments) == expected
-    assert find(rooms, need(10, 0, priority=3, tokens=31), **arguments) == found
+        assert find(rooms, need(10, 0, priority=2, tokens=tokens), **WAYS[way]) == expected
+    assert find(rooms, need(10, 0, priority=3, tokens=31), **WAYS[way]) == found
 
 
 def test_cached_tokens_are_not_computed() -> None:
