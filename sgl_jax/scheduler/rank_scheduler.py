@@ -79,13 +79,16 @@ class RankScheduler:
         self._has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
+        self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # `SHORT_PART` times the tokens that short prompts got beyond their part of earlier steps.
         self.short_debt = 0
         # For the device, with the next launched step; by row.
         self.unsent_admissions: dict[int, RowAdmission] = {}
-        # Rows with partly computed prompts, and the next key that their leases' nodes lack.
-        self.unpublished: dict[int, bytes | None] = {}
+        # Rows with partly computed prompts that are not published yet; a set in order.
+        self.unpublished: dict[int, None] = {}
+        # By row, the length of its published part and the key of the page behind it.
+        self._next_keys: dict[int, tuple[int, bytes | None]] = {}
         # With recurrent layers: rows whose first step was not launched yet, and the positions where
         # other prompts branch off from rows' prompts.
         self._starting: set[int] = set()
@@ -264,8 +267,8 @@ class RankScheduler:
             if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
                 self.unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
-            elif row not in self.unpublished:
-                self.unpublished[row] = self._next_key(row)
+            else:
+                self.unpublished[row] = None
 
     def keep_branch(self, row: int, length: int) -> None:
         """Record that a waiting request will continue from the first `length` tokens of `row`."""
@@ -280,7 +283,7 @@ class RankScheduler:
             lease = self.memory.leases[row]
             tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
             ahead = self.memory.cache.awaited_lens(
-                lease.node, self._next_key(row), tokens, _MAX_BRANCHES
+                lease.node, self.next_key(row), tokens, _MAX_BRANCHES
             )
             lens += [lease.cache_protected_len + each for each in ahead]
         return lens
@@ -296,16 +299,22 @@ class RankScheduler:
 
     def publish_awaited(self) -> None:
         """Publish computed tokens of prompts that waiting requests could continue from."""
-        for row, next_key in self.unpublished.items():
+        for row in self.unpublished:
             lease = self.memory.leases[row]
-            if self.memory.cache.is_awaited(lease.node, next_key):
+            if self.memory.cache.is_awaited(lease.node, self.next_key(row)):
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
-                self.unpublished[row] = self._next_key(row)
 
-    def _next_key(self, row: int) -> bytes | None:
+    def next_key(self, row: int) -> bytes | None:
+        """Return the key of the page behind the published part of `row`, if it knows a whole
+        page of tokens there."""
         lease = self.memory.leases[row]
-        tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
-        return self.memory.cache.next_key(lease.node, tokens, lease.namespace)
+        length = lease.cache_protected_len
+        known = self._next_keys.get(row)
+        if known is None or known[0] != length:
+            tokens = self.running.known_tokens(row)[length:]
+            known = length, self.memory.cache.next_key(lease.node, tokens, lease.namespace)
+            self._next_keys[row] = known
+        return known[1]
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` normally; its first `num_tokens` tokens (all by default) are
@@ -395,6 +404,7 @@ class RankScheduler:
         self.host.forget()
         self.unsent_admissions.clear()
         self.unpublished.clear()
+        self._next_keys.clear()
         self._starting.clear()
         self._branch_lens.clear()
         self.departed.clear()
@@ -420,6 +430,7 @@ class RankScheduler:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self.unpublished.pop(row, None)
+        self._next_keys.pop(row, None)
         self._starting.discard(row)
         self._branch_lens.pop(row, None)
         request.tokens = tokens

@@ -77,6 +77,7 @@ class Ranks:
         self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
         self._empty_rooms["most_tokens"] = NO_LIMIT
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
+        self._first_rows = np.arange(sizes.dp_size) * sizes.num_rows
         # Each rank's rows, and as returned by `active`.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self._join(self._active_parts)
@@ -99,8 +100,9 @@ class Ranks:
         return self._active
 
     def _join(self, parts: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
-        joint = [part + dp_rank * self.num_rows for dp_rank, part in enumerate(parts)]
-        return np.concatenate(joint), np.array([0, *accumulate(map(len, parts))])
+        lens = [len(part) for part in parts]
+        joint = np.concatenate(parts) + np.repeat(self._first_rows, lens)
+        return joint, np.array([0, *accumulate(lens)])
 
     def forecast(self) -> Forecast:
         """A forecast of the ranks' needs, to which their running requests are to be added."""

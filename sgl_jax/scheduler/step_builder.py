@@ -16,7 +16,7 @@ A shortage of pages is ordinary: evict, then retract the request on this rank th
 compute again.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort_right
 
 import numpy as np
 
@@ -71,7 +71,10 @@ class StepBuilder:
         # Needed, in this step or later.
         self.num_prefill_tokens = sum(num_wanted for num_wanted, _ in runnable.prefilling.values())
         self.has_slots = runnable.has_slots
+        # Rows of prompts, the highest priority first, then the oldest.
         self._prefilling = list(runnable.prefilling)
+        if self._prefilling and rank.running.priorities.differ:
+            self._prefilling.sort(key=lambda row: -rank.running.priority[row])
         self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._lookahead_slots = sizes.lookahead_slots
@@ -79,6 +82,8 @@ class StepBuilder:
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        # Priorities of prompts, the highest first, with the tokens that higher ones leave.
+        self._levels: list[tuple[int, int]] = []
         # The step has prompt tokens for another request if its priority is above this; if it is so
         # by one, only if it has no more than `most_tokens` tokens to compute, or its tenant, by
         # number, is one of `open_tenants`.
@@ -93,7 +98,8 @@ class StepBuilder:
     def grow_decoding(self) -> None:
         """Reserve the slots of the decode rows; if memory is short, requests are `retracted`."""
         self.decode_rows = self._grow_or_retract(self.decode_rows)
-        self._plan_tokens()
+        if self.retracted:
+            self._plan_tokens()
 
     def choose_rows(self) -> None:
         """Take memory for drafts and for chunks of prompts, including admitted ones."""
@@ -135,12 +141,7 @@ class StepBuilder:
             return 0
         if self._shared is not None and priority == self._shared.priority:
             return self._shared.num_left(num_tokens, tenant)
-        if self._shared is None and priority <= (self.rank.running.priorities.lowest or 0):
-            return self._num_left
-        num_left = self.chunk_size
-        for _, num_left, _ in self._shares(priority):  # noqa: B007 (the last counts)
-            pass
-        return num_left
+        return next((left for level, left in self._levels if level < priority), self._num_left)
 
     def is_served(self, row: int) -> bool:
         """Return whether the prefilling `row` gets prompt tokens of the step, as planned so far."""
@@ -161,22 +162,33 @@ class StepBuilder:
         row = self.rank.admit(request, cursor)
         self._needs.pop(row, None)  # of a request that was preempted in this step
         self._has_admitted = True
-        self._prefilling.append(row)
+        priority = self.rank.running.priority
+        insort_right(self._prefilling, row, key=lambda each: -priority[each])
         self.num_prefill_tokens += self._count_left(row)
+        floor, most_tokens = self.priority_floor, self.most_tokens
         if request.priority == self.rank.running.priorities.lowest:
             self._take_tokens(row)
         else:
             self._plan_tokens()
+        # The candidates of the step were chosen by these limits.
+        if self.priority_floor < floor:
+            self.priority_floor, self.most_tokens, self.open_tenants = floor, most_tokens, None
+        elif self.priority_floor == floor:
+            self.most_tokens = min(self.most_tokens, most_tokens)
         return row
 
     def preempt(self, row: int) -> None:
         """Retract the request in `row` for one that starts in this step."""
         self.decode_rows = self.decode_rows[self.decode_rows != row]
+        self._drop_prompt(row)
+        self.preempted.append(self.rank.retract(row, "preempted"))
+        self._plan_tokens()
+
+    def _drop_prompt(self, row: int) -> None:
+        """Forget the prompt of a row whose request is about to leave."""
         if row in self._prefilling:
             self._prefilling.remove(row)
             self.num_prefill_tokens -= self._count_left(row)
-        self.preempted.append(self.rank.retract(row, "preempted"))
-        self._plan_tokens()
 
     # -- prompt tokens ----------------------------------------------------------------------
 
@@ -185,36 +197,37 @@ class StepBuilder:
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
         self.open_tenants = self._shared = None
-        for row, num_left, num_scored_left in self._shares(NO_FLOOR):
-            self._num_left, self._num_scored_left = num_left, num_scored_left
-            if num_left <= 0:
-                self._divide(int(self.rank.running.priority[row]))
+        self._levels.clear()
+        for row in self._prefilling:
+            self._take_tokens(row)
+            if self._num_left <= 0:
+                return
 
     def _take_tokens(self, row: int) -> None:
-        """Count the prompt tokens that `row`, the last in the order of chunks, takes."""
+        """Count the prompt tokens that `row` takes, the next in the order of chunks."""
+        priority = int(self.rank.running.priority[row])
+        if not self._levels or self._levels[-1][0] != priority:
+            self._levels.append((priority, self._num_left))
         count, num_scored = self._share(row, self._num_left, self._num_scored_left)
         self._num_left -= count
         self._num_scored_left -= num_scored
         if self._shared is not None:
             self._shared.add(row, self._count_left(row), int(self.rank.running.tenant[row]))
             self._limit()
-        elif not self._num_left:
-            self._divide(int(self.rank.running.priority[row]))
+        elif self._num_left <= 0:
+            self._divide(*self._levels[-1])
 
-    def _divide(self, priority: int) -> None:
+    def _divide(self, priority: int, num_tokens: int) -> None:
         """Divide the prompt tokens that higher priorities leave among the rows of `priority`, which
         need all of them."""
-        num_tokens, running = self.chunk_size, self.rank.running
-        if running.priorities.differ:
-            for _, num_tokens, _ in self._shares(priority + 1):  # noqa: B007 (the last counts)
-                pass
+        running = self.rank.running
         num_short = 0
         if not self.rank.short_debt:
             least = max(num_tokens // SHORT_PART, self.rank.memory.page_size)
             num_short = min(least, num_tokens // 2)
         needs = {
             row: self._count_left(row)
-            for row in self._in_order()
+            for row in self._prefilling
             if not running.priorities.differ or running.priority[row] == priority
         }
         self._shared = SharedTokens(
@@ -236,27 +249,6 @@ class StepBuilder:
         self.priority_floor = self._shared.priority - is_open
         if not is_open:
             self.most_tokens = NO_LIMIT  # of higher priorities
-
-    def _shares(self, lowest: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the prefilling rows of priority `lowest` or higher in the order of their chunks,
-        with the prompt and scored tokens left after each; none after the last token."""
-        left, scored = self.chunk_size, self._max_scored
-        running = self.rank.running
-        for row in self._in_order():
-            if running.priority[row] >= lowest:
-                count, num_scored = self._share(row, left, scored)
-                left, scored = left - count, scored - num_scored
-                yield row, left, scored
-                if left <= 0:
-                    return
-
-    def _in_order(self) -> list[int]:
-        """Prefilling rows that still run: the highest priority first, then the oldest."""
-        running = self.rank.running
-        rows = [row for row in self._prefilling if running.requests[row] is not None]
-        if running.priorities.differ:
-            rows.sort(key=lambda row: -running.priority[row])
-        return rows
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
         """Return how many more of `num_left` prompt tokens `row` takes, and how many of them it
@@ -281,15 +273,9 @@ class StepBuilder:
         return num_wanted, num_unscored
 
     def prefilling_rows(self) -> list[int]:
-        """Return the rows with more than one token to compute, in this step or later, oldest
-        first."""
-        running, committed_len = self.rank.running, self.rank.memory.rows.kv_committed_len
-        return [
-            row
-            for row in self._prefilling
-            if running.requests[row] is not None
-            and running.planned_len[row] - committed_len[row] > 1
-        ]
+        """Return the rows with more than one token to compute, in this step or later: the highest
+        priority first, then the oldest."""
+        return [row for row in self._prefilling if self._count_left(row) > 1]
 
     def rows(self) -> RowIndex:
         """Return the rows of the step: decode rows, then rows with a prefill chunk."""
@@ -307,8 +293,11 @@ class StepBuilder:
         num_prefill = sum(self.chunks.values())
         num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
         total = len(self.decode_rows) + num_drafts + num_prefill
-        larger = next((shape for shape in self._shapes if shape >= total), total)
-        smaller = max((shape for shape in self._shapes if shape <= total), default=0)
+        index = bisect_left(self._shapes, total)
+        larger = self._shapes[index] if index < len(self._shapes) else total
+        if larger == total:
+            return
+        smaller = self._shapes[index - 1] if index else 0
         excess = total - smaller
         if 2 * excess > num_prefill or excess >= larger - total:
             return
@@ -378,6 +367,7 @@ class StepBuilder:
             return None
         candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
         victim = int(candidates[by_cost(self.rank.memory, running, candidates)[0]])
+        self._drop_prompt(victim)
         self.retracted.append(self.rank.retract(victim))
         return victim
 
@@ -386,7 +376,7 @@ class StepBuilder:
         running = self.rank.running
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
-        for row in self._in_order():
+        for row in self._prefilling:
             if self._num_left <= 0:
                 break
             if shared is not None and running.priority[row] == shared.priority:

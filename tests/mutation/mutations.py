@@ -433,9 +433,9 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
-        _IN_FLIGHT,
-        "memory.cache.next_key(lease.node, tokens[start:], lease.namespace)",
-        'memory.cache.next_key(lease.node, tokens[start:], "")',
+        "sgl_jax/scheduler/rank_scheduler.py",
+        "next_key(lease.node, tokens, lease.namespace)\n            self._next_keys",
+        'next_key(lease.node, tokens, "")\n            self._next_keys',
     ),
     Mutation(
         "namespaces: open every lease in the default one",
@@ -519,8 +519,8 @@ MUTATIONS = (
     Mutation(
         "publish no part of a prompt before all of it",
         _RANK,
-        "            if self.memory.cache.is_awaited(lease.node, next_key):\n",
-        "            if next_key is None:\n",
+        "            if self.memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
+        "            if self.next_key(row) is None:\n",
     ),
     Mutation(
         "keep what another published meanwhile",
@@ -1307,8 +1307,8 @@ MUTATIONS = (
     Mutation(
         "count the room of a step once for all that start in it",
         _ROOM,
-        "        self._look()\n        if",
-        "        if",
+        "        self._look()\n        self._note_pages()\n        if self._in_flight",
+        "        if self._in_flight",
     ),
     Mutation(
         "take what a rank prefills for no work",
@@ -1452,8 +1452,8 @@ MUTATIONS = (
     Mutation(
         "states: keep none where one that waits for a gap branches off",
         _ADMISSION,
-        "            room.rank.keep_branch(*chosen.leader)\n        num_pages",
-        "        num_pages",
+        "            room.rank.keep_branch(*chosen.leader)\n        cursor",
+        "        cursor",
     ),
     Mutation(
         "states: wait for one that cannot be kept",
@@ -1645,8 +1645,8 @@ MUTATIONS = (
     Mutation(
         "start below the floor that a start has raised",
         _FITS,
-        "if num_pages == NEVER or need.priority <= room.floor:",
-        "if num_pages == NEVER:",
+        "    return priority > floor\n",
+        "    return True\n",
     ),
     Mutation(
         "take a length for one of a longer bucket",
@@ -1970,8 +1970,8 @@ MUTATIONS = (
     Mutation(
         "try no request that needs all that is there",
         _FITS,
-        "if num_pages > num_free[k] or not _fits",
-        "if num_pages >= num_free[k] or not _fits",
+        "may_start = num_pages <= num_free[k]",
+        "may_start = num_pages < num_free[k]",
     ),
     Mutation(
         "pressure: preempt nothing for a request that needs all that is there",
@@ -1988,7 +1988,7 @@ MUTATIONS = (
     Mutation(
         "count nothing of a prefix as in use",
         _FITS,
-        "num_pages = need.pages - min(num_in_use, num_cached)",
+        "num_pages = need.pages - min(in_use[k, line], num_cached)",
         "num_pages = need.pages",
     ),
     Mutation(
@@ -2000,56 +2000,56 @@ MUTATIONS = (
     Mutation(
         "count the pages in use on another rank",
         _CANDIDATES,
-        "in_use[number] = memory.in_use_len(",
-        "in_use[number] = self._memories[0].in_use_len(",
+        "counted[place] = memory.in_use_len(",
+        "counted[place] = self._memories[0].in_use_len(",
     ),
     Mutation(
         "read the pages in use on another rank",
         _FITS,
-        "num_in_use = in_use[k, number]",
-        "num_in_use = in_use[0, number]",
+        "min(in_use[k, line], num_cached)",
+        "min(in_use[0, line], num_cached)",
     ),
     Mutation(
         "read the pages in use of another prefix",
-        _FITS,
-        "number, num_in_use = place[ranks[k], line], -1",
-        "number, num_in_use = place[k, line], -1",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "in_use[found, lines] = self._count_in_use(",
+        "in_use[found, lines[::-1]] = self._count_in_use(",
     ),
     Mutation(
         "read how many pages are in use on a rank that has not counted them",
         _FITS,
-        "            if num_in_use < 0:\n",
-        "            if num_in_use < -1:\n",
+        "            if in_use[k, line] < 0:\n",
+        "            if in_use[k, line] < -1:\n",
     ),
     Mutation(
         "forget where a cursor went",
         _LINES,
-        "        line_place[line] = place[number]\n",
-        "",
+        "        places[i] = place[number]\n",
+        "        places[i] = place[cursor[lines[i]]]\n",
     ),
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "lines, keys = lines[~is_first], keys[~is_first]",
-        "lines, keys = lines[:0], keys[:0]",
+        "part, rest = _sorted_part(rest, keys, most)",
+        "part, rest = _sorted_part(rest, keys, most)[0], rest[:0]",
     ),
     Mutation(
         "try the first requests twice",
         _CANDIDATES,
-        "lines, keys = lines[~is_first], keys[~is_first]",
-        "pass",
+        "lines, rest, own = lines[is_first], lines[~is_first], own[is_first]",
+        "lines, rest, own = lines[is_first], lines, own[is_first]",
     ),
     Mutation(
         "leave out requests behind the first ones",
         _CANDIDATES,
-        'yield lines[is_first][keys[is_first].argsort(kind="stable")]',
-        'yield lines[is_first][keys[is_first].argsort(kind="stable")][:_FIRST_PART]',
+        'return lines[own.argsort(kind="stable")], rest',
+        'return lines[own.argsort(kind="stable")][:most], rest',
     ),
     Mutation(
         "try the first requests by their lines",
         _CANDIDATES,
-        'yield lines[is_first][keys[is_first].argsort(kind="stable")]',
-        "yield lines[is_first]",
+        'return lines[own.argsort(kind="stable")], rest',
+        "return lines, rest",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2060,8 +2060,8 @@ MUTATIONS = (
     Mutation(
         "take what one rank has cached for what all have",
         _COLUMNS,
-        "            self.cached_pages[dp_rank, start:end],\n",
-        "            self.cached_pages[0, start:end],\n",
+        "            self.cached_pages[dp_rank, lines],\n",
+        "            self.cached_pages[0, lines],\n",
     ),
     Mutation(
         "try the least important first",
@@ -2205,8 +2205,8 @@ MUTATIONS = (
     Mutation(
         "a line reads its own cursor though that is not live",
         _LINES,
-        "        while above[number] >= 0:\n            number = above[number]\n",
-        "",
+        "            number = above[number]\n        cached_pages[line]",
+        "            break\n        cached_pages[line]",
     ),
     Mutation(
         "a line reads the moves of one rank alone",
@@ -2906,14 +2906,14 @@ MUTATIONS = (
     Mutation(
         "pressure: compute chunks by age alone",
         "sgl_jax/scheduler/step_builder.py",
-        "rows.sort(key=lambda row: -running.priority[row])",
-        "rows.sort(key=lambda row: 0)",
+        "self._prefilling.sort(key=lambda row: -rank.running.priority[row])",
+        "self._prefilling.sort(key=lambda row: 0)",
     ),
     Mutation(
         "pressure: take no notice of chunks of a lower priority",
         "sgl_jax/scheduler/step_builder.py",
-        "            if running.priority[row] >= lowest:\n",
-        "            if running.priority[row] > lowest:\n",
+        "for level, left in self._levels if level < priority)",
+        "for level, left in self._levels if level <= priority)",
     ),
     Mutation(
         "pressure: hold a rank against every priority",
@@ -2930,8 +2930,8 @@ MUTATIONS = (
     Mutation(
         "pressure: hold a rank that is held",
         _FITS,
-        "if passed_over[line] >= max_passed_over and room.held_above == NO_FLOOR:",
-        "if passed_over[line] >= max_passed_over:",
+        "if is_due and room.held_above == NO_FLOOR:",
+        "if is_due:",
     ),
     Mutation(
         "pressure: hold no rank for what is due",
@@ -3700,26 +3700,26 @@ MUTATIONS = (
     Mutation(
         "chunks: try long prompts where only short ones start",
         _FITS,
-        "and need.tokens - num_cached * room.page_size > room.most_tokens",
-        "and need.tokens - num_cached * room.page_size < 0",
+        "return num_tokens <= most_tokens or is_open_tenant",
+        "return True",
     ),
     Mutation(
         "chunks: take a cached prefix for tokens to compute",
         _FITS,
-        "and need.tokens - num_cached * room.page_size > room.most_tokens",
-        "and need.tokens > room.most_tokens",
+        "            num_tokens = need.tokens - num_cached * room.page_size\n",
+        "            num_tokens = need.tokens\n",
     ),
     Mutation(
         "chunks: bind the prompts of higher priorities, too",
         _FITS,
-        "need.priority == room.floor + 1\n",
-        "need.priority >= room.floor + 1\n",
+        "    if priority == floor + 1:\n        return num",
+        "    if priority > floor:\n        return num",
     ),
     Mutation(
         "chunks: read the tenants that get tokens on another rank",
         _FITS,
-        "and not open_tenants[ranks[k], tenant[line]]",
-        "and not open_tenants[k, tenant[line]]",
+        "is_open_tenant = open_tenants[ranks[k], tenant[line]]",
+        "is_open_tenant = open_tenants[k, tenant[line]]",
     ),
     Mutation(
         "chunks: look for no short prompt that waits",
@@ -3738,5 +3738,59 @@ MUTATIONS = (
         _IN_FLIGHT,
         " or not self._is_served(row):\n",
         " or False:\n",
+    ),
+    Mutation(
+        "chunks: keep the prompt of a request that is retracted",
+        "sgl_jax/scheduler/step_builder.py",
+        "        self._drop_prompt(victim)\n",
+        "",
+    ),
+    Mutation(
+        "chunks: count the prompt tokens of retracted requests",
+        "sgl_jax/scheduler/step_builder.py",
+        "        if self.retracted:\n            self._plan_tokens()\n",
+        "",
+    ),
+    Mutation(
+        "chunks: leave a later request less than the candidates were chosen by",
+        "sgl_jax/scheduler/step_builder.py",
+        "self.most_tokens = min(self.most_tokens, most_tokens)",
+        "self.most_tokens = 0",
+    ),
+    Mutation(
+        "chunks: put the prompt that starts behind those of a lower priority",
+        "sgl_jax/scheduler/step_builder.py",
+        "insort_right(self._prefilling, row, key=lambda each: -priority[each])",
+        "self._prefilling.append(row)",
+    ),
+    Mutation(
+        "chunks: find the tokens of candidates on another rank",
+        _FITS,
+        "rooms[ranks[k]], least[k, line]\n            if num_pages < NEVER",
+        "rooms[k], least[k, line]\n            if num_pages < NEVER",
+    ),
+    Mutation(
+        "awaited: keep the key of the page behind a part that is published",
+        "sgl_jax/scheduler/rank_scheduler.py",
+        "if known is None or known[0] != length:",
+        "if known is None:",
+    ),
+    Mutation(
+        "in use: keep what was counted before a start",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "                    in_use_at[k].clear()\n",
+        "",
+    ),
+    Mutation(
+        "in use: keep the lines' counts of before a start",
+        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "                    in_use[k] = -1\n",
+        "",
+    ),
+    Mutation(
+        "room: take what lacks on the first rank for what lacks on each",
+        _FITS,
+        "        short[k] = _pages_short(\n            rooms[k],",
+        "        short[k] = _pages_short(\n            rooms[0],",
     ),
 )

@@ -94,7 +94,7 @@ class Admission:
             RankRoom(builder, self._waiting, forecast, records, outlook)
             for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
         ]
-        is_counted = np.array([not room.is_ample for room in rooms])
+        is_counted = np.array([room.is_counted for room in rooms])
         if is_counted.any():
             forecast.add(*ranks.active(), is_counted)
             for dp_rank in is_counted.nonzero()[0].tolist():
@@ -111,7 +111,7 @@ class Admission:
             # A request for which a rank was held may start on another rank now.
             records["held_above"] = NO_FLOOR
             for each in rooms:
-                offer.open_tenants[each.dp_rank] = each.open_tenants
+                _write_open_tenants(offer, each)
             is_changed = self._start_some(rooms, offer, step)
 
     def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
@@ -134,7 +134,7 @@ class Admission:
         for request, may_start in candidates:
             if not self._tenants.may_run(request.tenant):
                 continue
-            chosen = self._choose(rooms, request, step) if may_start else None
+            chosen = self._choose(rooms, offer.rooms, request, step) if may_start else None
             room: RankRoom | None = None
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
@@ -154,7 +154,7 @@ class Admission:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
-                offer.open_tenants[room.dp_rank] = room.open_tenants
+                _write_open_tenants(offer, room)
             if self._waiting.is_following(request):
                 num_following += 1
                 if num_following >= MAX_PUT_OFF:
@@ -168,8 +168,8 @@ class Admission:
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
-        num_pages, _ = room.need(request, self._waiting.cursors(request)[room.dp_rank])
-        room.stay(num_pages)
+        cursor = self._waiting.cursors(request)[room.dp_rank]
+        room.stay(room.rank.num_pages_needed(request, cursor))
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
         """Make `request` wait for its prefix from the host, if that has more of it than the device
@@ -223,7 +223,7 @@ class Admission:
             room = rooms[hold.dp_rank]
         if room.is_held:
             return None
-        num_pages, _ = room.need(request, cursors[room.dp_rank])
+        num_pages = room.rank.num_pages_needed(request, cursors[room.dp_rank])
         if hold is None:
             hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
         self._holds.pop(request.rid, None)
@@ -236,7 +236,8 @@ class Admission:
         cursors = self._waiting.cursors(request)
 
         def shortage(room: RankRoom) -> tuple[int, int, int]:
-            _, short = room.need(request, cursors[room.dp_rank])
+            num_pages = room.rank.num_pages_needed(request, cursors[room.dp_rank])
+            short = room.pages_short(request, num_pages)
             return max(short, 0), room.num_running, room.dp_rank
 
         return min(rooms, key=shortage)
@@ -308,16 +309,21 @@ class Admission:
 
     # -- choice of a rank ---------------------------------------------------------------------
 
-    def _choose(self, rooms: list[RankRoom], request: Request, step: int) -> Option | None:
+    def _choose(
+        self, rooms: list[RankRoom], records: Rooms, request: Request, step: int
+    ) -> Option | None:
         """Return the best rank for a request that fits on one now, even if it must wait there; else
         None."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         # A lone rank's cost is compared with none: the host need not be searched for it.
         bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
+        most_short = self._waiting.most_short(request, records)
 
         def option(room: RankRoom, num_read: int, leader: Leader | None) -> Option:
-            cursor = cursors[room.dp_rank]
-            return room.option(request, cursor, num_read, leader, bound, reads_host=reads_host)
+            cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
+            return room.option(
+                request, cursor, num_read, leader, short, bound, reads_host=reads_host
+            )
 
         reads = [(room, *room.reads(request, cursors[room.dp_rank])) for room in allowed]
         options = [option(*each) for each in reads if each[0].is_open]
@@ -357,6 +363,11 @@ class Admission:
         self._waiting.started(request, dp_rank, num_free)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
+
+
+def _write_open_tenants(offer: Offer, room: RankRoom) -> None:
+    is_open = room.open_tenants
+    offer.open_tenants[room.dp_rank] = False if is_open is None else is_open
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:

@@ -71,10 +71,10 @@ class InFlight:
         request, lease = rank.running.request(row), memory.leases[row]
         if request.kept_len:
             return  # a later turn of a session publishes only after it succeeds
-        tokens, start = self._tokens(row), lease.cache_protected_len
-        if len(tokens) < start + self._page_size:
+        start, end = lease.cache_protected_len, rank.running.score_start[row]
+        if min(rank.running.known_len[row], end) < start + self._page_size:
             return
-        key = memory.cache.next_key(lease.node, tokens[start:], lease.namespace)
+        key = rank.next_key(row)
         if key is None:
             return
         place = (lease.node or memory.cache.tree.root).node_id, key

@@ -77,7 +77,7 @@ class RankRoom:
         self._most_growth = outlook.most_growth  # or more
         self._num_total = self.rank.memory.allocator.num_pages - 1
         self._peak = 0.0  # of the forecast
-        self._enough = self.rank.memory.request_pages(self.rank.memory.sizes.max_request_tokens)
+        self._enough = self.rank.most_request_pages
         self._started: list[int] = []  # rows
         # True if the step takes another request of some priority here that fits.
         self.is_open = False
@@ -85,9 +85,9 @@ class RankRoom:
         self._sorted_ends: Int32Array | None = None
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
-        self._is_counted = False
         self._look()
-        if self.is_ample:
+        self.is_counted = not self.is_ample  # whether the forecast has the rank's requests
+        if not self.is_counted:
             self._note_pages()
 
     def _look(self) -> None:
@@ -101,10 +101,10 @@ class RankRoom:
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
         num_left = self.rank.memory.num_reclaimable_pages
-        if not self._is_counted and num_left - self._most_growth < self._enough:
+        if not self.is_counted and num_left - self._most_growth < self._enough:
             self._forecast.recount(self.dp_rank, self.rank.running.active)
-            self._is_counted = True
-        if self._is_counted:
+            self.is_counted = True
+        if self.is_counted:
             own = self._rooms[self.dp_rank : self.dp_rank + 1]
             self._peak = self._forecast.write(self.dp_rank, own)
             return
@@ -119,25 +119,18 @@ class RankRoom:
         return self.rank.memory.num_reclaimable_pages - self._most_growth >= self._enough
 
     def take_forecast(self) -> None:
-        """The rank's requests are in the forecast now."""
-        self._is_counted = True
+        """Compute the rank's pages, now that its requests are in the forecast."""
         self._note_pages()
 
     @property
     def num_free(self) -> int:
         """Return pages that no running request holds, nor needs for its known tokens."""
-        return self._num_total - int(self._rooms[self.dp_rank]["pages"][0])
+        return self._num_total - int(self._rooms["pages"][self.dp_rank, 0])
 
-    def need(self, request: Request, cursor: PrefixCursor) -> tuple[int, int]:
-        """Return the pages that `request` takes to start here, or, if it fits even so, some more;
-        and the number that it lacks: not above 0 if it has enough."""
-        num_pages = self.rank.num_pages_at_most(request)
-        short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
-        # Mostly there are enough without a look at how much of its prefix is in use.
-        if short > 0 and (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
-            num_pages -= num_in_use
-            short = self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
-        return num_pages, short
+    def pages_short(self, request: Request, num_pages: int) -> int:
+        """Return the pages that `request` lacks if it takes `num_pages` to start here; not above 0
+        if it has enough."""
+        return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
     def takes(self, request: Request, num_read: int) -> bool:
         """Return whether `request` can start here in this step, if it has enough pages; it reads
@@ -146,11 +139,10 @@ class RankRoom:
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
     @property
-    def open_tenants(self) -> BoolArray | bool:
-        """Return whether a tenant's next prompt gets tokens of the step at any length: by number,
-        or of all."""
-        open_tenants = self._builder.open_tenants
-        return False if open_tenants is None else open_tenants
+    def open_tenants(self) -> BoolArray | None:
+        """Return, by number, the tenants whose next prompt gets tokens of the step at any length;
+        None if there is none."""
+        return self._builder.open_tenants
 
     def reads(self, request: Request, cursor: PrefixCursor) -> tuple[int, Leader | None]:
         """Return the tokens that `request` would read here, and the row that computes some of them
@@ -165,6 +157,7 @@ class RankRoom:
         cursor: PrefixCursor,
         num_read: int,
         leader: Leader | None,
+        most_short: int,
         num_unskewed: int,
         *,
         reads_host: bool,
@@ -173,13 +166,18 @@ class RankRoom:
 
         Args:
             num_read: as `leader`, from `reads`.
+            most_short: pages that it lacks if no running request has its prefix in use.
             num_unskewed: more requests on the rank are too many.
             reads_host: False if the cost ignores the host's memory.
         """
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        num_pages, short = self.need(request, cursor)
+        num_pages, short = self.rank.num_pages_at_most(request), most_short
+        # Mostly there are enough without a look at how much of its prefix is in use.
+        if short > 0 and (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
+            num_pages -= num_in_use
+            short = self.pages_short(request, num_pages)
         has_room = self.has_row and short <= 0
         if not has_room:
             num_ahead += self.chunk_size * self._steps_to_room(num_pages)
@@ -231,7 +229,7 @@ class RankRoom:
 
     @property
     def is_held(self) -> bool:
-        return bool(self._rooms[self.dp_rank].held_above > NO_FLOOR)
+        return bool(self._rooms["held_above"][self.dp_rank] > NO_FLOOR)
 
     @property
     def preemptible(self) -> Preemptible:
@@ -264,7 +262,7 @@ class RankRoom:
         self._in_flight = None
         ends = self.rank.expected_steps_to_ends()
         self._soonest_end = int(ends.min()) if len(ends) else None
-        self._is_counted = False
+        self.is_counted = False
         self._look()
         self._note_pages()
 
@@ -272,7 +270,7 @@ class RankRoom:
         """Start a request that fits."""
         row = self._builder.admit(request, cursor)
         self._started.append(row)
-        if self._is_counted:
+        if self.is_counted:
             self._forecast.start(self.dp_rank, row)
         self._most_growth += self.rank.memory.request_pages(request.max_len)
         self._preemptible = self._sorted_ends = None

@@ -16,7 +16,7 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.waiting.fits import (
-    MAY_START,
+    MAY_HOLD,
     NEVER,
     NO_FLOOR,
     Int64Array,
@@ -24,6 +24,7 @@ from sgl_jax.scheduler.waiting.fits import (
     find_fits,
     least_pages,
     next_line,
+    with_tokens,
 )
 from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
@@ -107,8 +108,9 @@ class CandidateOrder:
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
         keys = self._order_keys(least, turns, passed_over >= self._max_passed_over, levels)
-        in_use, is_read = np.zeros((len(ranks), 0), np.int32), np.zeros(len(ranks), np.bool_)
-        for order in _sorted_parts(keys):
+        in_use = np.full(least.shape, -1, np.int32)
+        in_use_at: list[dict[int, int]] = [{} for _ in ranks]
+        for order in self._sorted_parts(keys, offer, ranks, least):
             index = 0
             while True:
                 index, found = next_line(
@@ -123,27 +125,50 @@ class CandidateOrder:
                     offer.open_tenants,
                     passed_over,
                     self._max_passed_over,
-                    columns.place,
                     in_use,
                     self._lengths.chances,
                     MOMENTS,
                 )
                 if index == len(order):
                     break
+                line = int(order[index])
                 if found >= 0:
-                    if not is_read[found]:
-                        in_use, is_read[found] = self._read_places(int(ranks[found]), in_use), True
                     lines = order[index : index + _COUNTED_AT_ONCE]
-                    self._count_in_use(int(ranks[found]), lines, in_use[found])
+                    in_use[found, lines] = self._count_in_use(
+                        int(ranks[found]), lines, in_use_at[found]
+                    )
+                    continue
+                index += 1
+                if found == MAY_HOLD:
+                    yield line, False
                     continue
                 num_running = offer.rooms["num_running"].copy()
-                yield int(order[index]), found == MAY_START
-                index += 1
+                yield line, True
                 # A start brings its prefix into use, and may split nodes of the tree.
-                is_read &= (offer.rooms["num_running"] == num_running)[ranks]
-                in_use[~is_read] = -1
+                for k in (offer.rooms["num_running"] != num_running)[ranks].nonzero()[0]:
+                    in_use[k] = -1
+                    in_use_at[k].clear()
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop())] = NEVER
+
+    def _sorted_parts(
+        self, keys: Int64Array, offer: Offer, ranks: IntpArray, least: Int32Array
+    ) -> Iterator[IntpArray]:
+        """Yield the lines that have a key, by their keys, in two parts: mostly, no more than the
+        first lines are tried, or no rank has prompt tokens for the others then."""
+        columns, rest = self._columns, (keys != LAST).nonzero()[0]
+        for most in (_FIRST_PART, len(rest)):
+            rest = with_tokens(
+                rest,
+                offer.rooms,
+                ranks,
+                least,
+                columns.needs,
+                columns.tenant,
+                offer.open_tenants,
+            )
+            part, rest = _sorted_part(rest, keys, most)
+            yield part
 
     def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
         """Return the pages that each line takes at least on each of `ranks`: `least_pages`."""
@@ -162,9 +187,8 @@ class CandidateOrder:
             columns.needs,
             columns.cached_pages,
         )
-        is_full = self._tenants.is_full
-        if is_full.any():
-            least[:, is_full[columns.tenant[:end]]] = NEVER
+        if self._tenants.limits_running:
+            least[:, self._tenants.is_full[columns.tenant[:end]]] = NEVER
         return least
 
     def find(
@@ -209,22 +233,16 @@ class CandidateOrder:
                     preempts[part] |= self.find(at_rank.rooms, number, least[part], is_tried)
         return preempts
 
-    def _read_places(self, dp_rank: int, in_use: Int32Array) -> Int32Array:
-        """Read the places of the lines' prefixes on a rank. Return `in_use`, int32[ranks, places],
-        with columns of -1 for new places of any rank."""
-        self._columns.read_places(dp_rank, self._memories[dp_rank].cache.cursors.columns)
-        num_places = max(len(memory.cache.cursors.nodes) for memory in self._memories)
-        new = np.full((len(in_use), num_places - in_use.shape[1]), -1, np.int32)
-        return np.concatenate((in_use, new), axis=1)
-
-    def _count_in_use(self, dp_rank: int, lines: IntpArray, in_use: Int32Array) -> None:
-        """Write the pages of the cached prefixes of `lines` on a rank that are in use to `in_use`,
-        int32[places]."""
+    def _count_in_use(self, dp_rank: int, lines: IntpArray, counted: dict[int, int]) -> list[int]:
+        """Return how many pages of the cached prefixes of `lines` on a rank are in use. `counted`
+        has them by place, and gets further ones."""
         memory = self._memories[dp_rank]
-        nodes = memory.cache.cursors.nodes
-        for number in self._columns.place[dp_rank, lines].tolist():
-            if in_use[number] < 0:
-                in_use[number] = memory.in_use_len(nodes[number]) // memory.page_size
+        cursors = memory.cache.cursors
+        places = self._columns.places(dp_rank, lines, cursors.columns).tolist()
+        for place in places:
+            if place not in counted:
+                counted[place] = memory.in_use_len(cursors.nodes[place]) // memory.page_size
+        return [counted[place] for place in places]
 
     def _order_keys(
         self, least: Int32Array, turns: Turns | None, is_due: BoolArray, levels: Levels
@@ -269,13 +287,11 @@ class CandidateOrder:
         return order
 
 
-def _sorted_parts(keys: Int64Array) -> Iterator[IntpArray]:
-    """Yield the lines by their keys, those without one left out, in two parts: mostly, no more than
-    the first lines are tried. Equal keys are in the order of the lines, on every host."""
-    lines = (keys != LAST).nonzero()[0]
-    keys = keys[lines]
-    if len(lines) > _FIRST_PART:
-        is_first = keys <= np.partition(keys, _FIRST_PART)[_FIRST_PART]
-        yield lines[is_first][keys[is_first].argsort(kind="stable")]
-        lines, keys = lines[~is_first], keys[~is_first]
-    yield lines[keys.argsort(kind="stable")]
+def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return the first of `lines` by their keys, sorted, and the others. They are more than `most`
+    if keys are equal there; these are in the order of the lines, on every host."""
+    own, rest = keys[lines], lines[:0]
+    if len(lines) > most:
+        is_first = own <= np.partition(own, most)[most]
+        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
+    return lines[own.argsort(kind="stable")], rest

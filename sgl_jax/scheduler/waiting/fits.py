@@ -104,6 +104,16 @@ def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -
         room.pages[j] = num_in_use
 
 
+@compiled("(int64, int64, int64, int64, boolean)")
+def _has_tokens(
+    priority: int, num_tokens: int, floor: int, most_tokens: int, is_open_tenant: bool
+) -> bool:
+    """Return whether the step has prompt tokens for a request with `num_tokens` to compute."""
+    if priority == floor + 1:
+        return num_tokens <= most_tokens or is_open_tenant
+    return priority > floor
+
+
 @compiled("(room, int64)", room=ROOM)
 def _num_steps(room: Any, num_pages: int) -> int:
     """Return the steps until a prompt of `num_pages` pages is computed."""
@@ -234,6 +244,26 @@ def pages_short(
 
 
 @compiled(
+    "(rooms[::1], needs[::1], int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def most_short(
+    rooms: Rooms, needs: Needs, line: int, chances: Float64Array, moments: IntpArray
+) -> IntpArray:
+    """Return `pages_short` in each of `rooms` if no running request has the prefix of the request
+    in use: int64[len(rooms)]."""
+    short = np.empty(len(rooms), np.int64)
+    assert 0 <= line < len(needs)
+    for k in range(len(rooms)):
+        steps_per_page = _steps_per_page(rooms[k])
+        short[k] = _pages_short(
+            rooms[k], needs[line], needs[line].pages, chances, moments, steps_per_page
+        )
+    return short
+
+
+@compiled(
     "(rooms[::1], int64, needs[::1], int64, int64, int64, float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
     needs=NEED,
@@ -344,9 +374,52 @@ def find_fits(
 
 
 @compiled(
+    "(int64[::1], rooms[::1], int64[::1], int32[:, ::1], needs[::1], int32[::1], boolean[:, ::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def with_tokens(
+    lines: IntpArray,
+    rooms: Rooms,
+    ranks: IntpArray,
+    least: Int32Array,
+    needs: Needs,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
+) -> IntpArray:
+    """Return those of `lines` for which any rank has prompt tokens. The arguments are those of
+    `next_line`."""
+    found, num_found = np.empty(len(lines), np.intp), 0
+    num_ranks, end = least.shape
+    assert num_ranks == len(ranks)
+    assert end <= len(needs)
+    assert end <= len(tenant)
+    for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
+    for i in range(len(lines)):
+        line = lines[i]
+        assert 0 <= line < end
+        assert 0 <= tenant[line] < open_tenants.shape[1]
+        need = needs[line]
+        for k in range(num_ranks):
+            room, num_pages = rooms[ranks[k]], least[k, line]
+            if num_pages < NEVER and _has_tokens(
+                need.priority,
+                need.tokens - (need.pages - num_pages) * room.page_size,
+                room.floor,
+                room.most_tokens,
+                open_tenants[ranks[k], tenant[line]],
+            ):
+                found[num_found] = line
+                num_found += 1
+                break
+    return found[:num_found]
+
+
+@compiled(
     "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
-    "int32[::1], boolean[:, ::1], int32[::1], int64, int32[:, ::1], int32[:, ::1], "
-    "float64[:, :, ::1], int64[::1])",
+    "int32[::1], boolean[:, ::1], int32[::1], int64, int32[:, ::1], float64[:, :, ::1], "
+    "int64[::1])",
     rooms=ROOM,
     needs=NEED,
 )
@@ -362,7 +435,6 @@ def next_line(
     open_tenants: BoolArray,
     passed_over: Int32Array,
     max_passed_over: int,
-    place: Int32Array,
     in_use: Int32Array,
     chances: Float64Array,
     moments: IntpArray,
@@ -387,20 +459,20 @@ def next_line(
             `ROOM.most_tokens`.
         passed_over: int32[lines], passes of each, which starts raise.
         max_passed_over: a line with so many is due.
-        place: int32[all ranks, lines] or more, the places of the lines' prefixes.
-        in_use: int32[len(ranks), places], pages in use at a place, below 0 if not counted yet; or
-            int32[len(ranks), 0].
+        in_use: int32[len(ranks), lines], how many of the pages of a line's cached prefix are in
+            use, below 0 if not counted yet.
         chances: of `OutputLengths`.
         moments: `MOMENTS`.
     """
     num_ranks, end = least.shape
     assert num_ranks == len(ranks) == len(in_use)
+    assert end == in_use.shape[1]
     assert end <= len(needs)
     assert end <= len(tenant)
-    assert end == len(passed_over) <= place.shape[1]
+    assert end == len(passed_over)
     num_free = np.full(num_ranks, -1.0)
     for k in range(num_ranks):
-        assert 0 <= ranks[k] < len(rooms) == len(place) == len(open_tenants)
+        assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
         room = rooms[ranks[k]]
         if room.is_open:
             num_free[k] = room.total - room.pages[0]
@@ -409,33 +481,32 @@ def next_line(
         assert 0 <= line < end
         assert 0 <= tenant[line] < open_tenants.shape[1]
         need, uncounted, may_hold = needs[line], -1, False
+        is_due = passed_over[line] >= max_passed_over
         for k in range(num_ranks):
             room, num_pages = rooms[ranks[k]], least[k, line]
-            if num_pages == NEVER or need.priority <= room.floor:
+            # Most lines that do not fit lack pages now: that is seen first.
+            may_start = num_pages <= num_free[k]
+            if (not may_start and not is_due and not preempts.size) or num_pages == NEVER:
                 continue
             num_cached = need.pages - num_pages
-            if (
-                need.priority == room.floor + 1
-                and need.tokens - num_cached * room.page_size > room.most_tokens
-                and not open_tenants[ranks[k], tenant[line]]
+            num_tokens = need.tokens - num_cached * room.page_size
+            is_open_tenant = open_tenants[ranks[k], tenant[line]]
+            if not _has_tokens(
+                need.priority, num_tokens, room.floor, room.most_tokens, is_open_tenant
             ):
                 continue
             if preempts.size and preempts[k, line]:
                 return index, MAY_START
-            if passed_over[line] >= max_passed_over and room.held_above == NO_FLOOR:
+            if is_due and room.held_above == NO_FLOOR:
                 may_hold = True
-            if num_pages > num_free[k] or not _fits(room, need, num_pages, chances, moments):
+            if not may_start or not _fits(room, need, num_pages, chances, moments):
                 continue
             if num_cached == 0 or _fits(room, need, need.pages, chances, moments):
                 return index, MAY_START
-            number, num_in_use = place[ranks[k], line], -1
-            if in_use.size:
-                assert 0 <= number < in_use.shape[1]
-                num_in_use = in_use[k, number]
-            if num_in_use < 0:
+            if in_use[k, line] < 0:
                 uncounted = k
                 continue
-            num_pages = need.pages - min(num_in_use, num_cached)
+            num_pages = need.pages - min(in_use[k, line], num_cached)
             if _fits(room, need, num_pages, chances, moments):
                 return index, MAY_START
         if uncounted >= 0:

@@ -77,6 +77,7 @@ class Tenants:
         self._served: _Float64Array = np.zeros(size)
         self._weight: _Float64Array = np.ones(size)
         self._max_running = np.zeros(size, np.int32)
+        self.limits_running = False  # whether any tenant had a limit of running requests
         self._num_requests = np.zeros(size, np.int32)
         self._num_queued = np.zeros(size, np.int32)
         self._tokens = np.zeros((3, size), np.int64)  # of prompts, cached, generated
@@ -94,6 +95,7 @@ class Tenants:
         number = NO_TENANT if tenant is None else self._number(tenant.name)
         if tenant is not None and number != NO_TENANT:
             self._weight[number], self._max_running[number] = tenant.weight, tenant.max_running
+            self.limits_running |= tenant.max_running > 0
         if not self._num_queued[number]:
             self._served[number] = max(self._served[number], self._lowest())
         self._num_requests[number] += 1

@@ -4,11 +4,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
 from sgl_jax.scheduler.waiting.fits import NEED, NO_RANK, Needs
 from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
-from sgl_jax.scheduler.waiting.waiting_lines import most_cached, read_cursors
+from sgl_jax.scheduler.waiting.waiting_lines import most_cached, places_of, read_cursors
 
 
 class WaitingColumns:
@@ -31,7 +31,6 @@ class WaitingColumns:
         self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # of these, on a rank's tree
         self.most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
         self.cursor = np.zeros((num_ranks, capacity), np.int32)  # its number on each rank's tree
-        self.place = np.zeros((num_ranks, capacity), np.int32)  # of the cursor's stop
         self.may_run = np.zeros((num_ranks, capacity), np.bool_)
         self.arrival = np.zeros(capacity, np.int64)
         self.tenant = np.zeros(capacity, np.int32)
@@ -75,30 +74,20 @@ class WaitingColumns:
         self.passed_over[: self.end] = 0
         self.end = 0
 
-    def read_cursors(self, dp_rank: int, cursors: CursorColumns, start: int, end: int) -> None:
-        """Write the places of the lines' cursors on the tree of a rank, and the pages cached
-        there."""
+    def read_cursors(self, dp_rank: int, cursors: CursorColumns) -> None:
+        """Write the pages cached at the lines' cursors on the tree of a rank."""
+        lines = slice(self.end)
         read_cursors(
-            self.cursor[dp_rank, start:end],
+            self.cursor[dp_rank, lines],
             cursors.above,
             cursors.usable_pages,
-            cursors.place,
-            self.cached_pages[dp_rank, start:end],
-            self.place[dp_rank, start:end],
+            self.cached_pages[dp_rank, lines],
         )
 
-    def read_places(self, dp_rank: int, cursors: CursorColumns) -> None:
-        """Write the places of all lines' cursors on the tree of a rank, but not how many of their
-        pages are cached."""
-        places = self.place[dp_rank, : self.end]
-        read_cursors(
-            self.cursor[dp_rank, : self.end],
-            cursors.above,
-            cursors.usable_pages,
-            cursors.place,
-            np.empty_like(places),
-            places,
-        )
+    def places(self, dp_rank: int, lines: IntpArray, cursors: CursorColumns) -> Int32Array:
+        """Return the places of the cursors of `lines` on the tree of a rank, int32[len(lines)]."""
+        places: Int32Array = places_of(lines, self.cursor[dp_rank], cursors.above, cursors.place)
+        return places
 
     def num_lacking(self, dp_rank: int, lines: slice, page_size: int) -> Int32Array:
         """Return tokens of the lines' requests that a rank's tree lacks: int32[n]."""
@@ -107,5 +96,5 @@ class WaitingColumns:
         return num_lacking
 
     def note_most_cached(self, start: int, end: int) -> None:
-        """Call it after the lines' places were written for all ranks."""
+        """Call it after `read_cursors` for all ranks."""
         most_cached(start, end, self.may_run, self.cached_pages, self.most_cached)

@@ -7,7 +7,7 @@ in use lie below `end`.
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
-from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.scheduler.waiting.fits import Float64Array, Int64Array
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
@@ -36,27 +36,39 @@ NUM_REUSES = 32
 _REUSE_PAGES = 4
 
 
-@compiled("(int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1])")
+@compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
 def read_cursors(
-    cursor: Int32Array,
-    above: Int32Array,
-    usable_pages: Int32Array,
-    place: Int32Array,
-    cached_pages: Int32Array,
-    line_place: Int32Array,
+    cursor: Int32Array, above: Int32Array, usable_pages: Int32Array, cached_pages: Int32Array
 ) -> None:
-    """Write to the lines' last two columns the places of their cursors on one rank's tree.
+    """Write to `cached_pages`, the lines' last column, the pages cached at their cursors on one
+    rank's tree.
 
-    `cursor` are the lines' cursors, by number; the next three are the columns of the cursors.
+    `cursor` are the lines' cursors, by number; the next two are columns of the cursors.
     """
-    assert len(cursor) == len(cached_pages) == len(line_place)
+    assert len(cursor) == len(cached_pages)
     for line in range(len(cursor)):
         number = cursor[line]
         assert 0 <= number < len(above)
         while above[number] >= 0:
             number = above[number]
         cached_pages[line] = usable_pages[number]
-        line_place[line] = place[number]
+
+
+@compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
+def places_of(
+    lines: IntpArray, cursor: Int32Array, above: Int32Array, place: Int32Array
+) -> Int32Array:
+    """Return the places of the cursors of `lines` on one rank's tree, int32[len(lines)]. The other
+    arguments are as of `read_cursors`."""
+    places = np.empty(len(lines), np.int32)
+    for i in range(len(lines)):
+        assert 0 <= lines[i] < len(cursor)
+        number = cursor[lines[i]]
+        assert 0 <= number < len(above) <= len(place)
+        while above[number] >= 0:
+            number = above[number]
+        places[i] = place[number]
+    return places
 
 
 @compiled("(int64, int32[::1], int32[::1])")

@@ -18,7 +18,7 @@ from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.admission.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
-from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, hold, pages_short
+from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, hold, most_short, pages_short
 from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
@@ -113,8 +113,8 @@ class WaitingQueue:
         columns.may_run[:, line] = pinned is None
         if pinned is not None:
             columns.may_run[pinned, line] = True
-        for dp_rank, memory in enumerate(self._memories):
-            columns.read_cursors(dp_rank, memory.cache.cursors.columns, line, line + 1)
+        page_size = self._memories[0].page_size
+        columns.cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
         columns.note_most_cached(line, line + 1)
         columns.arrival[line] = request.arrival
         self._priorities.add(request.priority)
@@ -329,6 +329,14 @@ class WaitingQueue:
         )
         return short
 
+    def most_short(self, request: Request, rooms: Rooms) -> list[int]:
+        """Return `pages_short` in each room if no running request has the prefix of `request` in
+        use."""
+        self._note_chances()
+        needs, chances = self._columns.needs, self._lengths.chances
+        short: list[int] = most_short(rooms, needs, request.line, chances, MOMENTS).tolist()
+        return short
+
     def hold(
         self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int, num_steps: int
     ) -> None:
@@ -403,6 +411,6 @@ class WaitingQueue:
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:
                 cursors = self._memories[dp_rank].cache.cursors.columns
-                self._columns.read_cursors(dp_rank, cursors, 0, self._columns.end)
+                self._columns.read_cursors(dp_rank, cursors)
         if any(have_moved):
             self._columns.note_most_cached(0, self._columns.end)

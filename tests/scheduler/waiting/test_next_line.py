@@ -46,8 +46,7 @@ def find(rooms: Rooms, needs: Needs, **arguments: Any) -> tuple[int, int]:
         "open_tenants": np.zeros((count, NUM_TENANTS), np.bool_),
         "passed_over": np.zeros(end, np.int32),
         "max_passed_over": MAX_PASSED_OVER,
-        "place": np.zeros((count, end), np.int32),
-        "in_use": np.zeros((len(ranks), 0), np.int32),
+        "in_use": np.full((len(ranks), end), -1, np.int32),
         "chances": TO_ITS_LIMIT,
         "moments": MOMENTS,
     }
@@ -59,9 +58,9 @@ def find(rooms: Rooms, needs: Needs, **arguments: Any) -> tuple[int, int]:
     return index, found
 
 
-def in_use(*counts: int) -> Int32Array:
-    """The pages in use by place, of one rank."""
-    return np.array([counts], np.int32)
+def in_use(count: int) -> Int32Array:
+    """The pages in use of the prefix of a single line, on one rank."""
+    return np.array([[count]], np.int32)
 
 
 def test_the_first_line_that_fits_is_found() -> None:
@@ -95,7 +94,7 @@ def test_pages_in_use_are_asked_for_only_if_a_start_depends_on_them() -> None:
     [(-1, (0, 0)), (4, (1, MAY_HOLD)), (5, (0, MAY_START)), (50, (0, MAY_START))],
 )
 def test_a_line_takes_all_its_pages_but_those_in_use(count: int, found: tuple[int, int]) -> None:
-    known = {"least": [[4]], "place": [[2]], "in_use": in_use(0, 0, count)}
+    known = {"least": [[4]], "in_use": in_use(count)}
     assert find(room(95), need(10, 0), **known) == found
 
 
@@ -115,14 +114,11 @@ def test_no_more_pages_are_in_use_than_are_cached() -> None:
 def test_pages_are_those_in_use_on_the_rank_itself() -> None:
     """Of four ranks, two may take the line, and only the last one has room for four pages."""
     rooms = np.concatenate([room(0), room(100), room(0), room(95)])
-    known: dict[str, Any] = {"ranks": [1, 3], "least": [[4], [4]], "place": [[0], [0], [1], [2]]}
+    known: dict[str, Any] = {"ranks": [1, 3], "least": [[4], [4]]}
     assert find(rooms, need(10, 0), **known) == (0, 1)
-    counts = np.array([[0, 0, 9], [0, 0, -1]])
-    assert find(rooms, need(10, 0), **known, in_use=counts) == (0, 1)
-    counts = np.array([[9, 9, 9], [9, 9, 0]])
-    assert find(rooms, need(10, 0), **known, in_use=counts) == (1, MAY_HOLD)
-    counts = np.array([[0, 0, 0], [0, 0, 5]])
-    assert find(rooms, need(10, 0), **known, in_use=counts) == (0, MAY_START)
+    assert find(rooms, need(10, 0), **known, in_use=[[9], [-1]]) == (0, 1)
+    assert find(rooms, need(10, 0), **known, in_use=[[9], [0]]) == (1, MAY_HOLD)
+    assert find(rooms, need(10, 0), **known, in_use=[[0], [5]]) == (0, MAY_START)
 
 
 def test_pages_in_use_are_not_asked_for_if_the_line_fits_on_another_rank() -> None:

@@ -13,7 +13,7 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting.candidate_order import Offer, _sorted_parts
+from sgl_jax.scheduler.waiting.candidate_order import Offer, _sorted_part
 from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
@@ -263,8 +263,13 @@ def test_lines_with_equal_keys_are_tried_in_their_order(num_equal: int) -> None:
     keys = np.random.default_rng(num_equal).permutation(300)
     keys[:num_equal] = 50
     keys[100:120] = LAST
-    order = np.argsort(keys, kind="stable")[: np.count_nonzero(keys != LAST)]
-    assert np.concatenate([*_sorted_parts(keys)]).tolist() == order.tolist()
+    lines = (keys != LAST).nonzero()[0]
+    order = np.argsort(keys, kind="stable")[: len(lines)]
+    first, rest = _sorted_part(lines, keys, 64)
+    last, none = _sorted_part(rest, keys, len(rest))
+    assert [*first.tolist(), *last.tolist()] == order.tolist()
+    assert len(first) >= min(64, len(lines))
+    assert not len(none)
 
 
 def test_more_requests_wait_than_a_key_tells_apart() -> None:
