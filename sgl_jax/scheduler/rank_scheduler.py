@@ -305,8 +305,8 @@ class RankScheduler:
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:
-        """Return the key of the page behind the published part of `row`, if it knows a whole
-        page of tokens there."""
+        """Return the key of the page behind the published part of `row`; None if fewer tokens than
+        a page are known there."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
         known = self._next_keys.get(row)

@@ -387,8 +387,8 @@ def with_tokens(
     tenant: Int32Array,
     open_tenants: BoolArray,
 ) -> IntpArray:
-    """Return those of `lines` for which any rank has prompt tokens. The arguments are those of
-    `next_line`."""
+    """Return the lines for which any rank has prompt tokens: int64[n], in the order of `lines`.
+    `next_line` takes the same arguments."""
     found, num_found = np.empty(len(lines), np.intp), 0
     num_ranks, end = least.shape
     assert num_ranks == len(ranks)
