@@ -1957,9 +1957,9 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for a better rank though it has room",
-        _FITS,
-        "if stays_for != NO_RANK and not is_open[stays_for]:",
-        "if stays_for != NO_RANK:",
+        _LINES,
+        "if stays_for != _NO_RANK and not is_open[stays_for]:",
+        "if stays_for != _NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",

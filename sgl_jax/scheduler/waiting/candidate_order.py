@@ -22,7 +22,6 @@ from sgl_jax.scheduler.waiting.fits import (
     Int64Array,
     Rooms,
     find_fits,
-    least_pages,
     next_line,
     with_tokens,
 )
@@ -33,6 +32,7 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     MOST_LEVELS,
     NUM_REUSES,
     alike_lines,
+    least_pages,
     order_keys,
     reuse_order,
 )

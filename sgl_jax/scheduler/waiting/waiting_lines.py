@@ -8,10 +8,11 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.waiting.fits import Float64Array, Int64Array
+from sgl_jax.scheduler.waiting.fits import NEED, Float64Array, Int64Array, Needs
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
+_NO_RANK = -1
 # Parts of an order key, in bits. Larger values are cut: it changes the order of extremes only.
 _ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
@@ -156,6 +157,59 @@ def drop_leaders(
             assert 0 <= row < len(epoch)
             if epoch[row] != leader[line, 1] or protected_len[row] >= leader[line, 2]:
                 has_leader[line] = False
+
+
+@compiled(
+    "(int64, int64[::1], boolean[:], int64, boolean[::1], boolean[::1], int64[::1], int32[::1], "
+    "boolean[:, ::1], int64[:], needs[::1], int32[:, ::1])",
+    needs=NEED,
+)
+def least_pages(
+    end: int,
+    ranks: IntpArray,
+    is_open: BoolArray,
+    step: int,
+    may_start: BoolArray,
+    has_leader: BoolArray,
+    stay_until: Int64Array,
+    stay_rank: Int32Array,
+    may_run: BoolArray,
+    floor: Int64Array,
+    needs: Needs,
+    cached_pages: Int32Array,
+) -> Int32Array:
+    """Return the pages that each line below `end` takes at least on each of the open `ranks`.
+
+    int32[len(ranks), end]: as if all of its prefix that is cached were in use; `fits.NEVER` if it
+    may not start in this step.
+
+    A request that starts in this step may allow others to share more cached pages, but takes more
+    room than that.
+
+    Args:
+        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
+        step: being planned. The following parameters are the queue's columns.
+        floor: int64[all ranks]; a line starts there only if its priority is above.
+    """
+    least = np.full((len(ranks), end), _NEVER, np.int32)
+    assert end <= len(may_start)
+    assert end <= len(needs)
+    assert len(is_open) == len(floor)
+    for k in range(len(ranks)):
+        assert 0 <= ranks[k] < len(may_run)
+    for line in range(end):
+        if not may_start[line] or has_leader[line]:
+            continue
+        stays_for = stay_rank[line] if stay_until[line] > step else _NO_RANK
+        assert stays_for < len(is_open)
+        if stays_for != _NO_RANK and not is_open[stays_for]:
+            continue
+        for k in range(len(ranks)):
+            may_stay = stays_for == _NO_RANK or stays_for == ranks[k]
+            is_above = needs[line].priority > floor[ranks[k]]
+            if may_stay and may_run[ranks[k], line] and is_above:
+                least[k, line] = needs[line].pages - cached_pages[ranks[k], line]
+    return least
 
 
 @compiled(
