@@ -120,7 +120,7 @@ def test_failures_are_the_clients_own(client: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     for fields, kind in (
         ({"model": "other"}, anthropic.NotFoundError),
-        ({"max_tokens": 0}, anthropic.BadRequestError),
+        ({"max_tokens": -1}, anthropic.BadRequestError),
         ({"tools": [TOOL | {"type": "bash_20250124"}]}, anthropic.BadRequestError),
     ):
         with pytest.raises(kind) as refused:
