@@ -875,8 +875,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/admission/step_room.py",
-        "fits = has_room and self.takes(request, num_read)",
-        "fits = self.takes(request, num_read)",
+        "        return self._pages(request, cursor, most_short)[1] <= 0\n",
+        "        return True\n",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1271,14 +1271,14 @@ MUTATIONS = (
     Mutation(
         "start where most is to be computed",
         _ADMISSION,
-        "best = min(o for o in options",
-        "best = max(o for o in options",
+        "best = min([*fitting, *longer])",
+        "best = max([*fitting, *longer])",
     ),
     Mutation(
         "wait for no rank without a row or tokens in the step",
         _ADMISSION,
-        "            if not room.is_open and num_read > cheapest.num_read\n",
-        "            if False\n",
+        "best = min([*fitting, *longer])",
+        "best = min(fitting)",
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
@@ -1717,8 +1717,8 @@ MUTATIONS = (
     Mutation(
         "stay for a rank that has no more of the prefix",
         _ADMISSION,
-        "min(o for o in options if o.fits or o.num_read > cheapest.num_read)",
-        "min(options)",
+        "for each in others if each[1] > cheapest.num_read)",
+        "for each in others)",
     ),
     Mutation(
         "start on the fullest of equal ranks",

@@ -319,15 +319,20 @@ class Admission:
         bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
         most_short = self._waiting.most_short(request, records)
 
-        def option(room: RankRoom, num_read: int, leader: Leader | None) -> Option:
+        def option(room: RankRoom, num_read: int, leader: Leader | None, *, fits: bool) -> Option:
             cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
             return room.option(
-                request, cursor, num_read, leader, short, bound, reads_host=reads_host
+                request, cursor, num_read, leader, short, bound, fits=fits, reads_host=reads_host
             )
 
-        reads = [(room, *room.reads(request, cursors[room.dp_rank])) for room in allowed]
-        options = [option(*each) for each in reads if each[0].is_open]
-        fitting = [option for option in options if option.fits]
+        fitting, others = [], []
+        for room in allowed:
+            cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
+            num_read, leader = room.reads(request, cursor)
+            if room.fits(request, cursor, num_read, short):
+                fitting.append(option(room, num_read, leader, fits=True))
+            else:
+                others.append((room, num_read, leader))
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
@@ -337,12 +342,8 @@ class Admission:
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         cheapest = min(fitting)
         # Only a longer prefix is worth a wait.
-        options += [
-            option(room, num_read, leader)
-            for room, num_read, leader in reads
-            if not room.is_open and num_read > cheapest.num_read
-        ]
-        best = min(o for o in options if o.fits or o.num_read > cheapest.num_read)
+        longer = (option(*each, fits=False) for each in others if each[1] > cheapest.num_read)
+        best = min([*fitting, *longer])
         if best.fits or best.leader is not None:
             return best
         # It waits once in its life, for as many steps as the saved tokens take.

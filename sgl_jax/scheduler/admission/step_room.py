@@ -151,6 +151,26 @@ class RankRoom:
         leader = self.leader(request, cursor, num_read)
         return (num_read if leader is None else leader.length), leader
 
+    def fits(self, request: Request, cursor: PrefixCursor, num_read: int, most_short: int) -> bool:
+        """Return whether `request` can start here in this step.
+
+        It reads `num_read` of its tokens, and lacks `most_short` pages if no running request has
+        its prefix in use.
+        """
+        if not self.takes(request, num_read):
+            return False
+        return self._pages(request, cursor, most_short)[1] <= 0
+
+    def _pages(self, request: Request, cursor: PrefixCursor, most_short: int) -> tuple[int, int]:
+        """Return the pages that `request` takes to start here, or, if it fits even so, some more;
+        and the number that it lacks: not above 0 if it has enough."""
+        num_pages = self.rank.num_pages_at_most(request)
+        # Mostly there are enough without a look at how much of its prefix is in use.
+        if most_short <= 0 or not (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
+            return num_pages, most_short
+        num_pages -= num_in_use
+        return num_pages, self.pages_short(request, num_pages)
+
     def option(
         self,
         request: Request,
@@ -160,6 +180,7 @@ class RankRoom:
         most_short: int,
         num_unskewed: int,
         *,
+        fits: bool,
         reads_host: bool,
     ) -> Option:
         """Return the cost of running `request` here, with or without room for it.
@@ -168,25 +189,19 @@ class RankRoom:
             num_read: as `leader`, from `reads`.
             most_short: pages that it lacks if no running request has its prefix in use.
             num_unskewed: more requests on the rank are too many.
+            fits: from `fits`.
             reads_host: False if the cost ignores the host's memory.
         """
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        num_pages, short = self.rank.num_pages_at_most(request), most_short
-        # Mostly there are enough without a look at how much of its prefix is in use.
-        if short > 0 and (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
-            num_pages -= num_in_use
-            short = self.pages_short(request, num_pages)
-        has_room = self.has_row and short <= 0
-        if not has_room:
+        num_pages, short = self._pages(request, cursor, most_short)
+        if not self.has_row or short > 0:
             num_ahead += self.chunk_size * self._steps_to_room(num_pages)
         num_spared = 0
         if leader is None and reads_host:
             num_spared = self.rank.host.num_spared(request, num_read)
-        num_tokens = len(request.tokens)
-        cost = num_tokens - num_read - num_spared + num_ahead
-        fits = has_room and self.takes(request, num_read)
+        cost = len(request.tokens) - num_read - num_spared + num_ahead
         is_full = self._peak + num_pages > FULL_PART * self._num_total
         return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
 
