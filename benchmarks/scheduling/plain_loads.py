@@ -39,6 +39,7 @@ PLAIN = [
         lambda: closed_loop(64, requests("chat", (50, 300), Tail(100, 1.2, 4_096), 4_096)),
         30.0,
         pool_tokens=32_768,
+        reason=FEWER_RETRACTS,
     ),
     Load(
         "equal-staggered",
