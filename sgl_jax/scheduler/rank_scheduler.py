@@ -309,12 +309,12 @@ class RankScheduler:
         a page are known there."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
-        known = self._next_keys.get(row)
-        if known is None or known[0] != length:
+        known_length, key = self._next_keys.get(row, (-1, None))
+        if known_length != length or key is None:
             tokens = self.running.known_tokens(row)[length:]
-            known = length, self.memory.cache.next_key(lease.node, tokens, lease.namespace)
-            self._next_keys[row] = known
-        return known[1]
+            key = self.memory.cache.next_key(lease.node, tokens, lease.namespace)
+            self._next_keys[row] = length, key
+        return key
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` normally; its first `num_tokens` tokens (all by default) are

@@ -3772,8 +3772,8 @@ MUTATIONS = (
     Mutation(
         "awaited: keep the key of the page behind a part that is published",
         "sgl_jax/scheduler/rank_scheduler.py",
-        "if known is None or known[0] != length:",
-        "if known is None:",
+        "if known_length != length or key is None:",
+        "if key is None:",
     ),
     Mutation(
         "in use: keep what was counted before a start",
