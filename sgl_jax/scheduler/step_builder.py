@@ -166,8 +166,9 @@ class StepBuilder:
         insort_right(self._prefilling, row, key=lambda each: -priority[each])
         self.num_prefill_tokens += self._count_left(row)
         floor, most_tokens = self.priority_floor, self.most_tokens
-        if request.priority == self.rank.running.priorities.lowest:
-            self._take_tokens(row)
+        shared = None if self._shared is None else self._shared.priority
+        if request.priority in (shared, self.rank.running.priorities.lowest):
+            self._take_tokens(row)  # it is the last in the order of chunks
         else:
             self._plan_tokens()
         # The candidates of the step were chosen by these limits.
@@ -225,14 +226,12 @@ class StepBuilder:
         if not self.rank.short_debt:
             least = max(num_tokens // SHORT_PART, self.rank.memory.page_size)
             num_short = min(least, num_tokens // 2)
-        needs = {
-            row: self._count_left(row)
-            for row in self._prefilling
-            if not running.priorities.differ or running.priority[row] == priority
-        }
+        rows = self._prefilling
+        if running.priorities.differ:
+            rows = [row for row in rows if running.priority[row] == priority]
         self._shared = SharedTokens(
             priority,
-            needs,
+            {row: self._count_left(row) for row in rows},
             num_tokens,
             num_short,
             running.tenant,
