@@ -105,6 +105,7 @@ async def serving(
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
     texts = TextPool(text_workers(model_folder))
+    texts.abilities = tokenizer.abilities if tokenizer.chat_template else None
     engine_metrics = EngineMetrics(front.metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
     app = with_cors(build_app(refs, ApiKeys.from_args(args)), args)
