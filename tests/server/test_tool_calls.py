@@ -62,12 +62,16 @@ def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def served(
-    folder: Path, tool: str = "hermes", reasoning: str = "none", **settings: Any
+    folder: Path,
+    tool: str = "hermes",
+    reasoning: str = "none",
+    max_request_tokens: int = ROOM,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
     async with serving(
         folder,
         Tokenizer.load(str(folder)),
-        max_request_tokens=ROOM,
+        max_request_tokens=max_request_tokens,
         tool_call_parser=tool,
         reasoning_parser=reasoning,
         **settings,
