@@ -25,7 +25,7 @@ from sgl_jax.text.formats.json_object import ObjectEnd
 from sgl_jax.text.formats.tags import TaggedArguments
 from sgl_jax.text.reader import Unread
 from tests.long import long
-from tests.server.conftest import Rig, text_workers
+from tests.server.conftest import Rig, prompt_of, save_tools_model, served, text_workers
 from tests.server.test_histories import (
     CHAT,
     FORMS,
@@ -37,8 +37,6 @@ from tests.server.test_histories import (
     own_part,
     post,
 )
-from tests.server.test_tool_calls import SPECIALS, prompt_of, served
-from tests.tokenizers import byte_level, save
 
 NUM_FORMATS = 10
 ROOM = 100_000  # tokens of a request
@@ -221,13 +219,7 @@ def written(name: str, message: dict[str, Any]) -> str:
 @contextmanager
 def formatted(name: str, folder: Path) -> Iterator[tuple[Rig, Callable[..., Any]]]:
     """A server of a model that writes this format, and a way to run its coroutines."""
-    rust = byte_level()
-    rust.add_special_tokens(SPECIALS)
-    save(rust, folder)
-    (folder / "chat_template.jinja").write_text(SHELL.replace("MESSAGE", FORMATS[name].message))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["extra_special_tokens"] += SPECIALS
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    save_tools_model(folder, SHELL.replace("MESSAGE", FORMATS[name].message))
     with start_blocking_portal() as portal:
         tool, reasoning = FORMATS[name].tool, FORMATS[name].reasoning
         server = served(folder, tool, reasoning, max_request_tokens=ROOM)
