@@ -24,6 +24,7 @@ from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.formats.json_object import ObjectEnd
 from sgl_jax.text.formats.tags import TaggedArguments
 from sgl_jax.text.reader import Unread
+from sgl_jax.text.stop_strings import StopStringChecker
 from tests.long import long
 from tests.server.conftest import Rig, prompt_of, save_tools_model, served, text_workers
 from tests.server.test_histories import (
@@ -432,6 +433,14 @@ def _without_quotes(self: ObjectEnd, piece: str) -> int:
     return piece.find("}") + 1 or -1
 
 
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _no_text(*_: Any) -> str:
+    return ""
+
+
 # Defects of the readers: the format that shows each, and what takes the place of what.
 DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
     "any mark ends a value": ("qwen3_coder", TaggedArguments, "_ends_value", _always(True)),
@@ -446,6 +455,8 @@ DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
         "_string",
         TaggedArguments._find_end,
     ),
+    "a stop string is not found": ("gemma", StopStringChecker, "_first_match", _nothing),
+    "text held back for a stop is lost": ("llama3", StopStringChecker, "flush", _no_text),
 }
 
 
