@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks import DEMO_MODEL
 
-Prompts = Sequence[Sequence[Sequence[int]]]  # token ids, by stream and request
+Prompt = Sequence[int] | Mapping[str, Any]  # token ids, or the body of a chat
+Prompts = Sequence[Sequence[Prompt]]  # by stream and request
 
 _START_S = 600.0
 _POLL_S = 0.2
@@ -58,17 +60,15 @@ class Load:
     async def _send_all(
         self,
         stream: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
     ) -> None:
         reader, writer = stream
-        sampling = {"temperature": 0, "max_new_tokens": self.output_len, "ignore_eos": True}
         for prompt in prompts:
-            body = json.dumps(
-                {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-            ).encode()
+            route, fields = self._request(prompt)
+            body = json.dumps(fields | {"stream": True}).encode()
             writer.write(
-                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (route, len(body), body)
             )
             end = b""
             while not end.endswith(_LAST_CHUNK):
@@ -78,6 +78,15 @@ class Load:
                 end = (end + received)[-4096:]
             if b'"completion_tokens":%d,' % self.output_len not in end:
                 raise RuntimeError(f"an answer ended otherwise: {end!r}")
+
+    def _request(self, prompt: Prompt) -> tuple[bytes, dict[str, Any]]:
+        """Return route and body."""
+        sampling = {"temperature": 0, "ignore_eos": True}
+        if isinstance(prompt, Mapping):
+            limit = {"max_tokens": self.output_len, "stream_options": {"include_usage": True}}
+            return b"/v1/chat/completions", {**prompt, **sampling, **limit}
+        sampling["max_new_tokens"] = self.output_len
+        return b"/generate", {"input_ids": prompt, "sampling_params": sampling}
 
     def random_prompts(self, rng: np.random.Generator, vocab_size: int) -> Prompts:
         """Prompts of `prompt_len` random tokens."""

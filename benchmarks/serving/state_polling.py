@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from benchmarks.serving.rounds import Load, add_options, load_of, server
+from benchmarks.serving.rounds import Load, Prompts, add_options, load_of, server
 
 ROUTES = (
     "/health",
@@ -80,7 +80,7 @@ def polled(port: int, path: str) -> Iterator[None]:
         process.wait()
 
 
-def measure(load: Load, port: int, prompts: Sequence[Sequence[Sequence[int]]]) -> Cost:
+def measure(load: Load, port: int, prompts: Prompts) -> Cost:
     """Serve the prompts once."""
     (listener,) = (
         connection.pid

@@ -127,14 +127,13 @@ class ChatMessage(Part):
         return len(joined_text(self.content)) + calls
 
     def for_template(self) -> dict[str, Any]:
-        """Return the form that chat templates expect: one string, and no developers.
+        """Return the form that chat templates expect; the worker adapts it to the model's.
 
-        The string is there without content, too: many templates add it to others.
+        There is a string without content, too: many templates add it to others.
         """
-        role = "system" if self.role == "developer" else self.role
-        written = {"role", "content"} if self.tool_calls else {"role", "content", "tool_calls"}
+        written = {"content"} if self.tool_calls else {"content", "tool_calls"}
         others = self.model_dump(exclude=written, exclude_none=True)
-        return {"role": role, "content": joined_text(self.content), **others}
+        return {"content": content_of(self.content), **others}
 
 
 def joined_text(content: str | list[Any] | None) -> str:
@@ -142,6 +141,13 @@ def joined_text(content: str | list[Any] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content or ())
+
+
+def content_of(content: str | list[Any] | None) -> str | list[dict[str, str]]:
+    """Return a content as chat templates expect it: a string, or a list if it has several parts."""
+    if isinstance(content, list) and len(content) > 1:
+        return [{"type": "text", "text": part.text} for part in content]
+    return joined_text(content)
 
 
 class ChatRequest(GenerationFields):

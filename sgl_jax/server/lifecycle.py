@@ -146,6 +146,10 @@ class _Server:
                 return 0
             app = build_app(refs, self._keys)
             self._texts.start()
+            if refs.frontend.tokenizer.chat_template:
+                probing = asyncio.ensure_future(self._texts.probe())
+                stack.callback(probing.cancel)
+                await asyncio.wait((probing, stopping), return_when=asyncio.FIRST_COMPLETED)
             # The objects built so far stay as long as the process. A full collection through all of
             # them, modules and vocabulary, would hold up every client.
             collect_seldom()

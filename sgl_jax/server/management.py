@@ -130,6 +130,7 @@ async def get_server_info(request: Request) -> Response:
             "served_model_name": refs.model_name,
             "version": request.app.version,
             "dp_size": refs.frontend.facts.dp_size,
+            "template_abilities": refs.texts.abilities,
             "engine": refs.engine_info,
             "internal_states": [_state_of(rank, state["counters"]) for rank in state["ranks"]],
             **state,

@@ -142,6 +142,7 @@ async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
         refs.limits.max_prompt_chars,
         refs.frontend.facts.max_request_tokens,
         refs.limits.text_seconds(num_chars),
+        refs.texts.abilities,
     )
     (ids,) = await unless_gone(request.receive, refs.texts.run(_client_of(request), [job]))
     return _unpack(refs, ids)

@@ -23,11 +23,16 @@ from sgl_jax.text.jobs import (
     LENGTH,
     READY,
     EncodeChat,
+    EncodeTexts,
     Job,
     JobAnswer,
+    Probed,
+    ProbeTemplate,
     Refused,
+    TokenIds,
     frame,
 )
+from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.worker_process import TextWorkers
 
 logger = logging.getLogger(__name__)
@@ -35,10 +40,11 @@ logger = logging.getLogger(__name__)
 _NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
 _GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stopped
+_PROBE_S = 10.0  # for all probes of a chat template
 _MAX_TRIES = 5
 _RETRY_S = 0.05  # more before each try
 Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and long to make
-_Work: TypeAlias = "tuple[Job, asyncio.Future[list[Ids]]]"
+_Work: TypeAlias = "tuple[Job, asyncio.Future[TokenIds | Probed]]"
 _decoder = msgspec.msgpack.Decoder(JobAnswer)
 
 
@@ -50,6 +56,7 @@ class TextPool:
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
         self.num_open = 0  # requests whose prompts are being encoded, or wait for it
+        self.abilities: TemplateAbilities | None = None  # of the chat template, once probed
 
     def start(self) -> None:
         """Take work; workers start when there is some."""
@@ -60,7 +67,22 @@ class TextPool:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    async def run(self, client: str, jobs: Sequence[Job]) -> list[Ids]:
+    async def probe(self) -> None:
+        """Find what the chat template can write, for all conversations from now on, and log it.
+
+        If that takes longer than `_PROBE_S`, the defaults of `TemplateAbilities` are assumed.
+        """
+        self.abilities = TemplateAbilities()
+        try:
+            async with asyncio.timeout(_WORKER_START_S + _PROBE_S):
+                (answer,) = await self._answers("", [ProbeTemplate(_PROBE_S)])
+            assert isinstance(answer, Probed)
+            self.abilities = answer.abilities
+        except (ApiError, TimeoutError) as error:
+            logger.warning("the chat template cannot be probed: %s", error or "no worker started")
+        logger.info("chat template: %s", msgspec.json.encode(self.abilities).decode())
+
+    async def run(self, client: str, jobs: Sequence[EncodeTexts | EncodeChat]) -> list[Ids]:
         """Token ids of each text or conversation of `jobs`, for the client of this name.
 
         If one fails, or the caller is cancelled, the others are not begun.
@@ -69,13 +91,18 @@ class TextPool:
             InvalidRequestError: a conversation is too long, or refused by the template.
             ApiError: 503, it took too long.
         """
+        answers = await self._answers(client, jobs)
+        encoded = [answer.ids for answer in answers if isinstance(answer, TokenIds)]
+        return [array("i", ids) for each in encoded for ids in each]
+
+    async def _answers(self, client: str, jobs: Sequence[Job]) -> list[TokenIds | Probed]:
         loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[list[Ids]]] = [loop.create_future() for _ in jobs]
+        answers: list[asyncio.Future[TokenIds | Probed]] = [loop.create_future() for _ in jobs]
         self.num_open += 1
         try:
             for job, answer in zip(jobs, answers, strict=True):
                 self._queue.put(client, (job, answer))
-            return [ids for answer in answers for ids in await answer]
+            return [await answer for answer in answers]
         finally:
             self.num_open -= 1
             for answer in answers:
@@ -86,9 +113,9 @@ class TextPool:
             while True:
                 client, (job, answer) = await self._queue.get()
                 try:
-                    ids = None if answer.done() else await worker.do(job)
-                    if ids is not None and not answer.done():
-                        answer.set_result(ids)
+                    result = None if answer.done() else await worker.do(job)
+                    if result is not None and not answer.done():
+                        answer.set_result(result)
                 except Exception as error:
                     if not isinstance(error, (ApiError, InvalidRequestError)):
                         worker.close()  # no memory, or a defect: its state is unknown
@@ -105,7 +132,7 @@ class _Worker:
         self._workers = workers
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def do(self, job: Job) -> list[Ids]:
+    async def do(self, job: Job) -> TokenIds | Probed:
         """The worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503 when
         there is none."""
         data = frame(job)
@@ -125,8 +152,8 @@ class _Worker:
                 if start is not None and time.monotonic() - start >= job.seconds:
                     raise ApiError(
                         503,
-                        f"{'the chat template and ' if isinstance(job, EncodeChat) else ''}the "
-                        f"tokenizer took longer than {job.seconds:.0f} s for this prompt",
+                        f"{'' if isinstance(job, EncodeTexts) else 'the chat template and '}the "
+                        f"tokenizer took longer than {job.seconds:.0f} s",
                         code="text_timeout",
                     ) from None
                 logger.warning("a text worker ended; starting another one")
@@ -135,7 +162,7 @@ class _Worker:
                 self.close()
             if isinstance(answer, Refused):
                 raise InvalidRequestError(answer.message, answer.param, answer.code)
-            return [array("i", ids) for ids in answer.ids]
+            return answer
         raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

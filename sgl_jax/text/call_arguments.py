@@ -8,8 +8,9 @@ import copy
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
@@ -19,13 +20,14 @@ from sgl_jax.text.output_events import as_json
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]
 
-_PROBE = {"probe_key": "probe value"}
+PROBE = {"probe_key": "probe value"}
+PROBE_RESULT = "probe result"
 _CUT_OFF = '{"probe_key": "probe va'
 _DECLARED = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
 PROBE_TOOLS = ({"type": "function", "function": _DECLARED},)
 
 
-class ArgumentUse(NamedTuple):
+class ArgumentUse(msgspec.Struct, frozen=True):
     """The forms of arguments that a template can write.
 
     takes_objects: an object is written as the model writes it, by JSON or by tags.
@@ -43,13 +45,13 @@ class ArgumentUse(NamedTuple):
 
         A template that refuses all probes is taken for one with objects, as most are.
         """
-        by_object, by_text = (_probed(render, each) for each in (_PROBE, _CUT_OFF))
+        by_object, by_text = (_probed(render, each) for each in (PROBE, _CUT_OFF))
         if by_object is by_text is None:
             return cls()
         return cls(
-            takes_objects=by_object is not None and repr(_PROBE) not in by_object,
+            takes_objects=by_object is not None and repr(PROBE) not in by_object,
             takes_text=by_text is not None and _CUT_OFF in by_text,
-            writes_json=by_object is not None and json.dumps(_PROBE) in by_object,
+            writes_json=by_object is not None and json.dumps(PROBE) in by_object,
         )
 
     def render(self, messages: Messages, render: Render) -> str:
@@ -110,15 +112,23 @@ def _as_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _probed(render: Render, arguments: Any) -> str | None:
-    """Render a conversation with one call; None if the template refuses it."""
+def probe_call(arguments: Any) -> list[dict[str, Any]]:
+    """Return a question, a call with these arguments, and its result."""
     call = {"name": "probe", "arguments": arguments}
     calls = [{"id": "probe0001", "type": "function", "function": call}]
-    said = {"role": "assistant", "content": "", "tool_calls": calls}
-    result = {"role": "tool", "name": "probe", "tool_call_id": "probe0001", "content": "done"}
-    for after_question in ([said, result], [said]):
+    return [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "name": "probe", "tool_call_id": "probe0001", "content": PROBE_RESULT},
+    ]
+
+
+def _probed(render: Render, arguments: Any) -> str | None:
+    """Render a conversation with one call; None if the template refuses it."""
+    call = probe_call(arguments)
+    for conversation in (call, call[:-1]):
         try:
-            return render([{"role": "user", "content": "probe"}, *after_question])
+            return render(conversation)
         except InvalidRequestError:
             continue
     return None

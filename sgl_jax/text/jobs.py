@@ -8,6 +8,8 @@ import struct
 
 import msgspec
 
+from sgl_jax.text.template_abilities import TemplateAbilities
+
 READY = b"+"
 LENGTH = struct.Struct("<I")
 # After a job of this many bytes a worker ends, which gives the memory back.
@@ -35,12 +37,23 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     max_chars: int  # that the template may write
     max_tokens: int  # of a request, to be named if it writes more
     seconds: float
+    abilities: TemplateAbilities | None = None  # None: the worker finds them
+
+
+class ProbeTemplate(msgspec.Struct, frozen=True, tag="probe"):
+    """Find the abilities of the model's chat template."""
+
+    seconds: float
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
     """Ids of each text: int32 in the byte order of the machine, on which both ends run."""
 
     ids: list[bytes]
+
+
+class Probed(msgspec.Struct, frozen=True, tag="probed"):
+    abilities: TemplateAbilities
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -51,8 +64,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     code: str
 
 
-Job = EncodeTexts | EncodeChat
-JobAnswer = TokenIds | Refused
+Job = EncodeTexts | EncodeChat | ProbeTemplate
+JobAnswer = TokenIds | Probed | Refused
 
 
 def frame(message: Job | JobAnswer) -> bytes:

@@ -4,10 +4,9 @@ Owns the Hugging Face tokenizer. Must never reach for the network, import jax, o
 text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
 """
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import tokenizers
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_text
-from sgl_jax.text.call_arguments import PROBE_TOOLS, ArgumentUse, Messages, Render, functions
+from sgl_jax.text.call_arguments import PROBE_TOOLS, Messages, functions
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
+from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.token_bytes import token_bytes
 
 # A folder with any of these holds a tokenizer.
@@ -184,19 +184,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_args: Mapping[str, Any] | None = None,
+        abilities: TemplateAbilities | None = None,
     ) -> str:
         """Return a conversation as the text that the model reads, special tokens included.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, content a string. Those of the
-                assistant may have `tool_calls`, their arguments as text: the JSON of an object, or
-                its beginning.
+            messages: `{"role": ..., "content": ...}` each, content a string or a list of texts as
+                in OpenAI's API. Those of the assistant may have `tool_calls`, their arguments as
+                text: the JSON of an object, or its beginning. `TemplateAbilities.render`
+                adapts them to the template.
             tools: that the model may call, as OpenAI declares them.
             continue_final_message: leave the last message open, to be continued.
             template_args: variables the template may read, such as `enable_thinking`.
-
-        If the template refuses the messages, the texts of all system messages become one at the
-        beginning, in their order. If it refuses these, too, neighbours of the user become one.
+            abilities: of the template; None: probe it, once for this tokenizer.
 
         Raises:
             InvalidRequestError: no chat template, or it refuses these messages.
@@ -213,25 +213,17 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         render = partial(self._render, options=options, template_args=template_args or {})
-        try:
-            return self._render_calls(messages, render)
-        except InvalidRequestError:
-            for simpler in _simpler_forms(messages):
-                with contextlib.suppress(InvalidRequestError):
-                    return self._render_calls(simpler, render)
-            raise
-
-    def _render_calls(self, messages: Messages, render: Render) -> str:
-        """Render the prompt with the arguments of calls in the form that the template takes."""
-        if any(functions(messages)):
-            return self.argument_use.render(messages, render)
-        return render(messages)
+        return (abilities or self.abilities).render(messages, render)
 
     @cached_property
-    def argument_use(self) -> ArgumentUse:
-        """Return the forms of arguments that the chat template can write."""
-        options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
-        return ArgumentUse.of(partial(self._render, options=options, template_args={}))
+    def abilities(self) -> TemplateAbilities:
+        """Probe the chat template."""
+
+        def render(messages: Messages) -> str:
+            tools = [*PROBE_TOOLS] if any(functions(messages)) else None
+            return self._render(messages, {"tools": tools, "add_generation_prompt": True}, {})
+
+        return TemplateAbilities.of(render)
 
     def _render(
         self,
@@ -260,25 +252,6 @@ class Tokenizer:
     def _decoded_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token decoded by itself."""
         return self.decode([token_id], skip_special_tokens=False).encode()
-
-
-def _simpler_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the messages in forms for templates that refuse them, the closest first."""
-    system = [each for each in messages if each["role"] == "system"]
-    merged = [each for each in messages if each["role"] != "system"]
-    if system:
-        text = "\n\n".join(each["content"] for each in system if each["content"])
-        merged.insert(0, {**system[0], "content": text})
-        yield merged
-    joined = list[Mapping[str, Any]]()
-    for each in merged:
-        if joined and joined[-1]["role"] == each["role"] == "user":
-            text = "\n\n".join((joined[-1]["content"], each["content"]))
-            joined[-1] = {**joined[-1], "content": text}
-        else:
-            joined.append(each)
-    if len(joined) < len(merged):
-        yield joined
 
 
 def _files_at_fault(folder: Path) -> list[str]:

@@ -30,6 +30,8 @@ from sgl_jax.text.jobs import (
     EncodeChat,
     Job,
     JobAnswer,
+    Probed,
+    ProbeTemplate,
     Refused,
     TokenIds,
     frame,
@@ -93,6 +95,8 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
 
 def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
     try:
+        if isinstance(job, ProbeTemplate):
+            return Probed(tokenizer.abilities)
         encoded: Iterable[list[int]]
         if isinstance(job, EncodeChat):
             encoded = [_encode_chat(job, tokenizer)]
@@ -110,6 +114,7 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
         tools=msgspec.json.decode(job.tools),
         continue_final_message=job.continue_final_message,
         template_args=msgspec.json.decode(job.template_args, type=dict),
+        abilities=job.abilities,
     )
     if len(prompt) > job.max_chars:
         raise ContextLengthError(

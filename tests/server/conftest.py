@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.types import ASGIApp
 
@@ -19,6 +21,7 @@ from sgl_jax.core.engine_messages import (
     EngineMessage,
     Heartbeat,
 )
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import EngineClient, SocketChannel
 from sgl_jax.engine.frontend import Frontend
@@ -37,6 +40,20 @@ from tests.waiting import meanwhile_until
 
 MAX_QUEUED = 100
 HEARTBEAT_TIMEOUT_S = 30.0
+TOOLS_SPECIALS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "[TOOL_CALLS]"]
+# The first message is what the model shall say.
+TOOLS_TEMPLATE = (
+    "{{ messages[0].content }}</s>"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}: "
+    "{{ t.function.parameters.properties | length }}; {% endfor %}{% endif %}"
+    "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content + '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
+    "={{ c.id }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}</s>{% endfor %}"
+    "<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+    "{% if enable_thinking is false %}<think></think>\n\n{% endif %}"
+)
+ROOM = 1000  # tokens of a request with tools
 
 
 @functools.cache
@@ -105,6 +122,7 @@ async def serving(
     health = EngineHealth(HEARTBEAT_TIMEOUT_S)
     bounds = replace(Limits.of(args, front.checks.max_prompt_chars), **(limits or {}))
     texts = TextPool(text_workers(model_folder))
+    texts.abilities = tokenizer.abilities if tokenizer.chat_template else None
     engine_metrics = EngineMetrics(front.metrics)
     refs = References(args, front, engine.info, engine_metrics, bounds, texts, health)
     app = with_cors(build_app(refs, ApiKeys.from_args(args)), args)
@@ -151,3 +169,68 @@ def anyio_backend() -> str:
 async def rig(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Rig]:
     async with serving(model_folder, tokenizer) as rig:
         yield rig
+
+
+Served = tuple[Rig, openai.AsyncOpenAI]
+
+
+def save_tools_model(folder: Path, template: str = TOOLS_TEMPLATE) -> Path:
+    """Save a tokenizer with the marks of calls, and this chat template."""
+    rust = byte_level()
+    rust.add_special_tokens(TOOLS_SPECIALS)
+    save(rust, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["extra_special_tokens"] += TOOLS_SPECIALS
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = save_tools_model(tmp_path_factory.mktemp("tools") / "model")
+    yield folder
+    text_workers(folder).close()
+
+
+@asynccontextmanager
+async def served(
+    folder: Path,
+    tool: str = "hermes",
+    reasoning: str = "none",
+    max_request_tokens: int = ROOM,
+    **settings: Any,
+) -> AsyncIterator[Served]:
+    async with serving(
+        folder,
+        Tokenizer.load(str(folder)),
+        max_request_tokens=max_request_tokens,
+        tool_call_parser=tool,
+        reasoning_parser=reasoning,
+        **settings,
+    ) as rig:
+        client = openai.AsyncOpenAI(
+            base_url="http://localhost/v1",
+            api_key="-",
+            http_client=rig.http,  # type: ignore[arg-type]
+            max_retries=0,
+        )
+        yield rig, client
+
+
+@pytest.fixture
+async def served_tools(tools_folder: Path) -> AsyncIterator[Served]:
+    async with served(tools_folder, "hermes", "qwen3") as rig_and_client:
+        yield rig_and_client
+
+
+@pytest.fixture
+def tools_rig(served_tools: Served) -> Rig:
+    """An application whose model calls tools and reasons."""
+    return served_tools[0]
+
+
+def prompt_of(rig: Rig) -> str:
+    (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
+    text = rig.front.tokenizer.decode(request.input_ids, skip_special_tokens=False)
+    return text.partition("</s>")[2]

@@ -10,10 +10,8 @@ import pytest
 
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving, text_workers
-from tests.server.test_tool_calls import TEMPLATE, tools_folder
+from tests.server.conftest import TOOLS_TEMPLATE, Rig, serving, text_workers
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 BODIES = {
@@ -46,7 +44,7 @@ def route_of(name: str) -> str:
 def guarded_folder(tools_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("guarded") / "model"
     shutil.copytree(tools_folder, folder)
-    (folder / "chat_template.jinja").write_text(GUARD + TEMPLATE)
+    (folder / "chat_template.jinja").write_text(GUARD + TOOLS_TEMPLATE)
     yield folder
     text_workers(folder).close()
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Rig
-from tests.server.test_tool_calls import prompt_of, served, tools_folder
+from tests.server.conftest import Rig, prompt_of, served
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -3,29 +3,21 @@ here the text of the first message, up to the end of it."""
 
 import datetime
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
-from tests.server.conftest import Rig
-from tests.server.test_tool_calls import PARIS, prompt_of, served, tools_folder
+from tests.server.conftest import Rig, prompt_of
+from tests.server.test_tool_calls import PARIS
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 DECLARED = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
 CALL = ANSWERS["hermes"].text
 THOUGHT = "<think>\nIt rains.\n</think>\n\nTake a coat."
 ROUTE = "/v1/messages"
-
-
-@pytest.fixture
-async def rig(tools_folder: Any) -> AsyncIterator[Rig]:
-    async with served(tools_folder, "hermes", "qwen3") as (rig, _):
-        yield rig
 
 
 def asking(text: str, **fields: Any) -> dict[str, Any]:
@@ -54,8 +46,8 @@ async def events_of(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
     return events
 
 
-async def test_a_message_is_answered(rig: Rig) -> None:
-    told = await answer_to(rig, asking("Sunny."))
+async def test_a_message_is_answered(tools_rig: Rig) -> None:
+    told = await answer_to(tools_rig, asking("Sunny."))
     assert told["content"] == [{"type": "text", "text": "Sunny."}]
     assert told["id"].startswith("msg_")
     shown = {name: told[name] for name in ("type", "role", "stop_reason", "stop_sequence")}
@@ -65,7 +57,7 @@ async def test_a_message_is_answered(rig: Rig) -> None:
         "stop_reason": "end_turn",
         "stop_sequence": None,
     }
-    counted = await rig.http.post(
+    counted = await tools_rig.http.post(
         f"{ROUTE}/count_tokens", json={"messages": [{"role": "user", "content": "Sunny."}]}
     )
     usage = told["usage"]
@@ -84,18 +76,18 @@ async def test_a_message_is_answered(rig: Rig) -> None:
     ],
 )
 async def test_an_answer_says_why_it_ends(
-    rig: Rig, fields: dict[str, Any], reason: str, sequence: str | None
+    tools_rig: Rig, fields: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
-    told = await answer_to(rig, asking("A long answer.", **fields))
+    told = await answer_to(tools_rig, asking("A long answer.", **fields))
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
 
 
-async def test_a_call_that_a_stop_sequence_cuts_off_is_none_to_make(rig: Rig) -> None:
-    told = await answer_to(rig, asking(CALL, tools=DECLARED, stop_sequences=["Par"]))
+async def test_a_call_that_a_stop_sequence_cuts_off_is_none_to_make(tools_rig: Rig) -> None:
+    told = await answer_to(tools_rig, asking(CALL, tools=DECLARED, stop_sequences=["Par"]))
     assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "Par")
 
 
-async def test_the_conversation_is_told_in_order(rig: Rig) -> None:
+async def test_the_conversation_is_told_in_order(tools_rig: Rig) -> None:
     cached = {"type": "ephemeral"}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": cached}]},
@@ -116,24 +108,24 @@ async def test_the_conversation_is_told_in_order(rig: Rig) -> None:
         },
     ]
     system = [{"type": "text", "text": "s", "cache_control": cached}]
-    await answer_to(rig, asking("", messages=messages, system=system, tools=DECLARED))
-    prompt = prompt_of(rig)
+    await answer_to(tools_rig, asking("", messages=messages, system=system, tools=DECLARED))
+    prompt = prompt_of(tools_rig)
     at = [prompt.index(text) for text in ("<|user|>a</s>", "|>b", "rainid1", "<|user|>c")]
     assert at == sorted(at)
     assert "get_weather(Rome)=id1" in prompt
     assert prompt.endswith("<|assistant|>")
 
 
-async def test_the_models_own_last_message_is_continued(rig: Rig) -> None:
+async def test_the_models_own_last_message_is_continued(tools_rig: Rig) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]
-    await answer_to(rig, asking("", messages=messages))
-    assert prompt_of(rig).endswith("<|assistant|>The answer")
+    await answer_to(tools_rig, asking("", messages=messages))
+    assert prompt_of(tools_rig).endswith("<|assistant|>The answer")
 
 
 @pytest.mark.parametrize("text", ["Sunny.", THOUGHT, CALL], ids=["text", "thinking", "calls"])
-async def test_a_stream_tells_of_the_blocks_of_the_whole_answer(rig: Rig, text: str) -> None:
+async def test_a_stream_tells_of_the_blocks_of_the_whole_answer(tools_rig: Rig, text: str) -> None:
     body = asking(text, tools=DECLARED)
-    whole, events = await answer_to(rig, body), await events_of(rig, body)
+    whole, events = await answer_to(tools_rig, body), await events_of(tools_rig, body)
     assert events[0]["type"] == "message_start"
     assert events[0]["message"]["content"] == []
     assert events[0]["message"]["usage"]["output_tokens"] == 0
@@ -167,43 +159,43 @@ def without_id(block: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in block.items() if name != "id"}
 
 
-async def test_calls_and_thoughts_are_blocks(rig: Rig) -> None:
-    told = await answer_to(rig, asking(CALL, tools=DECLARED))
+async def test_calls_and_thoughts_are_blocks(tools_rig: Rig) -> None:
+    told = await answer_to(tools_rig, asking(CALL, tools=DECLARED))
     calls = [block for block in told["content"] if block["type"] == "tool_use"]
     assert calls[0]["name"] == "get_weather"
     assert calls[0]["input"] == json.loads(PARIS)
     assert told["stop_reason"] == "tool_use"
     alone = {"type": "auto", "disable_parallel_tool_use": True}
-    told = await answer_to(rig, asking(CALL + CALL, tools=DECLARED, tool_choice=alone))
+    told = await answer_to(tools_rig, asking(CALL + CALL, tools=DECLARED, tool_choice=alone))
     assert [block["type"] for block in told["content"]].count("tool_use") == 1
-    told = await answer_to(rig, asking(THOUGHT))
+    told = await answer_to(tools_rig, asking(THOUGHT))
     thinking, said = told["content"]
     assert (thinking["thinking"].strip(), thinking["signature"]) == ("It rains.", "")
     assert said["text"] == "Take a coat."
 
 
-async def test_of_a_call_that_is_cut_off_what_was_complete_is_shown(rig: Rig) -> None:
-    whole = await answer_to(rig, asking(CALL, tools=DECLARED))
+async def test_of_a_call_that_is_cut_off_what_was_complete_is_shown(tools_rig: Rig) -> None:
+    whole = await answer_to(tools_rig, asking(CALL, tools=DECLARED))
     seen = []
     for limit in range(1, whole["usage"]["output_tokens"]):
-        told = await answer_to(rig, asking(CALL, tools=DECLARED, max_tokens=limit))
+        told = await answer_to(tools_rig, asking(CALL, tools=DECLARED, max_tokens=limit))
         assert told["stop_reason"] == "max_tokens"
         seen += [block["input"] for block in told["content"] if block["type"] == "tool_use"][:1]
     assert {} in seen
     assert all(shown.items() <= json.loads(PARIS).items() for shown in seen)
 
 
-async def test_a_tool_that_must_be_called_and_a_schema_are_grammars(rig: Rig) -> None:
+async def test_a_tool_that_must_be_called_and_a_schema_are_grammars(tools_rig: Rig) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
-        await answer_to(rig, asking("x", tools=DECLARED, tool_choice=choice))
-        assert "get_weather" in (last_request(rig).sampling.ebnf or "")
+        await answer_to(tools_rig, asking("x", tools=DECLARED, tool_choice=choice))
+        assert "get_weather" in (last_request(tools_rig).sampling.ebnf or "")
     schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}}
     wanted = {"format": {"type": "json_schema", "schema": schema}}
-    await answer_to(rig, asking('{"rain": true}', output_config=wanted))
-    assert "rain" in (last_request(rig).sampling.json_schema or "")
-    rig.engine.seen.clear()
-    await answer_to(rig, asking("x", tools=DECLARED, tool_choice={"type": "none"}))
-    assert "get_weather" not in prompt_of(rig)
+    await answer_to(tools_rig, asking('{"rain": true}', output_config=wanted))
+    assert "rain" in (last_request(tools_rig).sampling.json_schema or "")
+    tools_rig.engine.seen.clear()
+    await answer_to(tools_rig, asking("x", tools=DECLARED, tool_choice={"type": "none"}))
+    assert "get_weather" not in prompt_of(tools_rig)
 
 
 def last_request(rig: Rig) -> GenerateRequest:
@@ -246,18 +238,18 @@ def last_request(rig: Rig) -> GenerateRequest:
     ],
 )
 async def test_what_is_not_there_is_refused_in_anthropics_envelope(
-    rig: Rig, told: str, fields: dict[str, Any]
+    tools_rig: Rig, told: str, fields: dict[str, Any]
 ) -> None:
     for stream in (False, True):
-        answer = await rig.http.post(ROUTE, json=asking("x", **fields) | {"stream": stream})
+        answer = await tools_rig.http.post(ROUTE, json=asking("x", **fields) | {"stream": stream})
         assert answer.status_code == 400, answer.text
         body = answer.json()
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
         assert told in body["error"]["message"]
 
 
-async def test_the_model_is_described_as_anthropics_clients_read_it(rig: Rig) -> None:
-    models = (await rig.http.get("/v1/models")).json()
+async def test_the_model_is_described_as_anthropics_clients_read_it(tools_rig: Rig) -> None:
+    models = (await tools_rig.http.get("/v1/models")).json()
     (model,) = models["data"]
     assert (models["first_id"], models["last_id"], models["has_more"]) == (
         *[model["id"]] * 2,
@@ -266,26 +258,26 @@ async def test_the_model_is_described_as_anthropics_clients_read_it(rig: Rig) ->
     assert (model["type"], model["display_name"]) == ("model", model["id"])
     made = datetime.datetime.fromisoformat(model["created_at"])
     assert made.timestamp() == model["created"]
-    assert (await rig.http.get(f"/v1/models/{model['id']}")).json() == model
+    assert (await tools_rig.http.get(f"/v1/models/{model['id']}")).json() == model
 
 
-async def test_a_thread_is_refused_so_that_clients_go_on_without(rig: Rig) -> None:
+async def test_a_thread_is_refused_so_that_clients_go_on_without(tools_rig: Rig) -> None:
     """Anthropic's tool runner requests one by default, and reads the details of the refusal."""
     body = asking("x", thread={"type": "create"})
     for stream in (False, True):
-        answer = await rig.http.post(ROUTE, json=body | {"stream": stream})
+        answer = await tools_rig.http.post(ROUTE, json=body | {"stream": stream})
         assert answer.status_code == 400
         details = answer.json()["error"]["details"]
         assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    answer = await rig.http.post(ROUTE, json=asking("x", container="c"))
+    answer = await tools_rig.http.post(ROUTE, json=asking("x", container="c"))
     assert "details" not in answer.json()["error"]
 
 
-async def test_other_failures_have_the_kinds_that_clients_know(rig: Rig) -> None:
-    answer = await rig.http.post(ROUTE, json=asking("x", model="other"))
+async def test_other_failures_have_the_kinds_that_clients_know(tools_rig: Rig) -> None:
+    answer = await tools_rig.http.post(ROUTE, json=asking("x", model="other"))
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
-    answer = await rig.http.post(f"{ROUTE}/count_tokens", content=b"x" * 40_000_000)
+    answer = await tools_rig.http.post(f"{ROUTE}/count_tokens", content=b"x" * 40_000_000)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
-    rig.refs.draining = True
-    answer = await rig.http.post(ROUTE, json=asking("x"))
+    tools_rig.refs.draining = True
+    answer = await tools_rig.http.post(ROUTE, json=asking("x"))
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")

@@ -1,22 +1,13 @@
 """X-Request-ID: taken, made, returned and logged."""
 
 import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving
+from tests.server.conftest import Rig
 
 pytestmark = pytest.mark.anyio
 LOGGER = "sgl_jax.server.guards.request_ids"
-
-
-@pytest.fixture
-async def rig(tokenizer: Tokenizer, model_folder: Path) -> AsyncIterator[Rig]:
-    async with serving(model_folder, tokenizer) as it:
-        yield it
 
 
 async def test_a_given_id_is_returned(rig: Rig) -> None:

@@ -6,7 +6,6 @@ message, up to the end of it.
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -16,11 +15,10 @@ import pytest
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.server.apis.response_store import ResponseStore, StoredResponse
 from sgl_jax.server.errors import ApiError
-from tests.server.conftest import Rig
-from tests.server.test_tool_calls import PARIS, prompt_of, served, tools_folder
+from tests.server.conftest import Served, prompt_of
+from tests.server.test_tool_calls import PARIS
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 DECLARED: list[Any] = [
@@ -30,17 +28,10 @@ DECLARED: list[Any] = [
 CALL = ANSWERS["hermes"]
 
 
-@pytest.fixture
-async def rig(tools_folder: Any) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
-    async with served(tools_folder, "hermes", "qwen3") as rig_and_client:
-        yield rig_and_client
-
-
-Served = tuple[Rig, openai.AsyncOpenAI]
-
-
-async def test_a_text_is_answered_and_can_be_asked_for_until_it_is_deleted(rig: Served) -> None:
-    _, client = rig
+async def test_a_text_is_answered_and_can_be_asked_for_until_it_is_deleted(
+    served_tools: Served,
+) -> None:
+    _, client = served_tools
     made = await client.responses.create(
         model="default", input="Sunny.", metadata={"a": "b"}, temperature=0.5
     )
@@ -57,8 +48,8 @@ async def test_a_text_is_answered_and_can_be_asked_for_until_it_is_deleted(rig: 
             await gone(made.id)
 
 
-async def test_what_is_not_stored_cannot_be_asked_for(rig: Served) -> None:
-    _, client = rig
+async def test_what_is_not_stored_cannot_be_asked_for(served_tools: Served) -> None:
+    _, client = served_tools
     made = await client.responses.create(model="default", input="Sunny.", store=False)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
@@ -67,8 +58,8 @@ async def test_what_is_not_stored_cannot_be_asked_for(rig: Served) -> None:
     assert refused.value.param == "previous_response_id"
 
 
-async def test_a_conversation_goes_on_by_the_id_of_its_last_response(rig: Served) -> None:
-    served_rig, client = rig
+async def test_a_conversation_goes_on_by_the_id_of_its_last_response(served_tools: Served) -> None:
+    served_rig, client = served_tools
     first = await client.responses.create(model="default", input="One.", instructions="Zero.")
     assert first.output_text == "Zero."
     served_rig.engine.seen.clear()
@@ -87,9 +78,9 @@ async def test_a_conversation_goes_on_by_the_id_of_its_last_response(rig: Served
     assert prompt_of(served_rig) == f"{said}<|assistant|>"
 
 
-async def test_an_item_is_referred_to_by_its_id(rig: Served) -> None:
+async def test_an_item_is_referred_to_by_its_id(served_tools: Served) -> None:
     """Vercel's client sends stored items back this way."""
-    served_rig, client = rig
+    served_rig, client = served_tools
     first = await client.responses.create(model="default", input="One.", instructions="Zero.")
     (asked,) = (await client.responses.input_items.list(first.id)).data
     served_rig.engine.seen.clear()
@@ -110,9 +101,9 @@ async def test_an_item_is_referred_to_by_its_id(rig: Served) -> None:
     assert refused.value.param == "input[0].id"
 
 
-async def test_reasoning_may_be_asked_for_encrypted(rig: Served) -> None:
+async def test_reasoning_may_be_asked_for_encrypted(served_tools: Served) -> None:
     """Clients that store nothing ask for it. It comes as text, which they send back."""
-    _, client = rig
+    _, client = served_tools
     thought = "<think>\nIt rains.\n</think>\n\nTake a coat."
     made = await client.responses.create(
         model="default", input=thought, store=False, include=["reasoning.encrypted_content"]
@@ -122,8 +113,8 @@ async def test_reasoning_may_be_asked_for_encrypted(rig: Served) -> None:
     assert (await client.responses.create(model="default", input=talk)).output_text == "Go on."
 
 
-async def test_calls_and_their_results_are_items(rig: Served) -> None:
-    served_rig, client = rig
+async def test_calls_and_their_results_are_items(served_tools: Served) -> None:
+    served_rig, client = served_tools
     made = await client.responses.create(model="default", input=CALL.text, tools=DECLARED)
     calls = [item for item in made.output if item.type == "function_call"]
     assert [(call.name, call.arguments) for call in calls] == [
@@ -147,8 +138,8 @@ async def test_calls_and_their_results_are_items(rig: Served) -> None:
         assert f"<|tool|>rain{calls[0].call_id}</s>" in prompt
 
 
-async def test_a_tool_that_must_be_called_is_a_grammar(rig: Served) -> None:
-    served_rig, client = rig
+async def test_a_tool_that_must_be_called_is_a_grammar(served_tools: Served) -> None:
+    served_rig, client = served_tools
     named: Any = {"type": "function", "name": "get_weather"}
     allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
     for choice in (named, "required", allowed):
@@ -160,11 +151,11 @@ async def test_a_tool_that_must_be_called_is_a_grammar(rig: Served) -> None:
         assert "get_weather" in request.sampling.ebnf
 
 
-async def test_text_may_be_held_to_a_schema(rig: Served) -> None:
+async def test_text_may_be_held_to_a_schema(served_tools: Served) -> None:
     class Answer(pydantic.BaseModel):
         rain: bool
 
-    served_rig, client = rig
+    served_rig, client = served_tools
     parsed = await client.responses.parse(
         model="default", input='{"rain": true}', text_format=Answer
     )
@@ -176,8 +167,8 @@ async def test_text_may_be_held_to_a_schema(rig: Served) -> None:
 @pytest.mark.parametrize(
     "text", ["Sunny.", "<think>\nIt rains.\n</think>\n\nTake a coat.", CALL.text], ids=str
 )
-async def test_a_stream_tells_of_each_item_as_it_is_made(rig: Served, text: str) -> None:
-    _, client = rig
+async def test_a_stream_tells_of_each_item_as_it_is_made(served_tools: Served, text: str) -> None:
+    _, client = served_tools
     body: Any = {"model": "default", "input": text, "tools": DECLARED}
     whole = await client.responses.create(**body)
     async with client.responses.stream(**body) as stream:
@@ -211,8 +202,8 @@ def _without(item: Any, names: set[str]) -> Any:
     return [_without(each, names) for each in item] if isinstance(item, list) else item
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(rig: Served) -> None:
-    _, client = rig
+async def test_an_answer_that_is_cut_off_is_incomplete(served_tools: Served) -> None:
+    _, client = served_tools
     made = await client.responses.create(
         model="default", input="A long answer.", max_output_tokens=3
     )
@@ -243,9 +234,11 @@ async def test_an_answer_that_is_cut_off_is_incomplete(rig: Served) -> None:
     ],
 )
 async def test_what_is_not_there_is_refused_by_name(
-    rig: Served, param: str, body: dict[str, Any]
+    served_tools: Served, param: str, body: dict[str, Any]
 ) -> None:
-    answer = await rig[0].http.post("/v1/responses", json={"model": "default", "input": "x"} | body)
+    answer = await served_tools[0].http.post(
+        "/v1/responses", json={"model": "default", "input": "x"} | body
+    )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(param)
 

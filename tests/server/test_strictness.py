@@ -1,7 +1,6 @@
 """Schemas with keywords that no grammar holds: refused where they are strict, and else held in
 part, by each way to send one."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -9,10 +8,9 @@ import pytest
 
 from sgl_jax.core.grammar import Grammar
 from sgl_jax.core.messages import GenerateRequest
-from tests.server.conftest import Rig
-from tests.server.test_tool_calls import says, served, tools_folder
+from tests.server.conftest import Rig, Served
+from tests.server.test_tool_calls import says
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 SCHEMA = {
@@ -20,13 +18,6 @@ SCHEMA = {
     "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
     "required": ["tags"],
 }
-Served = tuple[Rig, openai.AsyncOpenAI]
-
-
-@pytest.fixture
-async def rig(tools_folder: Any) -> AsyncIterator[Served]:
-    async with served(tools_folder, "hermes") as rig_and_client:
-        yield rig_and_client
 
 
 def last_grammar(rig: Rig) -> Grammar:
@@ -65,8 +56,10 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS, ids=lambda value: getattr(value, "__name__", ""))
-async def test_what_is_not_strict_is_held_in_part(rig: Served, path: str, body: Any) -> None:
-    engine, client = rig
+async def test_what_is_not_strict_is_held_in_part(
+    served_tools: Served, path: str, body: Any
+) -> None:
+    engine, client = served_tools
     said = says("x") if path == CHAT else {"model": "default", "input": "x"}
     for strict in (None, False):
         await client.post(path, body={**said, **body(strict)}, cast_to=object)
@@ -83,9 +76,9 @@ async def test_what_is_not_strict_is_held_in_part(rig: Served, path: str, body: 
     ],
 )
 async def test_of_a_schema_and_tools_the_one_at_fault_is_named(
-    rig: Served, path: str, of_text: Any, of_tool: Any, param: str
+    served_tools: Served, path: str, of_text: Any, of_tool: Any, param: str
 ) -> None:
-    _, client = rig
+    _, client = served_tools
     said = says("x") if path == CHAT else {"model": "default", "input": "x"}
     for text_strict, tool_strict in ((True, False), (False, True)):
         body = {**said, **of_text(text_strict), **of_tool(tool_strict), "tool_choice": "auto"}
@@ -94,8 +87,8 @@ async def test_of_a_schema_and_tools_the_one_at_fault_is_named(
         assert refused.value.param == (param if text_strict else "tools")
 
 
-async def test_a_client_may_say_how_its_json_is_written(rig: Served) -> None:
-    engine, client = rig
+async def test_a_client_may_say_how_its_json_is_written(served_tools: Served) -> None:
+    engine, client = served_tools
     for options in ({"item_separator": ","}, 5):
         function = {"name": "tag", "parameters": {**SCHEMA, "x-guidance": options}}
         body: Any = {"tools": [{"type": "function", "function": function}]}

@@ -1,26 +1,18 @@
 """Half of a surrogate pair in any text of a body does not end the conversation."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.messages import GenerateRequest
-from tests.server.conftest import Rig
-from tests.server.test_tool_calls import DECLARED, prompt_of, served, tools_folder
+from tests.server.conftest import Rig, prompt_of
+from tests.server.test_tool_calls import DECLARED
 
-__all__ = ["tools_folder"]
 pytestmark = pytest.mark.anyio
 
 HALVES = ("cut \ud83d", "\ude00 cut", "a \ud83d b", "\ud83d\ud83d\ude00", "\udc00\ud800")
 COUNTER = "sglang:replaced_surrogates_total"
-
-
-@pytest.fixture
-async def rig(tools_folder: Any) -> AsyncIterator[Rig]:
-    async with served(tools_folder, "hermes", "qwen3") as (rig, _):
-        yield rig
 
 
 def bodies(text: str) -> dict[str, dict[str, Any]]:
@@ -49,20 +41,20 @@ async def counted(rig: Rig) -> float:
 
 
 @pytest.mark.parametrize("text", HALVES, ids=ascii)
-async def test_a_half_is_replaced_on_every_route_and_counted(rig: Rig, text: str) -> None:
+async def test_a_half_is_replaced_on_every_route_and_counted(tools_rig: Rig, text: str) -> None:
     num_replaced = 0
     for path, body in bodies(text).items():
-        rig.engine.seen.clear()
+        tools_rig.engine.seen.clear()
         headers = {"content-type": "application/json"}
-        answer = await rig.http.post(path, content=json.dumps(body), headers=headers)
+        answer = await tools_rig.http.post(path, content=json.dumps(body), headers=headers)
         assert answer.status_code == 200, (path, answer.text)
-        (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
-        assert whole(text) in rig.front.tokenizer.decode(request.input_ids)
+        (request,) = (m for m in tools_rig.engine.seen if isinstance(m, GenerateRequest))
+        assert whole(text) in tools_rig.front.tokenizer.decode(request.input_ids)
         num_replaced += whole(text).count("\ufffd")
-    assert await counted(rig) == num_replaced
+    assert await counted(tools_rig) == num_replaced
 
 
-async def test_a_half_in_the_json_of_arguments_is_replaced(rig: Rig) -> None:
+async def test_a_half_in_the_json_of_arguments_is_replaced(tools_rig: Rig) -> None:
     """The arguments are JSON within JSON, so that the body itself has none."""
     function = {"name": "get_weather", "arguments": json.dumps({"city": "cut \ud83d"})}
     call = {"id": "a", "type": "function", "function": function}
@@ -72,17 +64,17 @@ async def test_a_half_in_the_json_of_arguments_is_replaced(rig: Rig) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
     body = {"model": "default", "messages": messages, "tools": DECLARED}
-    answer = await rig.http.post("/v1/chat/completions", json=body)
+    answer = await tools_rig.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    assert "get_weather(cut \ufffd)" in prompt_of(rig)
+    assert "get_weather(cut \ufffd)" in prompt_of(tools_rig)
 
 
-async def test_a_call_that_the_model_writes_with_a_half_is_answered(rig: Rig) -> None:
+async def test_a_call_that_the_model_writes_with_a_half_is_answered(tools_rig: Rig) -> None:
     call = (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "cut \\ud83d"}}\n</tool_call>'
     )
     tools = [{"name": "get_weather", "input_schema": {"type": "object"}}]
     body = {"messages": [{"role": "user", "content": call}], "max_tokens": 300, "tools": tools}
-    answer = await rig.http.post("/v1/messages", json=body | {"model": "default"})
+    answer = await tools_rig.http.post("/v1/messages", json=body | {"model": "default"})
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"][0]["input"] == {"city": "cut \ufffd"}

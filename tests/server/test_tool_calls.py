@@ -5,9 +5,6 @@ here the first message, so each conversation begins with what the model shall sa
 """
 
 import itertools
-import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,77 +16,23 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.server.conftest import Rig, serving, text_workers
+from tests.server.conftest import ROOM, prompt_of, served, serving
 from tests.server.server_process import SCRIPTED, running_server
 from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS
-from tests.tokenizers import byte_level, save
 
 pytestmark = pytest.mark.anyio
 
-SPECIALS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "[TOOL_CALLS]"]
-TEMPLATE = (
-    "{{ messages[0].content }}</s>"
-    "{% if tools %}{% for t in tools %}{{ t.function.name }}: "
-    "{{ t.function.parameters.properties | length }}; {% endfor %}{% endif %}"
-    "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content + '' }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
-    "={{ c.id }}{% endfor %}"
-    "{{ m.tool_call_id or '' }}</s>{% endfor %}"
-    "<|assistant|>{% if enable_thinking %}<think>{% endif %}"
-    "{% if enable_thinking is false %}<think></think>\n\n{% endif %}"
-)
 DECLARED: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in TOOLS.items()
 ]
-ROOM = 1000  # tokens of a request
 # Formats with and without special tokens, ids of their own, and reasoning.
 FORMATS = ("hermes", "qwen3_coder", "mistral since 2025", "kimi_k2", "glm45", "gpt-oss", "pythonic")
-
-
-@pytest.fixture(scope="module")
-def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    rust = byte_level()
-    rust.add_special_tokens(SPECIALS)
-    folder = save(rust, tmp_path_factory.mktemp("tools"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["extra_special_tokens"] += SPECIALS
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    yield folder
-    text_workers(folder).close()
-
-
-@asynccontextmanager
-async def served(
-    folder: Path, tool: str = "hermes", reasoning: str = "none", **settings: Any
-) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
-    async with serving(
-        folder,
-        Tokenizer.load(str(folder)),
-        max_request_tokens=ROOM,
-        tool_call_parser=tool,
-        reasoning_parser=reasoning,
-        **settings,
-    ) as rig:
-        client = openai.AsyncOpenAI(
-            base_url="http://localhost/v1",
-            api_key="-",
-            http_client=rig.http,  # type: ignore[arg-type]
-            max_retries=0,
-        )
-        yield rig, client
 
 
 def says(text: str) -> dict[str, Any]:
     """The body of a chat that is answered with `text`."""
     return {"model": "default", "messages": [{"role": "user", "content": text}]}
-
-
-def prompt_of(rig: Rig) -> str:
-    (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
-    text = rig.front.tokenizer.decode(request.input_ids, skip_special_tokens=False)
-    return text.partition("</s>")[2]
 
 
 def told(events: list[Event]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sgl_jax.server.chat_request import (
     ChatRequest,
     FunctionName,
     ToolList,
+    content_of,
     joined_text,
 )
 from sgl_jax.server.errors import (
@@ -174,7 +175,7 @@ class CountTokensBody(RequestFields):
         """Return the same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
         messages = [each for message in self.messages for each in _chat_messages(message)]
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(self.system)})
+            messages.insert(0, {"role": "system", "content": content_of(self.system)})
         if not messages:
             raise InvalidRequestError("messages: all of them are empty", "messages")
         last, choice, output = messages[-1], self.tool_choice, self.output_config
@@ -206,11 +207,11 @@ class MessagesBody(CountTokensBody):
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """Yield the message as messages of a chat: results of calls come first, each by itself."""
     content = message.content
-    texts, thought, calls = [], "", []
+    texts, thought, calls = list[TextBlock](), "", []
     for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
         match block:
             case TextBlock():
-                texts.append(block.text)
+                texts.append(block)
             case ThinkingBlock():
                 thought += block.thinking
             case ToolUseBlock():
@@ -220,7 +221,7 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
                 text = joined_text(block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
     if texts or thought or calls:
-        own = {"role": message.role, "content": "\n".join(texts)}
+        own = {"role": message.role, "content": content_of(texts)}
         yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 

@@ -25,6 +25,7 @@ from sgl_jax.server.chat_request import (
     CalledFunction,
     ChatRequest,
     ToolList,
+    content_of,
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
@@ -241,9 +242,9 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
                 text = joined_text(item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
             case MessageItem(role="assistant"):
-                messages.append(_assistant(joined_text(item.content), thought))
+                messages.append(_assistant(content_of(item.content), thought))
             case MessageItem():
-                messages.append({"role": item.role, "content": joined_text(item.content)})
+                messages.append({"role": item.role, "content": content_of(item.content)})
             case CallItem():
                 if not messages or messages[-1]["role"] != "assistant" or thought:
                     messages.append(_assistant("", thought))
@@ -257,7 +258,7 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
     return messages
 
 
-def _assistant(content: str, thought: str) -> Message:
+def _assistant(content: str | list[Any], thought: str) -> Message:
     own: Message = {"role": "assistant", "content": content}
     return own | ({"reasoning_content": thought} if thought else {})
 

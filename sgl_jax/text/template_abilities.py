@@ -1,0 +1,214 @@
+"""Finds the abilities of a chat template, and prepares conversations for it.
+
+Decided once for each template with probe conversations, never by the text of a request.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.text.call_arguments import (
+    PROBE,
+    PROBE_RESULT,
+    ArgumentUse,
+    Messages,
+    Render,
+    functions,
+    probe_call,
+)
+
+Message = dict[str, Any]
+System = Literal["anywhere", "first", "nowhere"]
+Content = Literal["text", "parts", "both"]
+Thinking = Literal["kept", "last turn", "dropped"]
+
+_INSTRUCTING = ("system", "developer")
+_UNKNOWN_ROLE = "probe_role"
+_THOUGHT = "probe thought"
+
+
+class TemplateAbilities(msgspec.Struct, frozen=True):
+    """The abilities of a chat template. The defaults are assumed if it cannot be probed.
+
+    system: where it writes system messages.
+    developer: it has a rule for this role, and does not only copy the name of any role.
+    successive_users: it writes two messages of the user in a row.
+    tool: it writes results of tools.
+    content: the form of contents that it writes: a string, a list of texts (`parts`), or both.
+    arguments: the forms of arguments of calls that it writes.
+    thinking: which reasoning of earlier answers it writes; `last turn`: only that after the last
+        message of the user.
+    """
+
+    system: System = "anywhere"
+    developer: bool = False
+    successive_users: bool = True
+    tool: bool = True
+    content: Content = "text"
+    arguments: ArgumentUse = ArgumentUse()
+    thinking: Thinking = "dropped"
+
+    @classmethod
+    def of(cls, render: Render) -> "TemplateAbilities":
+        """Probe a template. `render` raises `InvalidRequestError` where the template refuses."""
+        content: Content = "text"
+        if _written(render, ["user"]) is None:
+            if not _joins_parts(render, ["user"]):
+                return cls()
+            content = "parts"
+        formed = _formed(render, content)
+        system, arguments = _probe_system(formed), ArgumentUse.of(formed)
+        call = probe_call(PROBE if arguments.takes_objects else json.dumps(PROBE))
+        roles = ["system", "user", "assistant", "user"][system == "nowhere" :]
+        if content == "text" and _joins_parts(render, roles):
+            content = "both"
+        return cls(
+            system=system,
+            developer=_has_developer(formed, system),
+            successive_users=_written(formed, ["user", "user"]) is not None,
+            # If it refuses the call, too, its own reason is the better error.
+            tool=_rendered(formed, call, [PROBE_RESULT]) is not None
+            or _rendered(formed, call[:-1]) is None,
+            content=content,
+            arguments=arguments,
+            thinking=_probe_thinking(formed, call),
+        )
+
+    def render(self, messages: Messages, render: Render) -> str:
+        """Return the prompt of `messages`.
+
+        Their contents are strings or lists of texts in the form of OpenAI's API, and the arguments
+        of their calls are text. If the template has no way to write them:
+
+        - a developer becomes a system message;
+        - the texts of all system messages become one message at the beginning, in their order; it
+          is a message of the user if the template writes no system messages;
+        - successive messages of the user become one;
+        - several texts of a content become lines of one.
+
+        Raises:
+            InvalidRequestError: there are results of tools, which the template cannot write.
+        """
+        if not self.tool and any(each["role"] == "tool" for each in messages):
+            raise InvalidRequestError(
+                "the model's chat template does not write results of tools; start the server with "
+                "another --chat-template",
+                "messages",
+            )
+        arranged = [{**each, "role": self._role_of(each)} for each in messages]
+        if self.system != "anywhere":
+            arranged = self._with_one_system(arranged)
+        if not self.successive_users:
+            arranged = _with_joined_users(arranged)
+        formed = _formed(render, self.content)
+        if any(functions(arranged)):
+            return self.arguments.render(arranged, formed)
+        return formed(arranged)
+
+    def _role_of(self, message: Any) -> str:
+        role: str = message["role"]
+        return "system" if role == "developer" and not self.developer else role
+
+    def _with_one_system(self, messages: list[Message]) -> list[Message]:
+        system = [each for each in messages if each["role"] in _INSTRUCTING]
+        if not system or (self.system == "first" and system == messages[:1]):
+            return messages
+        rest = [each for each in messages if each["role"] not in _INSTRUCTING]
+        role = "user" if self.system == "nowhere" else system[0]["role"]
+        return [{**system[0], "role": role, "content": _joined(system)}, *rest]
+
+
+def _with_joined_users(messages: list[Message]) -> list[Message]:
+    joined = list[Message]()
+    for each in messages:
+        if joined and joined[-1]["role"] == each["role"] == "user":
+            joined[-1] = {**joined[-1], "content": _joined([joined[-1], each])}
+        else:
+            joined.append(each)
+    return joined
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    """Return the texts of several messages as one."""
+    return "\n\n".join(filter(None, (_text_of(each["content"]) for each in messages)))
+
+
+def _text_of(content: Any) -> Any:
+    """Return a content without a list; None, of a message with calls, stays."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _formed(render: Render, form: Content) -> Render:
+    """Return `render` for messages whose contents are put in this form first."""
+
+    def content_of(message: Any) -> Any:
+        content = message["content"]
+        if form == "parts":
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        # A list of results has a form of its own in templates that take parts elsewhere.
+        is_kept = form == "both" and message["role"] != "tool"
+        return content if is_kept else _text_of(content)
+
+    return lambda messages: render([{**each, "content": content_of(each)} for each in messages])
+
+
+def _rendered(render: Render, messages: Messages, texts: Sequence[str] = ()) -> str | None:
+    """Return the prompt; None if the template refuses `messages`, or does not write `texts`."""
+    try:
+        prompt = render(messages)
+    except InvalidRequestError:
+        return None
+    return prompt if all(text in prompt for text in texts) else None
+
+
+def _written(render: Render, roles: Sequence[str]) -> str | None:
+    """Return the prompt of messages of `roles`; None unless the template writes each of them."""
+    messages = [{"role": role, "content": f"probe {number}"} for number, role in enumerate(roles)]
+    return _rendered(render, messages, [each["content"] for each in messages])
+
+
+def _anywhere(role: str) -> list[str]:
+    """Return roles that do not alternate by their places, nor without `role`."""
+    return [role, "user", role, "assistant", "user", role, "user", role]
+
+
+def _probe_system(render: Render) -> System:
+    if _written(render, _anywhere("system")) is not None:
+        return "anywhere"
+    return "nowhere" if _written(render, ["system", "user"]) is None else "first"
+
+
+def _has_developer(render: Render, system: System) -> bool:
+    """Return True if a developer is written, and an unknown role not in the same way."""
+    end = None if system == "anywhere" else 2  # then only the first message is one
+    known, unknown = (
+        _written(render, _anywhere(role)[:end]) for role in ("developer", _UNKNOWN_ROLE)
+    )
+    if known is None or unknown is None:
+        return known is not None
+    return unknown.lower().replace(_UNKNOWN_ROLE, "developer") != known.lower()
+
+
+def _joins_parts(render: Render, roles: Sequence[str]) -> bool:
+    """Return True if all texts of lists are written, and no list as Python shows it."""
+    pairs = [(f"probe {number}a", f"probe {number}b") for number in range(len(roles))]
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text} for text in pair]}
+        for role, pair in zip(roles, pairs, strict=True)
+    ]
+    prompt = _rendered(render, messages, [text for pair in pairs for text in pair]) or ""
+    between = [prompt.partition(a)[2].partition(b)[0] for a, b in pairs]
+    return bool(prompt) and not any("text" in each for each in between)
+
+
+def _probe_thinking(render: Render, call: Messages) -> Thinking:
+    """Probe with reasoning before the last question, and before a call after it."""
+    question, said, result = call
+    answer = {"role": "assistant", "content": "probe", "reasoning_content": _THOUGHT}
+    if _rendered(render, [question, answer, question], [_THOUGHT]) is not None:
+        return "kept"
+    called = [question, {**said, "reasoning_content": _THOUGHT}, result]
+    return "dropped" if _rendered(render, called, [_THOUGHT]) is None else "last turn"
