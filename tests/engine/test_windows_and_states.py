@@ -31,10 +31,17 @@ DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
 
 # Windows that share a pool with the other layers, windows with one of their own, and states.
 FAMILIES = ("gpt_oss", "gemma3", "qwen3_next", "qwen3_5")
+LEFT_OUT = {
+    # Groups of 128 inputs do not fit the 36 inputs of their golden models' `out_proj`.
+    ("qwen3_next", "int4"),
+    ("qwen3_5", "int4"),
+    # How a prompt is cut changes a state in its last bits, and an activation's rounding to 8 bits.
+    ("qwen3_next", "w8a8_fp8"),
+}
 # gpt-oss is quantized in files alone.
 MODELS = [
     *[(family, "none") for family in (*FAMILIES, "gpt_oss_mxfp4")],
-    *[(family, scheme) for family in FAMILIES[1:] for scheme in AT_LOAD],
+    *[(family, own) for family in FAMILIES[1:] for own in AT_LOAD if (family, own) not in LEFT_OUT],
 ]
 BY_DEFAULT = ("qwen3_5", "w8a8_int8")
 

@@ -52,7 +52,7 @@ def assert_compiles_in_place(
     )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes(cache)
-    assert memory.temp_size_in_bytes < 2 * num_bytes(absorbed) + 2**21
+    assert memory.temp_size_in_bytes < 3 * num_bytes(absorbed) + 2**21
     assert num_kernels(compiled) == 3  # write, decode, prefill
     assert seconds < 3 * MAX_COMPILE_S
 
