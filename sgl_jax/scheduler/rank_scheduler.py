@@ -309,8 +309,10 @@ class RankScheduler:
         a page are known there."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
+        if self.running.known_len[row] < length + self.memory.page_size:
+            return None
         known_length, key = self._next_keys.get(row, (-1, None))
-        if known_length != length or key is None:
+        if known_length != length:
             tokens = self.running.known_tokens(row)[length:]
             key = self.memory.cache.next_key(lease.node, tokens, lease.namespace)
             self._next_keys[row] = length, key

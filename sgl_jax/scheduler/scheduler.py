@@ -78,10 +78,6 @@ from sgl_jax.sessions.store import SessionStore
 OUTPUT_LENGTHS_INTERVAL = 8
 
 
-# While tenants with shares decode, a step holds one in so many of its prompt tokens.
-DECODING_PART = 4
-
-
 class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
 
@@ -391,18 +387,8 @@ class Scheduler:
             if rank.unpublished:
                 rank.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
-        beside_decodes = self._chunk_tokens
-        if ranks.tenants.is_fair and ranks.tenants.num_present > 1:
-            # Or a token of one tenant waits for the whole chunk of another one.
-            beside_decodes = max(beside_decodes // DECODING_PART, 1)
         builders = [
-            StepBuilder(
-                rank,
-                self.sizes,
-                runnable,
-                beside_decodes if len(runnable.decoding) else self._chunk_tokens,
-                ranks.tenants,
-            )
+            StepBuilder(rank, self.sizes, runnable, self._chunk_tokens, ranks.tenants)
             for rank, runnable in zip(self.ranks, choose_runnable(ranks), strict=True)
         ]
         for builder in builders:

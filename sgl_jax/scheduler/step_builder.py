@@ -168,7 +168,7 @@ class StepBuilder:
         floor, most_tokens = self.priority_floor, self.most_tokens
         shared = None if self._shared is None else self._shared.priority
         if request.priority in (shared, self.rank.running.priorities.lowest):
-            self._take_tokens(row)  # it is the last in the order of chunks
+            self._take_tokens(row)  # no later row gets tokens
         else:
             self._plan_tokens()
         # The candidates of the step were chosen by these limits.

@@ -3772,7 +3772,7 @@ MUTATIONS = (
     Mutation(
         "awaited: keep the key of the page behind a part that is published",
         "sgl_jax/scheduler/rank_scheduler.py",
-        "if known_length != length or key is None:",
+        "if known_length != length:",
         "if key is None:",
     ),
     Mutation(
@@ -3792,5 +3792,11 @@ MUTATIONS = (
         _FITS,
         "        short[k] = _pages_short(\n            rooms[k],",
         "        short[k] = _pages_short(\n            rooms[0],",
+    ),
+    Mutation(
+        "chunks: let the floor of a step fall as a request starts",
+        "sgl_jax/scheduler/step_builder.py",
+        "        if self.priority_floor < floor:\n",
+        "        if False:\n",
     ),
 )

@@ -9,7 +9,6 @@ import pytest
 from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepPlan
-from sgl_jax.scheduler.scheduler import DECODING_PART
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 LONG, SHORT, CHUNK = 4000, 8, 32
@@ -279,24 +278,6 @@ def test_a_tenants_short_prompts_take_nothing_of_anothers_share() -> None:
         driver.step()
         if number > 2:
             assert chunks_of(driver)["second"] == CHUNK // 2
-    driver.run()
-
-
-@pytest.mark.parametrize("others", ["same", "another"])
-def test_a_tenant_that_decodes_waits_for_few_prompt_tokens_of_another(others: str) -> None:
-    driver = fair_driver()
-    stream = generate("stream", prompt(1, SHORT), 200, tenant=Tenant(name="a"))
-    driver.submit(stream)
-    driver.step()
-    for number in range(3):
-        driver.submit(of_tenant("a" if others == "same" else "b", f"long{number}", LONG))
-    most = CHUNK if others == "same" else CHUNK // DECODING_PART
-    for _ in range(100):
-        driver.step()
-        counts = chunks_of(driver)
-        assert counts.pop("stream") == 1
-        assert sum(counts.values()) == most
-    driver.abort("stream")
     driver.run()
 
 

@@ -1,8 +1,13 @@
 """The division of a step's prompt tokens, against a count of each token."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.shared_tokens import SHORT_PART, SharedTokens
 from sgl_jax.scheduler.step_builder import StepBuilder
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -119,3 +124,36 @@ def test_a_step_is_filled_and_the_oldest_prompt_gets_most_of_it(
     assert all(got >= min(wanted, chunk // 2) for got, wanted in received)
     most = sum(wanted for _, wanted in received)
     assert sum(got for got, _ in received) >= most * (1 - 1 / SHORT_PART)
+
+
+def test_no_limit_of_a_step_rises_as_requests_start_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are chosen by the limits at the beginning of a step."""
+    sizes = make_sizes(num_pages=400, num_rows=17, max_context_len=1100, max_chunk_tokens=64)
+    driver = Driver(sizes, SchedulerArgs(enable_priority_scheduling=True))
+    num_cut = 0
+    admit, plan = StepBuilder.admit, StepBuilder._plan_tokens
+
+    def limits(builder: StepBuilder) -> tuple[int, int]:
+        return -builder.priority_floor, builder.most_tokens
+
+    def watched(builder: StepBuilder, request: Request, cursor: PrefixCursor) -> int:
+        nonlocal num_cut
+        before = limits(builder)
+        row = admit(builder, request, cursor)
+        now = limits(builder)
+        assert now <= before
+        probe = copy(builder)
+        probe._levels = []
+        plan(probe)
+        num_cut += limits(probe)[0] > before[0]
+        return row
+
+    monkeypatch.setattr(StepBuilder, "admit", watched)
+    rng = np.random.default_rng(3)
+    for number in range(400):
+        tokens = rng.integers(0, 50, int(2 ** rng.uniform(0, 10))).tolist()
+        driver.submit(generate(f"r{number}", tokens, 1, priority=int(rng.integers(3))))
+        for _ in range(rng.integers(0, 6)):
+            driver.step()
+    driver.run()
+    assert num_cut > 0

@@ -35,7 +35,7 @@ class InFlight:
 
     Args:
         rank: with the running requests.
-        rows: of the prefilling requests, oldest first.
+        rows: of the prefilling requests, the highest priority first, then the oldest.
         chunk_size: prompt tokens of a step.
         num_tokens_left: the tokens that the step has left for a request of a priority and tenant,
             with so many to compute.

@@ -77,7 +77,6 @@ class Tenants:
         self._served: _Float64Array = np.zeros(size)
         self._weight: _Float64Array = np.ones(size)
         self._max_running = np.zeros(size, np.int32)
-        self.num_present = 0  # tenants with requests
         self.limits_running = False  # whether any tenant had a limit of running requests
         self._num_requests = np.zeros(size, np.int32)
         self._num_queued = np.zeros(size, np.int32)
@@ -99,7 +98,6 @@ class Tenants:
             self.limits_running |= tenant.max_running > 0
         if not self._num_queued[number]:
             self._served[number] = max(self._served[number], self._lowest())
-        self.num_present += not self._num_requests[number]
         self._num_requests[number] += 1
         return number
 
@@ -113,7 +111,6 @@ class Tenants:
 
     def leave(self, number: int) -> None:
         self._num_requests[number] -= 1
-        self.num_present -= not self._num_requests[number]
         if number and not self._num_requests[number] and not self._is_idle_listed[number]:
             self._is_idle_listed[number] = True
             heappush(self._idle, (float(self._served[number]), number))
