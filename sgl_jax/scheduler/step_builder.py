@@ -69,7 +69,9 @@ class StepBuilder:
         self.drafts: Int32Array | None = None  # as in `RankPlan`
         self.chunks: dict[int, int] = {}  # prompt tokens by row
         # Needed, in this step or later.
-        self.num_prefill_tokens = sum(num_wanted for num_wanted, _ in runnable.prefilling.values())
+        self.num_prefill_tokens = 0
+        if runnable.prefilling:
+            self.num_prefill_tokens = sum(wanted for wanted, _ in runnable.prefilling.values())
         self.has_slots = runnable.has_slots
         # Rows of prompts, the highest priority first, then the oldest.
         self._prefilling = list(runnable.prefilling)

@@ -86,9 +86,10 @@ class RankRoom:
         self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
         self._look()
-        self.is_counted = not self.is_ample  # whether the forecast has the rank's requests
+        num_left = self.rank.memory.num_reclaimable_pages
+        self.is_counted = not self._is_ample(num_left)  # whether the forecast has the requests
         if not self.is_counted:
-            self._note_pages()
+            self._write_ample(num_left)
 
     def _look(self) -> None:
         """Compute the rank's load, which changes only as requests start here."""
@@ -101,26 +102,28 @@ class RankRoom:
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
         num_left = self.rank.memory.num_reclaimable_pages
-        if not self.is_counted and num_left - self._most_growth < self._enough:
+        if not self.is_counted and self._is_ample(num_left):
+            self._write_ample(num_left)
+            return
+        if not self.is_counted:
             self._forecast.recount(self.dp_rank, self.rank.running.active)
             self.is_counted = True
-        if self.is_counted:
-            own = self._rooms[self.dp_rank : self.dp_rank + 1]
-            self._peak = self._forecast.write(self.dp_rank, own)
-            return
+        self.take_forecast()
+
+    def _is_ample(self, num_left: int) -> bool:
+        """Return whether any request fits, next to `num_left` pages, if the running ones come to
+        take all that they may: then no forecast is needed."""
+        return num_left - self._most_growth >= self._enough
+
+    def _write_ample(self, num_left: int) -> None:
         num_in_use = self._num_total - num_left
         self._peak = float(num_in_use)
         write_ample(self._rooms, self.dp_rank, num_in_use, self._most_growth)
 
-    @property
-    def is_ample(self) -> bool:
-        """Return whether any request fits if the running ones come to take all that they may: then
-        no forecast is needed."""
-        return self.rank.memory.num_reclaimable_pages - self._most_growth >= self._enough
-
     def take_forecast(self) -> None:
         """Compute the rank's pages, now that its requests are in the forecast."""
-        self._note_pages()
+        own = self._rooms[self.dp_rank : self.dp_rank + 1]
+        self._peak = self._forecast.write(self.dp_rank, own)
 
     @property
     def num_free(self) -> int:

@@ -405,7 +405,7 @@ def test_a_rank_with_room_for_all_is_forecast_as_soon_as_it_has_not(
     started = []
     for is_always in (False, True):
         if is_always:
-            monkeypatch.setattr(RankRoom, "is_ample", False)
+            monkeypatch.setattr(RankRoom, "_is_ample", lambda self, num_left: False)
         driver = make_driver(
             dp_size=1,
             num_pages=201,
