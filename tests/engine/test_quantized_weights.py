@@ -16,6 +16,7 @@ BY_DEFAULT = ("quantized/awq_group32",)
 SETTINGS = {
     "device": "cpu",
     "dtype": "float32",
+    "kv_cache_dtype": "float32",  # as the reference, also where the file has scales of 8-bit KV
     "context_length": 128,
     "max_running_requests": 1,
     "max_total_tokens": 256,
