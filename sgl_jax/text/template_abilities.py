@@ -3,9 +3,10 @@
 Decided once for each template with probe conversations, never by the text of a request.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -25,6 +26,12 @@ System = Literal["anywhere", "first", "nowhere"]
 Content = Literal["text", "parts", "both"]
 Thinking = Literal["kept", "last turn", "dropped"]
 
+_SYSTEMS = get_args(System)
+_FORMS: dict[Content, frozenset[str]] = {
+    "text": frozenset(["text"]),
+    "parts": frozenset(["parts"]),
+    "both": frozenset(["text", "parts"]),
+}
 _INSTRUCTING = ("system", "developer")
 _UNKNOWN_ROLE = "probe_role"
 _THOUGHT = "probe thought"
@@ -52,12 +59,29 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
     thinking: Thinking = "dropped"
 
     @classmethod
-    def of(cls, render: Render) -> "TemplateAbilities":
-        """Probe a template. `render` raises `InvalidRequestError` where the template refuses."""
+    def of(cls, render: Render, render_with_tools: Render) -> "TemplateAbilities":
+        """Probe a template, without tools and with one: a part of it may refuse what the other
+        takes. Both functions raise `InvalidRequestError` where the template refuses."""
+        found = [each for each in map(cls._of, (render, render_with_tools)) if each is not None]
+        if not found:
+            return cls()
+        own, other = found[0], found[-1]
+        contents = _FORMS[own.content] & _FORMS[other.content] or _FORMS[own.content]
+        return msgspec.structs.replace(
+            own,
+            system=max(own.system, other.system, key=_SYSTEMS.index),
+            developer=own.developer and other.developer,
+            successive_users=own.successive_users and other.successive_users,
+            content=next(form for form, forms in _FORMS.items() if forms == contents),
+        )
+
+    @classmethod
+    def _of(cls, render: Render) -> "TemplateAbilities | None":
+        """Probe a template; None if it writes no message of a user."""
         content: Content = "text"
         if _written(render, ["user"]) is None:
             if not _joins_parts(render, ["user"]):
-                return cls()
+                return None
             content = "parts"
         formed = _formed(render, content)
         system, arguments = _probe_system(formed), ArgumentUse.of(formed)
@@ -89,8 +113,12 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         - successive messages of the user become one;
         - several texts of a content become lines of one.
 
+        If it refuses a conversation that the probes did not foresee, simpler forms are tried: one
+        system message, no successive messages of the user, no reasoning beside a text and a call.
+
         Raises:
-            InvalidRequestError: there are results of tools, which the template cannot write.
+            InvalidRequestError: the template refuses all forms, or there are results of tools,
+                which it cannot write.
         """
         if not self.tool and any(each["role"] == "tool" for each in messages):
             raise InvalidRequestError(
@@ -98,6 +126,33 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
                 "another --chat-template",
                 "messages",
             )
+        try:
+            return self._render(messages, render)
+        except InvalidRequestError:
+            for simpler, simplified in self._simpler_forms(messages):
+                with contextlib.suppress(InvalidRequestError):
+                    return simpler._render(simplified, render)
+            raise
+
+    def _simpler_forms(self, messages: Messages) -> Iterator[tuple["TemplateAbilities", Messages]]:
+        """Yield abilities and messages for a template that refuses `messages`, the closest
+        first."""
+        system: System = "first" if self.system == "anywhere" else self.system
+        one_system = msgspec.structs.replace(self, system=system)
+        joined = msgspec.structs.replace(one_system, successive_users=False)
+        yield one_system, messages
+        yield joined, messages
+        is_cut = [bool(each.get("tool_calls") and each["content"]) for each in messages]
+        if any(is_cut):
+            yield (
+                joined,
+                [
+                    {**each, "reasoning_content": None} if cut else each
+                    for each, cut in zip(messages, is_cut, strict=True)
+                ],
+            )
+
+    def _render(self, messages: Messages, render: Render) -> str:
         arranged = [{**each, "role": self._role_of(each)} for each in messages]
         if self.system != "anywhere":
             arranged = self._with_one_system(arranged)
@@ -148,8 +203,10 @@ def _formed(render: Render, form: Content) -> Render:
         content = message["content"]
         if form == "parts":
             return [{"type": "text", "text": content}] if isinstance(content, str) else content
-        # A list of results has a form of its own in templates that take parts elsewhere.
-        is_kept = form == "both" and message["role"] != "tool"
+        # Templates that take parts elsewhere write a text beside calls as it is, and have a form
+        # of their own for a list of results.
+        has_text = message["role"] == "tool" or message.get("tool_calls")
+        is_kept = form == "both" and not has_text
         return content if is_kept else _text_of(content)
 
     return lambda messages: render([{**each, "content": content_of(each)} for each in messages])

@@ -219,11 +219,16 @@ class Tokenizer:
     def abilities(self) -> TemplateAbilities:
         """Probe the chat template."""
 
-        def render(messages: Messages) -> str:
-            tools = [*PROBE_TOOLS] if any(functions(messages)) else None
-            return self._render(messages, {"tools": tools, "add_generation_prompt": True}, {})
+        def with_tools(messages: Messages) -> str:
+            options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
+            return self._render(messages, options, {})
 
-        return TemplateAbilities.of(render)
+        def render(messages: Messages) -> str:
+            if any(functions(messages)):
+                return with_tools(messages)
+            return self._render(messages, {"tools": None, "add_generation_prompt": True}, {})
+
+        return TemplateAbilities.of(render, with_tools)
 
     def _render(
         self,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,15 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
     if not tokenizer.chat_template:
         return
     template = _template_of(path, chat_template)
+    # A template is probed by a worker, which bounds its time.
+    text, parts = TemplateAbilities(), TemplateAbilities(content="parts")
     try:
-        rendered = tokenizer.apply_chat_template(_CONVERSATION)
+        rendered = tokenizer.render_chat(_CONVERSATION, abilities=text)
     except InvalidRequestError as error:
-        raise ValueError(f"{template} does not work: {error}") from error
+        try:
+            rendered = tokenizer.render_chat(_CONVERSATION, abilities=parts)
+        except InvalidRequestError:
+            raise ValueError(f"{template} does not work: {error}") from error
     if not rendered:
         raise ValueError(f"{template} writes an empty prompt")
 

@@ -157,3 +157,31 @@ def test_no_limit_of_a_step_rises_as_requests_start_in_it(monkeypatch: pytest.Mo
             driver.step()
     driver.run()
     assert num_cut > 0
+
+
+def test_no_tokens_are_divided_among_requests_that_were_retracted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = make_sizes(
+        page_size=4, num_pages=60, num_rows=17, max_context_len=120, max_chunk_tokens=8
+    )
+    driver = Driver(sizes, SchedulerArgs(schedule_conservativeness=0.0))
+    num_divided = 0
+    choose_rows = StepBuilder.choose_rows
+
+    def watched(builder: StepBuilder) -> None:
+        nonlocal num_divided
+        if builder.retracted and builder._shared is not None:
+            num_divided += 1
+            assert set(builder._shared._needs) <= set(builder._prefilling)
+        choose_rows(builder)
+
+    monkeypatch.setattr(StepBuilder, "choose_rows", watched)
+    rng = np.random.default_rng(1)
+    for number in range(200):
+        tokens = rng.integers(0, 50, int(rng.integers(4, 60))).tolist()
+        driver.submit(generate(f"r{number}", tokens, int(rng.integers(20, 50))))
+        for _ in range(rng.integers(0, 6)):
+            driver.step()
+    driver.run()
+    assert num_divided > 0

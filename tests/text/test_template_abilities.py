@@ -242,3 +242,78 @@ def test_a_template_that_refuses_all_probes_gets_messages_as_they_are(
 def test_a_template_is_probed_once(byte_level_folder: Path) -> None:
     tokenizer = Tokenizer.load(str(byte_level_folder))
     assert tokenizer.abilities is tokenizer.abilities
+
+
+# -- what a template does with tools alone -------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+TWO_SYSTEMS = [
+    {"role": "system", "content": "S1"},
+    {"role": "user", "content": "Q"},
+    {"role": "system", "content": "S2"},
+]
+
+
+def parts_of(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def called(content: Any, **fields: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "content": content, "tool_calls": [call], **fields}
+
+
+def test_a_guard_that_holds_with_tools_alone_is_found(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    guard = "{% if tools and m.role == 'system' and not loop.first %}{{ raise_exception('') }}"
+    template = FOR + guard + "{% endif %}" + SAID + END
+    tokenizer = with_template(byte_level_folder, tmp_path, template)
+    assert tokenizer.abilities.system == "first"
+    assert tokenizer.render_chat(TWO_SYSTEMS, tools=TOOLS) == "<system>S1\n\nS2<user>Q"
+
+
+def test_a_form_that_the_probes_do_not_foresee_is_refused_only_if_simpler_ones_are(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    guard = "{% if m.content == 'S2' %}{{ raise_exception('') }}{% endif %}"
+    tokenizer = with_template(byte_level_folder, tmp_path, FOR + guard + SAID + END)
+    assert tokenizer.abilities.system == "anywhere"
+    assert tokenizer.render_chat(TWO_SYSTEMS) == "<system>S1\n\nS2<user>Q"
+    with pytest.raises(InvalidRequestError):
+        tokenizer.render_chat(TWO_SYSTEMS[2:])
+
+
+def test_a_list_is_written_as_texts_where_tools_or_calls_come_with_it(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    both = FAMILIES["strings and lists are contents (Qwen 2.5 VL)"].template
+    with_tools = "{% if tools %}{{ messages[0].content }}{% endif %}"
+    tokenizer = with_template(byte_level_folder, tmp_path, with_tools + both)
+    assert tokenizer.abilities.content == "text"
+    system = {"role": "system", "content": parts_of("S1", "S2")}
+    told: list[Any] = [system, {"role": "user", "content": "Q"}]
+    assert tokenizer.render_chat(told, tools=TOOLS).startswith("S1\nS2")
+    beside = "{% if m.tool_calls %}[{{ m.content }}]{% endif %}"
+    template = both.replace(FOR, FOR + beside)
+    tokenizer = with_template(byte_level_folder, tmp_path, template)
+    assert tokenizer.abilities.content == "both"
+    told = [{"role": "user", "content": "Q"}, called(parts_of("A1", "A2"))]
+    assert "[A1\nA2]" in tokenizer.render_chat(told, tools=TOOLS)
+
+
+def test_reasoning_is_left_out_where_a_template_takes_none_beside_a_text_and_a_call(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    """As in gpt-oss."""
+    guard = (
+        "{% if m.tool_calls and m.content and m.reasoning_content %}"
+        "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    )
+    thought = "{{ m.reasoning_content or '' }}"
+    tokenizer = with_template(byte_level_folder, tmp_path, FOR + guard + SAID + thought + END)
+    question = {"role": "user", "content": "Q"}
+    told = [question, called("A", reasoning_content="R")]
+    assert tokenizer.render_chat(told, tools=TOOLS) == "<user>Q<assistant>A"
+    told = [question, called("", reasoning_content="R")]
+    assert tokenizer.render_chat(told, tools=TOOLS) == "<user>Q<assistant>R"

@@ -37,6 +37,18 @@ def test_a_template_that_fails_is_named(
         load_tokenizer(ServerArgs(model_path=str(byte_level_folder), chat_template=str(file)))
 
 
+def test_the_check_does_not_probe_the_template(
+    byte_level_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe that does not end would hold up the start: a worker bounds its time."""
+    monkeypatch.setattr(Tokenizer, "abilities", property(lambda self: pytest.fail("probed")))
+    for number, content in enumerate(("m.content", "m.content[0]['text']")):
+        template = tmp_path / f"{number}.jinja"
+        template.write_text("{% for m in messages %}{{ '' + " + content + " }}{% endfor %}")
+        args = ServerArgs(model_path=str(byte_level_folder), chat_template=str(template))
+        assert load_tokenizer(args).chat_template
+
+
 def test_the_file_of_the_tokenizers_own_template_is_named(
     byte_level_folder: Path, tmp_path: Path
 ) -> None:
