@@ -60,8 +60,8 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, render: Render, render_with_tools: Render) -> "TemplateAbilities":
-        """Probe a template, without tools and with one: a part of it may refuse what the other
-        takes. Both functions raise `InvalidRequestError` where the template refuses."""
+        """Probe a template without tools and with one, and keep the stricter result: some refuse
+        more with tools. Both functions raise `InvalidRequestError` if the template refuses."""
         found = [each for each in map(cls._of, (render, render_with_tools)) if each is not None]
         if not found:
             return cls()
