@@ -114,7 +114,8 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         - several texts of a content become lines of one.
 
         If it refuses a conversation that the probes did not foresee, simpler forms are tried: one
-        system message, no successive messages of the user, no reasoning beside a text and a call.
+        system message, no successive messages of the user or the assistant, no message of the user
+        behind a result of a tool, no reasoning beside a text and a call.
 
         Raises:
             InvalidRequestError: the template refuses all forms, or there are results of tools,
@@ -142,6 +143,9 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         joined = msgspec.structs.replace(one_system, successive_users=False)
         yield one_system, messages
         yield joined, messages
+        in_results = _with_users_in_results(messages)
+        if len(in_results) < len(messages):
+            yield joined, in_results
         is_cut = [bool(each.get("tool_calls") and each["content"]) for each in messages]
         if any(is_cut):
             yield (
@@ -177,12 +181,29 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
 
 def _with_joined_users(messages: list[Message]) -> list[Message]:
+    """Return `messages` for a template that lets roles alternate: successive messages of the user
+    become one, as do those of the assistant without calls."""
     joined = list[Message]()
     for each in messages:
-        if joined and joined[-1]["role"] == each["role"] == "user":
-            joined[-1] = {**joined[-1], "content": _joined([joined[-1], each])}
+        last = joined[-1] if joined else {}
+        is_answer = each["role"] == "assistant" and not (
+            each.get("tool_calls") or last.get("tool_calls")
+        )
+        if last.get("role") == each["role"] and (each["role"] == "user" or is_answer):
+            joined[-1] = {**last, "content": _joined([last, each])}
         else:
             joined.append(each)
+    return joined
+
+
+def _with_users_in_results(messages: Messages) -> list[Message]:
+    """Return `messages` with a user's text behind a tool's result as a part of that result."""
+    joined = list[Message]()
+    for each in messages:
+        if joined and joined[-1]["role"] == "tool" and each["role"] == "user":
+            joined[-1] = {**joined[-1], "content": _joined([joined[-1], {**each}])}
+        else:
+            joined.append({**each})
     return joined
 
 

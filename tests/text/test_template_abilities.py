@@ -317,3 +317,20 @@ def test_reasoning_is_left_out_where_a_template_takes_none_beside_a_text_and_a_c
     assert tokenizer.render_chat(told, tools=TOOLS) == "<user>Q<assistant>A"
     told = [question, called("", reasoning_content="R")]
     assert tokenizer.render_chat(told, tools=TOOLS) == "<user>Q<assistant>R"
+
+
+def test_roles_alternate_where_a_template_wants_it_behind_results_too(
+    byte_level_folder: Path, tmp_path: Path
+) -> None:
+    """As in Mistral v0.3, which leaves calls and results out of the count, and in Gemma."""
+    alternate = (
+        "{% set ns = namespace(n=0) %}" + FOR + "{% if m.role != 'tool' and not m.tool_calls %}"
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}" + SAID + END
+    )
+    tokenizer = with_template(byte_level_folder, tmp_path, alternate)
+    question, result = {"role": "user", "content": "Q"}, {"role": "tool", "content": "rain"}
+    told = [question, called(""), result, {"role": "user", "content": "hint"}]
+    assert tokenizer.render_chat(told, tools=TOOLS) == "<user>Q<assistant><tool>rain\n\nhint"
+    answers = [{"role": "assistant", "content": text} for text in ("A", "B")]
+    assert tokenizer.render_chat([question, *answers]) == "<user>Q<assistant>A\n\nB"
