@@ -181,8 +181,8 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
 
 def _with_joined_users(messages: list[Message]) -> list[Message]:
-    """Return `messages` for a template that lets roles alternate: successive messages of the user
-    become one, as do those of the assistant without calls."""
+    """Join successive messages of the user, and successive answers without calls, for templates
+    whose roles alternate."""
     joined = list[Message]()
     for each in messages:
         last = joined[-1] if joined else {}

@@ -217,7 +217,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(
 ) -> None:
     """However many are evicted for one request, and however many stay."""
     # The memory of many is ample, which saves the forecast of a reserve.
-    monkeypatch.setattr(RankRoom, "is_ample", False)
+    monkeypatch.setattr(RankRoom, "_is_ample", lambda self, num_left: False)
     costs = {}
     for num_idle in (FEW, MANY):
         engine = Engine(num_idle, num_free=2, disable_radix_cache=not radix)
