@@ -130,7 +130,12 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         try:
             return self._render(messages, render)
         except InvalidRequestError:
-            for simpler, simplified in self._simpler_forms(messages):
+            tried = [(self, messages)]
+            for form in self._simpler_forms(messages):
+                if form in tried:
+                    continue
+                tried.append(form)
+                simpler, simplified = form
                 with contextlib.suppress(InvalidRequestError):
                     return simpler._render(simplified, render)
             raise
@@ -161,7 +166,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         if self.system != "anywhere":
             arranged = self._with_one_system(arranged)
         if not self.successive_users:
-            arranged = _with_joined_users(arranged)
+            arranged = _with_joined_neighbours(arranged)
         formed = _formed(render, self.content)
         if any(functions(arranged)):
             return self.arguments.render(arranged, formed)
@@ -180,7 +185,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         return [{**system[0], "role": role, "content": _joined(system)}, *rest]
 
 
-def _with_joined_users(messages: list[Message]) -> list[Message]:
+def _with_joined_neighbours(messages: list[Message]) -> list[Message]:
     """Join successive messages of the user, and successive answers without calls, for templates
     whose roles alternate."""
     joined = list[Message]()
@@ -201,13 +206,13 @@ def _with_users_in_results(messages: Messages) -> list[Message]:
     joined = list[Message]()
     for each in messages:
         if joined and joined[-1]["role"] == "tool" and each["role"] == "user":
-            joined[-1] = {**joined[-1], "content": _joined([joined[-1], {**each}])}
+            joined[-1] = {**joined[-1], "content": _joined([joined[-1], each])}
         else:
             joined.append({**each})
     return joined
 
 
-def _joined(messages: Sequence[Message]) -> str:
+def _joined(messages: Messages) -> str:
     """Return the texts of several messages as one."""
     return "\n\n".join(filter(None, (_text_of(each["content"]) for each in messages)))
 

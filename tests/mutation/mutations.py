@@ -875,8 +875,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/admission/step_room.py",
-        "        return self._pages(request, cursor, most_short)[1] <= 0\n",
-        "        return True\n",
+        "        return num_pages if short <= 0 else None\n",
+        "        return num_pages\n",
     ),
     Mutation(
         "let idle sessions hold what they like",

@@ -111,7 +111,7 @@ class Admission:
             # A request for which a rank was held may start on another rank now.
             records["held_above"] = NO_FLOOR
             for each in rooms:
-                _write_open_tenants(offer, each)
+                offer.open_tenants[each.dp_rank] = each.open_tenants
             is_changed = self._start_some(rooms, offer, step)
 
     def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
@@ -154,7 +154,7 @@ class Admission:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
-                _write_open_tenants(offer, room)
+                offer.open_tenants[room.dp_rank] = room.open_tenants
             if self._waiting.is_following(request):
                 num_following += 1
                 if num_following >= MAX_PUT_OFF:
@@ -319,20 +319,23 @@ class Admission:
         bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
         most_short = self._waiting.most_short(request, records)
 
-        def option(room: RankRoom, num_read: int, leader: Leader | None, *, fits: bool) -> Option:
+        def option(
+            room: RankRoom, num_read: int, leader: Leader | None, num_pages: int | None = None
+        ) -> Option:
             cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
             return room.option(
-                request, cursor, num_read, leader, short, bound, fits=fits, reads_host=reads_host
+                request, cursor, num_read, leader, short, num_pages, bound, reads_host=reads_host
             )
 
         fitting, others = [], []
         for room in allowed:
             cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
             num_read, leader = room.reads(request, cursor)
-            if room.fits(request, cursor, num_read, short):
-                fitting.append(option(room, num_read, leader, fits=True))
-            else:
+            num_pages = room.pages_to_start(request, cursor, num_read, short)
+            if num_pages is None:
                 others.append((room, num_read, leader))
+            else:
+                fitting.append(option(room, num_read, leader, num_pages))
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
@@ -342,7 +345,7 @@ class Admission:
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         cheapest = min(fitting)
         # Only a longer prefix is worth a wait.
-        longer = (option(*each, fits=False) for each in others if each[1] > cheapest.num_read)
+        longer = (option(*each) for each in others if each[1] > cheapest.num_read)
         best = min([*fitting, *longer])
         if best.fits or best.leader is not None:
             return best
@@ -364,11 +367,6 @@ class Admission:
         self._waiting.started(request, dp_rank, num_free)
         self._holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
-
-
-def _write_open_tenants(offer: Offer, room: RankRoom) -> None:
-    is_open = room.open_tenants
-    offer.open_tenants[room.dp_rank] = False if is_open is None else is_open
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:

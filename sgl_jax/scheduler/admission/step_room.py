@@ -142,10 +142,11 @@ class RankRoom:
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
     @property
-    def open_tenants(self) -> BoolArray | None:
-        """Return, by number, the tenants whose next prompt gets tokens of the step at any length;
-        None if there is none."""
-        return self._builder.open_tenants
+    def open_tenants(self) -> BoolArray | bool:
+        """Return whether a tenant's next prompt gets tokens of the step at any length: by number,
+        or of all."""
+        open_tenants = self._builder.open_tenants
+        return False if open_tenants is None else open_tenants
 
     def reads(self, request: Request, cursor: PrefixCursor) -> tuple[int, Leader | None]:
         """Return the tokens that `request` would read here, and the row that computes some of them
@@ -154,15 +155,19 @@ class RankRoom:
         leader = self.leader(request, cursor, num_read)
         return (num_read if leader is None else leader.length), leader
 
-    def fits(self, request: Request, cursor: PrefixCursor, num_read: int, most_short: int) -> bool:
-        """Return whether `request` can start here in this step.
+    def pages_to_start(
+        self, request: Request, cursor: PrefixCursor, num_read: int, most_short: int
+    ) -> int | None:
+        """Return the pages that `request` takes to start here in this step, or, if it fits even so,
+        some more; None if it cannot.
 
         It reads `num_read` of its tokens, and lacks `most_short` pages if no running request has
         its prefix in use.
         """
         if not self.takes(request, num_read):
-            return False
-        return self._pages(request, cursor, most_short)[1] <= 0
+            return None
+        num_pages, short = self._pages(request, cursor, most_short)
+        return num_pages if short <= 0 else None
 
     def _pages(self, request: Request, cursor: PrefixCursor, most_short: int) -> tuple[int, int]:
         """Return the pages that `request` takes to start here, or, if it fits even so, some more;
@@ -181,9 +186,9 @@ class RankRoom:
         num_read: int,
         leader: Leader | None,
         most_short: int,
+        num_pages: int | None,
         num_unskewed: int,
         *,
-        fits: bool,
         reads_host: bool,
     ) -> Option:
         """Return the cost of running `request` here, with or without room for it.
@@ -191,16 +196,18 @@ class RankRoom:
         Args:
             num_read: as `leader`, from `reads`.
             most_short: pages that it lacks if no running request has its prefix in use.
+            num_pages: from `pages_to_start`.
             num_unskewed: more requests on the rank are too many.
-            fits: from `fits`.
             reads_host: False if the cost ignores the host's memory.
         """
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
             num_ahead += self.chunk_size * (self.num_running - num_unskewed)
-        num_pages, short = self._pages(request, cursor, most_short)
-        if not self.has_row or short > 0:
-            num_ahead += self.chunk_size * self._steps_to_room(num_pages)
+        fits = num_pages is not None
+        if num_pages is None:
+            num_pages, short = self._pages(request, cursor, most_short)
+            if not self.has_row or short > 0:
+                num_ahead += self.chunk_size * self._steps_to_room(num_pages)
         num_spared = 0
         if leader is None and reads_host:
             num_spared = self.rank.host.num_spared(request, num_read)
