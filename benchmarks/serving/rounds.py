@@ -44,11 +44,11 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens in all."""
+        """Return the number of output tokens in all."""
         return self.num_streams * self.num_requests * self.output_len
 
     async def serve(self, port: int, prompts: Prompts) -> float:
-        """Seconds from the first request to the last answer's end."""
+        """Send all prompts. Return the seconds from the first request to the last answer's end."""
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in prompts]
         start = time.perf_counter()
         await asyncio.gather(*map(self._send_all, streams, prompts))
@@ -89,7 +89,7 @@ class Load:
         return b"/generate", {"input_ids": prompt, "sampling_params": sampling}
 
     def random_prompts(self, rng: np.random.Generator, vocab_size: int) -> Prompts:
-        """Prompts of `prompt_len` random tokens."""
+        """Return prompts of `prompt_len` random tokens."""
         shape = (self.num_streams, self.num_requests, self.prompt_len)
         prompts: Prompts = rng.integers(0, vocab_size, shape).tolist()
         return prompts
@@ -124,7 +124,7 @@ def _await_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 
 def parse_options(description: str | None, argv: Sequence[str] | None) -> tuple[Load, Path, int]:
-    """The load, the model's folder and the number of rounds of a command line."""
+    """Return the load, the model's folder and the number of rounds of a command line."""
     parser = argparse.ArgumentParser(description=description)
     add_options(parser)
     options = parser.parse_args(argv)
@@ -142,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """The load of these flags."""
+    """Return the load of these flags."""
     return Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
 
 

@@ -102,7 +102,7 @@ def measure(load: Load, port: int, prompts: Prompts) -> Cost:
 
 
 def ratios(once: Callable[[], Cost], port: int, path: str) -> list[float]:
-    """Each figure of a round's two blocks with pollers of `path`, over its two without."""
+    """Return each figure of a round's two blocks with pollers of `path`, over its two without."""
     quiet = [once()]
     with polled(port, path):
         busy = [once(), once()]

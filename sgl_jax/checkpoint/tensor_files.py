@@ -51,11 +51,11 @@ class TensorFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor by name."""
+        """Return the shape of each tensor by name."""
         return {name: tuple(lazy.get_shape()) for name, lazy in self._tensors.items()}
 
     def nbytes(self, name: str) -> int:
-        """Size of a tensor as stored."""
+        """Return the size of a tensor as stored."""
         lazy = self._tensors[name]
         num_items: int = math.prod(lazy.get_shape())
         return num_items * _ITEM_BYTES[lazy.get_dtype()]
@@ -70,7 +70,7 @@ class TensorFiles:
         return self._file_of[name]
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
-        """Part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16).
+        """Return a part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16).
 
         An axis without a slice is read whole.
         """

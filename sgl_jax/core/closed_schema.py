@@ -85,7 +85,8 @@ class _Closing:
 
 
 def _without_patterns_of_names(schema: Schema) -> Schema:
-    """`schema` without patterns that match only properties it names; these follow both."""
+    """Return `schema` without patterns that match only properties that it names; these follow
+    both."""
     names, patterns = schema.get("properties"), schema.get("patternProperties")
     if not isinstance(names, Mapping) or not isinstance(patterns, Mapping):
         return schema

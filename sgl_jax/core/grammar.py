@@ -52,12 +52,13 @@ def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def opened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` with objects that may have properties that it does not name."""
+    """Return `schema` with objects that may have properties that it does not name."""
     return _with_options(schema, {_OPEN: True})
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema`, compiled without the keywords that a grammar cannot express, such as `not`."""
+    """Return `schema`, compiled without the keywords that a grammar cannot express, such as
+    `not`."""
     return _with_options(schema, {"lenient": True, "coerce_one_of": True})
 
 

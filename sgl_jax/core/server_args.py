@@ -456,7 +456,8 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def store_timeout_s(self) -> float | None:
-        """Seconds that a request waits for the store at most; None: until its prefix has come."""
+        """Return seconds that a request waits for the store at most; None: until its prefix has
+        come."""
         is_timed = self.hicache_storage_prefetch_policy == "timeout"
         return self.hicache_storage_prefetch_timeout if is_timed else None
 
@@ -504,7 +505,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def num_host_devices(self) -> int:
-        """Devices of each host."""
+        """Return the number of devices of each host."""
         return self.num_devices // self.num_hosts
 
     @property

@@ -36,7 +36,8 @@ RowIndex = IntpArray
 
 
 def mask_words(vocab_size: int) -> int:
-    """Length of a token mask in 32-bit words: bit i of the mask is set if token i is allowed."""
+    """Return the length of a token mask in 32-bit words: bit i of the mask is set if token i is
+    allowed."""
     return -(-vocab_size // 32)
 
 

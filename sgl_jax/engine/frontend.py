@@ -100,7 +100,7 @@ class Frontend:
 
     @property
     def has_ended(self) -> bool:
-        """The engine is gone, and no call can reach it."""
+        """Return whether the engine is gone, and no call can reach it."""
         return self._death is not None
 
     def check_alive(self) -> None:

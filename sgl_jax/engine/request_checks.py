@@ -92,7 +92,7 @@ class RequestChecks:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises `InvalidRequestError` as `check_text`."""
+        """Return the token ids of a prompt. Raises `InvalidRequestError` as `check_text`."""
         self.check_text(text)
         return self._tokenizer.encode(text)
 
@@ -171,7 +171,7 @@ class RequestChecks:
     def _checked_sampling(
         self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None
     ) -> SamplingParams:
-        """`sampling` after all checks, with `max_new_tokens` set."""
+        """Return `sampling` after all checks, with `max_new_tokens` set."""
         room = self._facts.max_request_tokens - num_prompt_tokens
         if sampling.max_new_tokens is None:
             limit = room if default_max_new_tokens is None else min(default_max_new_tokens, room)
@@ -192,7 +192,7 @@ class RequestChecks:
         return msgspec.structs.replace(sampling, max_new_tokens=room)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
-        """`turn` after its checks, with its name and the BOS token to drop."""
+        """Return `turn` after its checks, with its name and the BOS token to drop."""
         check_session_id(turn.id, "session_params.id")
         if turn.rid is not None:
             check_rid(turn.rid, "session_params.rid")

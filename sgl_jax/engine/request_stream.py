@@ -101,7 +101,7 @@ class RequestStream:
 
     @property
     def e2e_latency_s(self) -> float:
-        """Seconds from arrival to the end, or to now."""
+        """Return seconds from arrival to the end, or to now."""
         end = time.perf_counter() if self.finished_at is None else self.finished_at
         return end - self.created_at
 
@@ -176,7 +176,7 @@ class RequestStream:
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
 
     def end_trace(self) -> None:
-        """The consumer has taken all, or has gone. A second call has no effect."""
+        """End the trace: the consumer has taken all, or has gone. A second call has no effect."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
@@ -201,7 +201,8 @@ class RequestStream:
                 return
 
     def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
-        """`ids` without the stop token that ended the output, unless `no_stop_trim` is set."""
+        """Return `ids` without the stop token that ended the output, unless `no_stop_trim` is
+        set."""
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids
@@ -215,7 +216,7 @@ class Tracer(Protocol):
         ...
 
     def begin(self) -> Callable[[RequestStream], None]:
-        """A request arrives in the current context; the result is called once, with its
+        """Begin the trace of a request in the current context. The result is called once, with the
         stream, when that has ended."""
         ...
 

@@ -321,8 +321,8 @@ class ModelExecutor(Executor):
             self._host_store.give_up_store()
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
-        """The weights have changed. If KV of the old ones is kept, all that is stored from now on
-        has keys that no later search has."""
+        """Renew the keys of stored KV after a change of the weights. If KV of the old ones is kept,
+        all that is stored from now on has keys that no later search has."""
         if self._host_store is not None and self._host_store.has_store:
             fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
             self._host_store.set_fingerprint(fingerprint)
@@ -411,7 +411,7 @@ class ModelExecutor(Executor):
         self.expert_recorder.after_reset()
 
     def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
-        """Seconds for `num_steps` runs of one plan's program with nothing between them.
+        """Return seconds for `num_steps` runs of one plan's program with nothing between them.
 
         A yardstick for benchmarks: it overwrites KV and tokens of the plan's rows and pages, so
         nothing may be running.

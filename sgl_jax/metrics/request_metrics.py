@@ -96,7 +96,7 @@ class RequestMetrics:
         self._generated_tokens.inc(num_tokens)
 
     def generation_rate(self) -> float:
-        """Generated tokens per second since the last call at least a second ago."""
+        """Return generated tokens per second since the last call at least a second ago."""
         now = time.perf_counter()
         since, before = self._rate_from
         if now - since >= _MIN_RATE_WINDOW_S:

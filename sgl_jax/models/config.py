@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that keep KV, the draft layer included."""
+        """Return the number of layers that keep KV, the draft layer included."""
         return sum(spec.recurrence is None for spec in self.all_layers)
 
     @property
@@ -119,11 +119,11 @@ class ModelConfig:
 
     @property
     def rope_head_dim(self) -> int:
-        """Numbers of the part of a head that has a rotation."""
+        """Return the size of the part of a head that has a rotation."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by the tokens they need: full attention, then the widest window first, then
+        """Return layers by the tokens they need: full attention, then the widest window first, then
         recurrent layers.
 
         Groups of equally many layers share a pool; the first group has the first pool. States have

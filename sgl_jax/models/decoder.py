@@ -102,7 +102,7 @@ class BuildOptions(NamedTuple):
 
     @property
     def expert_slices(self) -> int:
-        """Chips that share each expert's inner width."""
+        """Return the number of chips that share each expert's inner width."""
         return 1 if self.expert_axes else self.tp_size
 
 
@@ -265,7 +265,7 @@ class CausalLM(nnx.Module):
     def _capture(
         self, captured: jax.Array | None, hidden: jax.Array, layer: jax.Array
     ) -> jax.Array | None:
-        """`captured` with the hidden states before `layer`, int32 []."""
+        """Return `captured` with the hidden states before `layer`, int32 []."""
         if captured is None:
             return None
         slot = jnp.array(self.capture_slots, jnp.int32)[layer]

@@ -119,6 +119,7 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def quantize_at_load(scheme: Scheme) -> QuantizationConfig:
-    """All matrices of layers but the smallest are quantized while they are loaded."""
+    """Return a configuration that quantizes all matrices of layers but the smallest while they are
+    loaded."""
     rule = Rule(scheme, Stored("float"))
     return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES))

@@ -120,7 +120,7 @@ def _compressed_rule(own: Mapping[str, Any], layout: Any) -> Rule:
 
 
 def _granularity(weights: Mapping[str, Any]) -> tuple[int | None, tuple[int, int] | None]:
-    """Inputs that share a scale, None for all; and blocks of outputs and inputs that do."""
+    """Return inputs that share a scale, None for all; and blocks of outputs and inputs that do."""
     strategy = weights.get("strategy")
     if strategy in ("channel", "tensor"):
         return None, None

@@ -87,7 +87,7 @@ class LiveRequests:
         self.num_timed_out = 0
 
     def submit(self, message: GenerateRequest) -> None:
-        """A request arrives. One that cannot be served ends at once with a clear reason."""
+        """Add a request. One that cannot be served ends at once with a clear reason."""
         if message.rid in self.by_rid:
             self._refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
@@ -222,7 +222,7 @@ class LiveRequests:
             self._pass_gate(request)
 
     def stop(self, message: StopRequest) -> None:
-        """The front found a stop string: keep that many output tokens, forget the rest."""
+        """Keep that many output tokens and drop the rest: the front found a stop string."""
         self._amend(message)
         request = self.by_rid.get(message.rid)
         if request is None:
@@ -309,7 +309,7 @@ class LiveRequests:
         self.sessions.end_turn(request, succeeded=succeeded)
 
     def _known_tokens(self, request: Request) -> Int32Array:
-        """Prompt and output of a request in flight, as far as results were read."""
+        """Return the prompt and output of a request in flight, as far as results were read."""
         if request.lease is None or request.dp_rank is None:
             return request.tokens
         return self.ranks[request.dp_rank].running.known_tokens(request.lease.row)

@@ -87,7 +87,7 @@ class RankScheduler:
         self.unsent_admissions: dict[int, RowAdmission] = {}
         # Rows with partly computed prompts that are not published yet; a set in order.
         self.unpublished: dict[int, None] = {}
-        # By row, the length of its published part and the key of the page behind it.
+        # By row, the length of its published part and the key of the next page.
         self._next_keys: dict[int, tuple[int, bytes | None]] = {}
         # With recurrent layers: rows whose first step was not launched yet, and the positions where
         # other prompts branch off from rows' prompts.
@@ -103,7 +103,7 @@ class RankScheduler:
 
     @property
     def num_leases(self) -> int:
-        """Leases that belong to no idle session."""
+        """Return the number of leases that belong to no idle session."""
         return len(self.running) + self.host.num_fetches
 
     def reset_caches(self) -> None:
@@ -158,7 +158,7 @@ class RankScheduler:
         return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
-        """Steps until each running request may end, if it generates half of its remaining
+        """Return steps until each running request may end, if it generates half of its remaining
         tokens."""
         return self.running.expected_steps_to_ends(self.running.active)
 
@@ -305,8 +305,8 @@ class RankScheduler:
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:
-        """Return the key of the page behind the published part of `row`; None if fewer tokens than
-        a page are known there."""
+        """Return the key of the first page after the published part of `row`; None until all
+        tokens of that page are known."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
         if self.running.known_len[row] < length + self.memory.page_size:

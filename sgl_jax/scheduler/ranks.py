@@ -89,7 +89,8 @@ class Ranks:
         self._empty_rooms["step_price"] = min(STEP_PRICE, num_tokens)
 
     def active(self) -> tuple[RowIndex, IntpArray]:
-        """The joint rows of all running requests, oldest first on each rank, and their bounds.
+        """Return the joint rows of all running requests, oldest first on each rank, and their
+        bounds.
 
         Rank k's rows lie in [bounds[k], bounds[k + 1]).
         """
@@ -105,17 +106,18 @@ class Ranks:
         return joint, np.array([0, *accumulate(lens)])
 
     def forecast(self) -> Forecast:
-        """A forecast of the ranks' needs, to which their running requests are to be added."""
+        """Return a forecast of the ranks' needs, to which their running requests are to be
+        added."""
         return Forecast(
             self.output_lengths, self.memories, self.tables, self.running, self._chunk_size
         )
 
     def rooms(self) -> Rooms:
-        """A room of each rank, ROOM[ranks], without its requests yet."""
+        """Return a room of each rank, ROOM[ranks], without its requests yet."""
         return self._empty_rooms.copy()
 
     def forecast_rooms(self) -> Rooms:
-        """The room of each rank beside its running requests: ROOM[ranks]."""
+        """Return the room of each rank beside its running requests: ROOM[ranks]."""
         forecast, rooms = self.forecast(), self.rooms()
         rooms["is_open"] = True
         forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))
@@ -125,7 +127,7 @@ class Ranks:
         return rooms
 
     def outlooks(self) -> list[Outlook]:
-        """Each rank's `Outlook`."""
+        """Return each rank's `Outlook`."""
         rows, bounds = self.active()
         running = self.running
         columns = _outlooks(
@@ -142,7 +144,7 @@ class Ranks:
         ]
 
     def states(self) -> list[dict[str, Any]]:
-        """The memory, load and counts of each rank, as JSON values: `MemoryView` and
+        """Return the memory, load and counts of each rank, as JSON values: `MemoryView` and
 
         - num_running: requests.
         - session_pages: that idle sessions alone hold, the tree's included.
@@ -170,7 +172,7 @@ class Ranks:
         return states
 
     def locate(self, joint_row: int) -> tuple[RankScheduler, int]:
-        """The rank of a joint row, and its row there."""
+        """Return the rank of a joint row, and its row there."""
         dp_rank, row = divmod(joint_row, self.num_rows)
         return self.ranks[dp_rank], row
 
@@ -183,8 +185,8 @@ def _outlooks(
     allocated_len: Int32Array,
     page_size: int,
 ) -> IntpArray:
-    """The fields of each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 for a rank
-    without rows."""
+    """Return the fields of each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 for
+    a rank without rows."""
     outlooks = np.zeros((len(bounds) - 1, 2), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
     assert len(records) == len(allocated_len)

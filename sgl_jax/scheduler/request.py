@@ -118,7 +118,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens read by the host, valid while waiting."""
+        """Return the number of generated tokens read by the host, valid while waiting."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -150,7 +150,7 @@ class Request:
         return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:
-        """The prefix a cache may serve.
+        """Return the prefix a cache may serve.
 
         It leaves out the last token, whose logits are needed, and every position from which a
         prompt log-probability must still be computed.
@@ -164,7 +164,7 @@ class Request:
 def max_request_len(
     message: GenerateRequest, prompt_len: int, sizes: EngineSizes, capacity: int = 0
 ) -> int:
-    """Prompt and output tokens at most. Raises `InvalidRequestError` if it cannot be served.
+    """Return prompt and output tokens at most. Raises `InvalidRequestError` if it cannot be served.
 
     `prompt_len` counts a session's history, which the front does not have when it sets a default
     length: such a length is reduced (`is_length_default`). `capacity` is the session's limit of

@@ -137,8 +137,8 @@ class StepBuilder:
         return is_open or num_tokens <= self.most_tokens
 
     def num_tokens_left(self, priority: int, tenant: int, num_tokens: int) -> int:
-        """Prompt tokens that the step has for another request of that priority and tenant, with
-        `num_tokens` to compute."""
+        """Return prompt tokens that the step has for another request of that priority and tenant,
+        with `num_tokens` to compute."""
         if not self.takes(priority, tenant, num_tokens):
             return 0
         if self._shared is not None and priority == self._shared.priority:

@@ -43,7 +43,7 @@ class AnswerFormat(ABC):
         choice."""
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
-        """Event lines after the last chunk."""
+        """Return event lines after the last chunk."""
         return DONE
 
     def failure(self, error: ApiError) -> bytes:
@@ -84,7 +84,7 @@ class StreamGroup:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer in addition to `content-type` and `cache-control`."""
+        """Return the headers of the answer in addition to `content-type` and `cache-control`."""
         clamped = getattr(self.request.state, "clamped_max_tokens", None)
         return {} if clamped is None else {CLAMPED_HEADER: str(clamped)}
 
@@ -179,7 +179,7 @@ def json_response(value: Any) -> Response:
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event with `value` as JSON."""
+    """Return one server-sent event with `value` as JSON."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 

@@ -122,7 +122,7 @@ class ChatMessage(Part):
 
     @property
     def num_chars(self) -> int:
-        """Characters that the template will write for it, at least."""
+        """Return the least number of characters that the template will write for it."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
         return len(joined_text(self.content)) + calls
 
@@ -214,7 +214,7 @@ class ChatRequest(GenerationFields):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """Tools that the model sees."""
+        """Return the tools that the model sees."""
         return (self.tools or []) if self.tool_choice != "none" else []
 
     @property

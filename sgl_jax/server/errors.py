@@ -211,7 +211,7 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """One clear sentence from pydantic's list: the error that got deepest into the body.
+    """Return one clear sentence from pydantic's list: the error that got deepest into the body.
 
     In a union, the branch with the value's type has the useful error.
     """

@@ -292,7 +292,7 @@ def session_turn(params: SessionParams | None) -> SessionTurn | None:
 
 
 def refuse_several(count: int, field: str) -> None:
-    """A turn is one request: raise `InvalidRequestError` if `field` makes several."""
+    """Raise `InvalidRequestError` if `field` makes several requests of a turn, which is one."""
     if count != 1:
         raise InvalidRequestError(
             f"a session takes one request at a time, {field} makes {count}", field

@@ -252,7 +252,7 @@ class _Server:
         self._loop.call_soon_threadsafe(self._on_death, str(report), report.how, code)
 
     def _on_death(self, reason: str, shown: str, exit_code: int = FAILED) -> None:
-        """The engine cannot go on; the first reason stands. Clients read `shown`."""
+        """Note that the engine cannot go on; the first reason stands. Clients read `shown`."""
         if self._engine_may_end or self._death is not None:
             return
         self._death, self._exit_code = reason, exit_code

@@ -73,7 +73,7 @@ async def liveness(request: Request) -> Response:
 
 
 def _status(refs: References) -> str:
-    """The status in a health answer of 200."""
+    """Return the status in a health answer of 200."""
     return "paused" if refs.is_paused else "ready"
 
 
@@ -230,7 +230,7 @@ async def get_load(request: Request) -> Response:
 def _load(
     rank: Mapping[str, Any], counters: Mapping[str, Any], sections: Collection[str]
 ) -> dict[str, Any]:
-    """The load of a rank, with these `_SECTIONS`, in SGLang's words.
+    """Return the load of a rank, with these `_SECTIONS`, in SGLang's words.
 
     Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
     together, as of the engine's last line of statistics.
@@ -262,7 +262,7 @@ def _load(
 
 
 def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums and means over the ranks of `loads`."""
+    """Return sums and means over the ranks of `loads`."""
     count = max(len(loads), 1)
     return {
         "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
@@ -275,7 +275,7 @@ def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """One of `/server_info`'s `internal_states`, as benches and routers read it."""
+    """Return one of `/server_info`'s `internal_states`, as benches and routers read it."""
     return {
         "dp_rank": rank["dp_rank"],
         "last_gen_throughput": counters.get("gen_throughput", 0.0),
@@ -346,5 +346,5 @@ class Gate:
 
 
 def starting_error() -> ApiError:
-    """The answer to all requests until the engine is ready."""
+    """Return the answer to all requests until the engine is ready."""
     return ApiError(503, "the server is starting: the engine loads and compiles", code="starting")

@@ -93,7 +93,7 @@ def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequ
 async def encode_texts(
     request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[Ids]:
-    """Token ids of each text, even if the engine has no room for them.
+    """Return token ids of each text, even if the engine has no room for them.
 
     Raises:
         InvalidRequestError: a text is too long for any prompt, or there is no tokenizer.
@@ -127,7 +127,7 @@ def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
-    """Token ids of the conversation. Raises as `prompt_requests`."""
+    """Return the token ids of the conversation. Raises as `prompt_requests`."""
     refs = references_of(request)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.shown_tools]
     written_tools = msgspec.json.encode(tools or None)

@@ -83,7 +83,7 @@ class TextPool:
         logger.info("chat template: %s", msgspec.json.encode(self.abilities).decode())
 
     async def run(self, client: str, jobs: Sequence[EncodeTexts | EncodeChat]) -> list[Ids]:
-        """Token ids of each text or conversation of `jobs`, for the client of this name.
+        """Return token ids of each text or conversation of `jobs`, for the client of this name.
 
         If one fails, or the caller is cancelled, the others are not begun.
 
@@ -133,8 +133,8 @@ class _Worker:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def do(self, job: Job) -> TokenIds | Probed:
-        """The worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503 when
-        there is none."""
+        """Return the worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503
+        when there is none."""
         data = frame(job)
         for num_tries in range(_MAX_TRIES):
             await asyncio.sleep(num_tries * _RETRY_S)
@@ -199,7 +199,7 @@ class FairQueue(Generic[T]):
         self._changed.set()
 
     async def get(self) -> tuple[str, T]:
-        """The client that comes next, and its work; `done` must follow."""
+        """Return the client that comes next, and its work; `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
                 if self._num_out[client] < self._max_at_once:

@@ -94,7 +94,7 @@ def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
 
 
 def _table(accepted: Mapping[str, str], refused: Mapping[str, str]) -> UnservedFields:
-    """Each maps reasons to names."""
+    """Return the table of fields; each argument maps reasons to names."""
     return {
         name: Unserved(is_refused, reason)
         for is_refused, group in ((False, accepted), (True, refused))

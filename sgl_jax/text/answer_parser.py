@@ -51,7 +51,7 @@ class AnswerParser(NamedTuple):
         return HARMONY in self
 
     def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
-        """Texts of tokens that a `reader` needs in the text even if they are special."""
+        """Return texts of tokens that a `reader` needs in the text even if they are special."""
         marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
         if has_tools and self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks

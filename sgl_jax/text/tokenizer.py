@@ -123,7 +123,8 @@ class Tokenizer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Class, special tokens and chat template, by the names of `tokenizer_config.json`."""
+        """Return the class, special tokens and chat template, by the names of
+        `tokenizer_config.json`."""
         return {
             "tokenizer_class": type(self._hf).__name__,
             "vocab_size": self.vocab_size,
@@ -135,7 +136,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token: bounds how few tokens a long text can have."""
+        """Return the length of the longest token: it bounds how few tokens a long text has."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def special_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
@@ -150,7 +151,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Long texts take seconds, during which other threads run.
+        """Return token ids of `text`. Long texts take seconds, during which other threads run.
 
         Halves of surrogate pairs are encoded as U+FFFD. Raises as `check_can_encode`.
         """
@@ -174,7 +175,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
+        """Return token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(

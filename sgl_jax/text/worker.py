@@ -127,7 +127,7 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None if the parent has closed its end."""
+    """Read the next frame; None if the parent has closed its end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -25,7 +25,7 @@ def pad_to_strips(weights: jax.Array) -> jax.Array:
 
 
 def split_strips(weights: jax.Array) -> list[jax.Array]:
-    """float32[n, columns] as `NUM_STRIPS` arrays of equal width."""
+    """Return float32[n, columns] as `NUM_STRIPS` arrays of equal width."""
     return jnp.split(weights, NUM_STRIPS, axis=1)
 
 

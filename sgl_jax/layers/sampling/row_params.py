@@ -47,7 +47,8 @@ _STOP_IDS = slice(_LOGPROB_IDS.stop, None)  # as many as the engine has
 
 
 def packed_width(max_stop_ids: int) -> int:
-    """Words of a packed line of an engine whose requests end at `max_stop_ids` ids at most."""
+    """Return the number of words of a packed line of an engine whose requests end at
+    `max_stop_ids` ids at most."""
     return _STOP_IDS.start + max_stop_ids
 
 
@@ -60,7 +61,7 @@ class SampledRows(NamedTuple):
 
 
 def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
-    """One admission's parameters as int32[packed_width(max_stop_ids)].
+    """Return one admission's parameters as int32[packed_width(max_stop_ids)].
 
     `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
     Raises ValueError, as numpy does, if there are more ids or biases than slots.

@@ -285,8 +285,8 @@ class Admission:
         )
 
     def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:
-        """`rooms` with the holds of the last planned step, and the ids of the requests that ranks
-        are held for."""
+        """Return `rooms` with the holds of the last planned step, and the ids of the requests that
+        ranks are held for."""
         held, holders = rooms.copy(), {}
         for rid, hold in reversed(self._holds.items()):
             request = self._waiting.find_due(rid)

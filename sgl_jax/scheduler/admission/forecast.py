@@ -99,12 +99,12 @@ class Forecast:
         )
 
     def start(self, dp_rank: int, row: int) -> None:
-        """A request has started in a row of a rank."""
+        """Add a request that has started in a row of a rank."""
         joint = self._memories[dp_rank].rows.first_row + row
         self.add(np.array((joint,)), _ONE_ROW, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
 
     def recount(self, dp_rank: int, active: RowIndex) -> None:
-        """Other requests than before run on a rank: those in the rows `active`."""
+        """Count the requests of a rank anew: those in the rows `active`."""
         self._needs[dp_rank] = 0
         joint = self._memories[dp_rank].rows.first_row + active
         bounds = np.array((0, len(joint)))

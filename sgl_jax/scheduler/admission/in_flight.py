@@ -86,7 +86,7 @@ class InFlight:
             self._add_branch(first, row, start)
 
     def _add_branch(self, first: int, row: int, start: int) -> None:
-        """`row` continues as `first` does behind their first `start` tokens."""
+        """Record that `row` continues as `first` does after their first `start` tokens."""
         tokens = self._tokens(row)
         other, shared = self._furthest(first, tokens, start)
         page = tokens[shared : shared + self._page_size]
@@ -138,7 +138,7 @@ class InFlight:
             row = branch
 
     def _tokens(self, row: int) -> Int32Array:
-        """The row's tokens computed at a step's pace; scored tokens come a few at a time, so they
-        are not worth a wait."""
+        """Return the row's tokens that are computed at a step's pace; scored tokens come a few at a
+        time, so they are not worth a wait."""
         running = self._rank.running
         return running.known_tokens(row)[: running.score_start[row]]

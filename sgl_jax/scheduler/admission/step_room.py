@@ -239,12 +239,13 @@ class RankRoom:
         return found
 
     def stay(self, num_pages: int) -> None:
-        """A request that takes so many pages waits for room here though other ranks have it."""
+        """Count a request that takes so many pages and waits for room here although other ranks
+        have it."""
         self.num_staying += 1
         self._staying_pages += num_pages
 
     def steps_to_room(self, num_pages: int) -> int:
-        """Steps until the forecast leaves so many pages; 0 if it does now."""
+        """Return the number of steps until the forecast leaves so many pages; 0 if it does now."""
         return int(steps_to_room(self._rooms, self.dp_rank, num_pages, MOMENTS))
 
     def hold(self, request: Request, num_pages: int, num_steps: int) -> None:
@@ -307,8 +308,8 @@ class RankRoom:
             self._in_flight.add(row)
 
     def _steps_to_room(self, num_pages: int) -> int:
-        """Steps until the rank has rows and pages for the requests that stay for it, and for one
-        more of so many pages."""
+        """Return steps until the rank has rows and pages for the requests that stay for it, and for
+        one more of so many pages."""
         num_steps = self.steps_to_room(num_pages + self._staying_pages)
         last = self.num_staying - self.rank.num_rows_left  # of the ends that leave a row
         if last < 0 or self._soonest_end is None:

@@ -154,8 +154,8 @@ class CandidateOrder:
     def _sorted_parts(
         self, keys: Int64Array, offer: Offer, ranks: IntpArray, least: Int32Array
     ) -> Iterator[IntpArray]:
-        """Yield the lines that have a key, by their keys, in two parts: mostly, no more than the
-        first lines are tried, or no rank has prompt tokens for the others then."""
+        """Yield the lines that have a key in the order of their keys, in two parts. Usually only
+        the first part is tried, or no rank has prompt tokens left for the second."""
         columns, rest = self._columns, (keys != LAST).nonzero()[0]
         for most in (_FIRST_PART, len(rest)):
             rest = with_tokens(
@@ -288,8 +288,8 @@ class CandidateOrder:
 
 
 def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return the first of `lines` by their keys, sorted, and the others. They are more than `most`
-    if keys are equal there; these are in the order of the lines, on every host."""
+    """Return about `most` of the lines with the lowest keys, sorted, and the others. Lines with
+    equal keys stay together, in the same order on every host."""
     own, rest = keys[lines], lines[:0]
     if len(lines) > most:
         is_first = own <= np.partition(own, most)[most]

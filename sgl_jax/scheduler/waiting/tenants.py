@@ -102,8 +102,8 @@ class Tenants:
         return number
 
     def _lowest(self) -> float:
-        """The counter of a tenant that returns to the queue: the lowest of the waiting tenants,
-        else of the running ones, else the highest of all."""
+        """Return the counter of a tenant that returns to the queue: the lowest of the waiting
+        tenants, else of the running ones, else the highest of all."""
         for present in (self._num_queued > 0, self._num_requests > 0):
             if present.any():
                 return float(self._served[present].min())
@@ -120,7 +120,7 @@ class Tenants:
         self._num_queued[number] += change
 
     def _number(self, name: str) -> int:
-        """The tenant's number; `NO_TENANT` if the remembered tenants are full and all have
+        """Return the tenant's number; `NO_TENANT` if the remembered tenants are full and all have
         requests."""
         number = self._numbers.get(name)
         if number is not None:
@@ -178,8 +178,8 @@ class Tenants:
         return not most or int(self._num_requests[number] - self._num_queued[number]) < most
 
     def step_weights(self) -> _Float64Array | None:
-        """The weights by which tenants share the prompt tokens of a step, by number; None if shares
-        do not count, or there is only one tenant."""
+        """Return the weights by which tenants share the prompt tokens of a step, by number; None if
+        shares do not count, or there is only one tenant."""
         return self._weight if self.is_fair and len(self._numbers) > 1 else None
 
     @property
@@ -190,7 +190,7 @@ class Tenants:
         return is_full
 
     def turns(self) -> Turns | None:
-        """The turns; None if shares do not count, or only one tenant waits."""
+        """Return the turns; None if shares do not count, or only one tenant waits."""
         if not self.is_fair or len(self._numbers) == 1:
             return None
         waiting = np.flatnonzero(self._num_queued)

@@ -91,7 +91,7 @@ def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
 def most_cached(
     start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array
 ) -> None:
-    """The most pages of each line, up to `most`, cached on a rank where it may run."""
+    """Return the most pages of each line, up to `most`, cached on a rank where it may run."""
     assert end <= len(most)
     for line in range(start, end):
         most[line] = 0

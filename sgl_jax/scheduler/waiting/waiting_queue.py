@@ -145,7 +145,7 @@ class WaitingQueue:
         self._columns.service[line] = (num_tokens + expected / 2) * num_steps
 
     def note_event(self, rid: str) -> None:
-        """An event that the request of that id may wait for has begun, or come."""
+        """Note that an event, for which the request of that id may wait, has begun or ended."""
         request = self._requests.get(rid)
         if request is not None:
             self._columns.awaits_event[request.line] = self._awaits_event(request)
@@ -290,7 +290,7 @@ class WaitingQueue:
             yield self._by_line[line], may_start
 
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
-        """Return tokens of the requests that wait beside `request` which the rank's cache lacks."""
+        """Return the number of tokens of other waiting requests that the rank's cache lacks."""
         columns, lines = self._columns, slice(self._columns.end)
         num_lacking = columns.num_lacking(dp_rank, lines, self._memories[dp_rank].page_size)
         num_lacking *= columns.is_waiting[lines]

@@ -155,7 +155,7 @@ class OpenAIFormat(AnswerFormat):
         return self._type(*self._head, choices, usage_of(streams, self._body.num_choices))
 
     def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> Sequence[Any]:
-        """One streamed chunk of a choice, in one event or several."""
+        """Return one streamed chunk of a choice, in one event or several."""
         return [self._choice(index, chunk, stream)]
 
     @abstractmethod
@@ -200,7 +200,7 @@ other_models = APIRouter(tags=["other models"])
 
 def _refusal(task: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        """The served model does not do this."""
+        """Refuse a request that the served model does not serve."""
         name = references_of(request).model_name
         message = f"the model {name!r} generates text: it {task}"
         raise ApiError(400, message, param="model", code="unsupported_task")

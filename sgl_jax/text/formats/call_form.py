@@ -155,7 +155,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def marks(self) -> frozenset[str]:
-        """Texts of the tokens that are read, special ones among them."""
+        """Return texts of the tokens that are read, special ones among them."""
         texts = (text for form in (*self.forms, *self.also_read) for text in form.texts)
         return frozenset(re.findall(_MARK, "\n".join(texts)))
 

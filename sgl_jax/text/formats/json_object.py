@@ -24,7 +24,7 @@ class ObjectEnd:
         self._is_escaped = False
 
     def feed(self, piece: str) -> int:
-        """Characters of `piece` up to and including the end; -1 if it is not in `piece`."""
+        """Count characters of `piece` up to and including the end; -1 if it is not there."""
         for index, char in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False
@@ -74,7 +74,7 @@ def arguments(unread: Unread) -> Reading[bool]:
 
 
 def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Reading[bool]:
-    """A call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
+    """Read a call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
 
     Args:
         lead: the text read before it, content if no such object comes.

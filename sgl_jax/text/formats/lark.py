@@ -14,7 +14,7 @@ NUMBER = "\0"  # within a text: digits
 
 
 def literal(text: str, special: SpecialIds) -> str:
-    """`text` as a literal, with special tokens by their ids."""
+    """Return `text` as a literal, with special tokens by their ids."""
     pieces = [piece for piece in re.split(f"({NUMBER})", text) if piece]
     return (
         " ".join(

@@ -162,7 +162,7 @@ class TaggedArguments:
         return False
 
     def _find_end(self) -> Reading[int]:
-        """Characters before the end of a value; -1 if that does not come. Reads nothing."""
+        """Count characters before the end of a value; -1 if that does not come. Reads nothing."""
         unread, before = self._unread, ""
         while (size := (yield from unread.find(*self._marks))) >= 0:
             before += unread.take(size)

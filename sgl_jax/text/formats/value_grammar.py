@@ -57,7 +57,7 @@ class Notation(NamedTuple):
         yield from rules.lines
 
     def written(self, value: Any) -> str:
-        """`value`, which JSON can hold, in this notation."""
+        """Return `value`, which JSON can hold, in this notation."""
         match value:
             case None:
                 return self.null
