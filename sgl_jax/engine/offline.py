@@ -127,7 +127,7 @@ class Engine:
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, unless
                 it is a grammar that cannot be compiled: then all other prompts are aborted.
-            GenerationError: the engine could not finish a request, though it goes on.
+            GenerationError: a step failed, or the engine refused a request; the engine goes on.
             EngineDeadError: the engine ended.
         """
         batch, params = as_batch(prompts, sampling_params, input_ids)

@@ -35,12 +35,20 @@ class GenerationError(RuntimeError):
 def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
     """Return `so_far` with `chunk` added.
 
+    A request that its own input ends after some output, such as one whose grammar became too
+    costly, keeps that output, with the finish reason `abort`: other prompts of the call go on.
+
     Raises:
         InvalidRequestError: a parameter, such as a grammar, cannot be served.
-        GenerationError: the engine gave up on the request.
+        GenerationError: a step failed, or the request was refused in the engine.
     """
     finish = chunk.finish
-    if finish is not None and finish.status_code is not None:
+    has_output = bool(chunk.token_ids or (so_far and so_far.output_ids))
+    if (
+        finish is not None
+        and finish.status_code is not None
+        and not (has_output and finish.status_code < 500)
+    ):
         reason = finish.message or "the engine gave up on the request"
         if finish.status_code == 400 and finish.param in GRAMMAR_KINDS:
             raise InvalidRequestError(reason, finish.param)
