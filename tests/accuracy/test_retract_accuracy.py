@@ -14,7 +14,7 @@ import pytest
 from tests.accuracy import workload
 from tests.accuracy.near_ties import greedy
 from tests.accuracy.served_models import DENSE, HYBRID, ServedModel
-from tests.accuracy.variants import ALL, SOME, Variant
+from tests.accuracy.variants import SOME, Variant, variants
 from tests.accuracy.workload import Outcome
 from tests.live.live_server import LiveServer, live_server
 
@@ -29,8 +29,7 @@ CASES = [
         marks=() if (model, variant) in DEFAULT else pytest.mark.long,
     )
     for model in (DENSE, HYBRID)
-    for variant in ALL
-    if variant.speculation in ("none", "NGRAM", model.draft_layer)
+    for variant in variants(model.draft_layer)
 ]
 
 
