@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.quick_compilation import QUICK_FLAGS
+from tests.support.quick_compilation import QUICK_FLAGS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"

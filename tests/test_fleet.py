@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.documented import ROOT
 from tests.metrics.test_engine_metrics import Scrapes
 from tests.scheduler.driver import Driver, make_sizes
+from tests.support.documented import ROOT
 from tests.test_kubernetes import FOLDER, args_of, engine_pod, find, rendered
 
 ROUTER = rendered("fleet-router")

@@ -13,8 +13,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.hosts.group import DEFAULT_PORT, with_group
 from sgl_jax.planner.topology import Topology
 from sgl_jax.server.guards.keys import OPEN_PATHS, ApiKeys
-from tests.custom_resources import CUSTOM, check
-from tests.documented import ROOT
+from tests.support.custom_resources import CUSTOM, check
+from tests.support.documented import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(

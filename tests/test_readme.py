@@ -11,7 +11,7 @@ import pytest
 
 from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.planner.arguments import parse_plan_request
-from tests.documented import PAGES, README, ROOT, command_lines
+from tests.support.documented import PAGES, README, ROOT, command_lines
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN_BY_A_LIVE_TEST = ("curl",)  # tests/live/test_examples.py

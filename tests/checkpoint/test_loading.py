@@ -24,7 +24,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import place_experts
 from sgl_jax.models.placement import place_model
-from tests.long import long
+from tests.support.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -15,7 +15,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
-from tests.long import long
+from tests.support.long import long
 
 PARTS = ("values", "scales")
 FLOATS = QUANTIZED.parent / "qwen3"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.chromium import CHROMIUM
 from tests.live.live_server import LiveServer
+from tests.support.chromium import CHROMIUM
 
 pytestmark = [
     pytest.mark.long,

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.server_process import SCRIPTED, Server, running_server
 from tests.server.test_agent_bodies import GUARD
-from tests.tokenizers import byte_level, save
+from tests.support.tokenizers import byte_level, save
 
 BIN = Path(__file__).parent / "agents" / "node_modules" / ".bin"
 pytestmark = [

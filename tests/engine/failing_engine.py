@@ -6,7 +6,7 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.core import EngineCore
 from sgl_jax.engine.process import run_engine
-from tests.faults import EVERY, FaultyExecutor
+from tests.support.faults import EVERY, FaultyExecutor
 
 
 def build(args: ServerArgs, progress: Progress) -> EngineCore:

@@ -21,7 +21,7 @@ from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.programs import Programs
 from sgl_jax.replay.__main__ import main as replay
 from tests.engine.scripted_channel import ScriptedChannel
-from tests.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 SLOW_S = 10 * TIMEOUT_S

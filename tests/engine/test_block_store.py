@@ -22,7 +22,7 @@ from tests.engine.test_host_memory import (
     is_moving,
     long_but,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def settings_with(folder: Path, model: Path, **case: Any) -> dict[str, Any]:

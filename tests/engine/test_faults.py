@@ -29,7 +29,7 @@ from sgl_jax.replay.__main__ import main as replay
 from sgl_jax.scheduler.record.event_log import EventReader
 from sgl_jax.scheduler.record.events import Flush, Tick
 from tests.engine.scripted_channel import ScriptedChannel
-from tests.faults import FaultyExecutor
+from tests.support.faults import FaultyExecutor
 
 MAX_TURNS = 400
 CONFIG = {

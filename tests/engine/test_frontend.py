@@ -18,7 +18,7 @@ from sgl_jax.engine.request_checks import RequestChecks
 from sgl_jax.engine.request_stream import Chunk, RequestStream
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, ScriptedEngine
-from tests.tokenizers import byte_level, load
+from tests.support.tokenizers import byte_level, load
 
 MAX_QUEUED = 100
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.host import serving
 from sgl_jax.engine import garbage
-from tests.long import long_but
+from tests.support.long import long_but
 
 
 @pytest.fixture(autouse=True)

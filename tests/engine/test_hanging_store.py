@@ -13,7 +13,7 @@ from sgl_jax.engine import pending_flushes, saved_cache
 from sgl_jax.engine.offline import Engine
 from sgl_jax.executor import model_executor, store_transfers
 from tests.engine.test_host_memory import GOLDEN, SAMPLING, SETTINGS
-from tests.waiting import until
+from tests.support.waiting import until
 
 MODEL = str(GOLDEN / "qwen3")
 PROMPTS = [[number * 7 + i % 11 for i in range(40)] for number in range(1, 8)]

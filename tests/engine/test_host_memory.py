@@ -16,7 +16,7 @@ import pytest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
-from tests.waiting import until
+from tests.support.waiting import until
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NUM_CONVERSATIONS, NUM_TURNS = 5, 3

@@ -19,7 +19,7 @@ from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.scheduler.record.events import Flush
 from tests.live.live_server import free_port
 from tests.scheduler.driver import Driver, generate, make_sizes
-from tests.waiting import until
+from tests.support.waiting import until
 
 TIMEOUT_MS = 10_000
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -35,8 +35,8 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.record.events import Rebuild
 from tests.engine.scripted_channel import ScriptedChannel
-from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import make_sizes
+from tests.support.oracle_executor import OracleExecutor
 
 SIZES = make_sizes(dp_size=2, num_pages=40, max_chunk_tokens=24, max_context_len=64)
 NUM_REQUESTS = 6

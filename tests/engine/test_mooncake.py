@@ -12,7 +12,7 @@ from sgl_jax.engine.offline import Engine
 from tests.engine.test_block_store import ask, settings_with
 from tests.engine.test_host_memory import GOLDEN, conversations, is_moving
 from tests.live.live_server import free_port
-from tests.waiting import until
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.long,

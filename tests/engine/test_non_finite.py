@@ -15,7 +15,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from tests.engine.test_faults import Rig
-from tests.non_finite import nan_token, nan_weights
+from tests.support.non_finite import nan_token, nan_weights
 
 BAD = 61  # its embedding is NaN
 COMMON = [5 + i % 40 for i in range(36)]

@@ -12,7 +12,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.request_grammars import RequestGrammars
 from sgl_jax.scheduler.record.events import GrammarReady
 from tests.grammar.test_compile_queue import Compiler
-from tests.waiting import until
+from tests.support.waiting import until
 
 KEY = Tenant(name="key")
 

@@ -23,8 +23,8 @@ from sgl_jax.engine.request_stream import RequestStream
 from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DirectClient, ScriptedEngine
-from tests.otlp_receiver import PHASES, receiving, values
-from tests.tokenizers import byte_level, load
+from tests.support.otlp_receiver import PHASES, receiving, values
+from tests.support.tokenizers import byte_level, load
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TRACE_ID, SPAN_ID = 0xAF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331

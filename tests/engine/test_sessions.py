@@ -13,7 +13,7 @@ from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
-from tests.long import long_but
+from tests.support.long import long_but
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}

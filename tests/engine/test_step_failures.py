@@ -15,7 +15,7 @@ from sgl_jax.engine.step_failures import StepFailures
 from sgl_jax.scheduler.record.events import GrammarReady
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_faults import Rig
-from tests.faults import EVERY
+from tests.support.faults import EVERY
 
 MAX_FAILURES = 5
 

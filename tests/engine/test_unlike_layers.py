@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
-from tests.long import long
+from tests.support.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.core.progress import Progress
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def run_all(*jobs):

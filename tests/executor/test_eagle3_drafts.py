@@ -20,7 +20,6 @@ from tests.executor.draft_checks import (
     rows,
 )
 from tests.executor.step_driver import Driver
-from tests.long import long
 from tests.models.eagle3_reference import (
     CONFIG,
     HEAD_CONFIG,
@@ -31,6 +30,7 @@ from tests.models.eagle3_reference import (
     model_weights,
     write_checkpoint,
 )
+from tests.support.long import long
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"]}

@@ -12,13 +12,13 @@ from tests.executor.draft_checks import (
     check_same_tokens,
 )
 from tests.executor.test_layer_drafts import DRAFTING
-from tests.long import long
 from tests.models.latent_draft_reference import (
     QUANTIZED,
     LatentDraftReference,
     write_drafting_checkpoint,
     write_markov_checkpoint,
 )
+from tests.support.long import long
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,13 @@ from tests.executor.draft_checks import (
     rows,
 )
 from tests.executor.step_driver import Driver, Row
-from tests.long import long
 from tests.models.draft_reference import (
     DraftReference,
     markov_weights,
     random_weights,
     write_checkpoint,
 )
+from tests.support.long import long
 
 DRAFTING = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
 

@@ -18,7 +18,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
-from tests.long import long
+from tests.support.long import long
 
 CONTEXT = 64
 RNG = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import NON_FINITE, mask_words
 from tests.executor.conftest import CONFIG
 from tests.executor.step_driver import Driver, Row
-from tests.non_finite import nan_token, nan_weights
+from tests.support.non_finite import nan_token, nan_weights
 
 BAD = 77  # the token whose embedding is NaN
 PLAIN = SamplingParams(temperature=0.0)

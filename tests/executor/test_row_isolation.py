@@ -11,7 +11,7 @@ from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import NO_SLOT, StatePlan
 from tests.executor.step_driver import Driver, Row
 from tests.kernels.not_finite import assert_same_bits
-from tests.long import long_but
+from tests.support.long import long_but
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Windows, sinks and experts; recurrent states and experts; and others.

@@ -17,7 +17,7 @@ from sgl_jax.core.transfers import StoreTransfer, TransferEnd
 from sgl_jax.executor.block_stores import folder_store
 from sgl_jax.executor.block_stores.folder_store import FolderStore
 from sgl_jax.executor.store_transfers import StoreTransfers
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 class Contents:

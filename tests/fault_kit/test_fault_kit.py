@@ -22,8 +22,8 @@ from tests.engine.scripted_engine import SLOW_START_SEED
 from tests.fault_kit.faults import FAULTS, is_gone, sockets_in
 from tests.live.live_server import DEMO
 from tests.server.server_process import REAL, SCRIPTED, Server, running_server
-from tests.tokenizers import byte_level, save
-from tests.waiting import until
+from tests.support.tokenizers import byte_level, save
+from tests.support.waiting import until
 
 LIMIT_S = 30.0
 PHASES = ("loading", "warm-up", "serving", "draining")

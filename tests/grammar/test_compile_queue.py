@@ -15,8 +15,8 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from sgl_jax.grammar import compile_queue
 from sgl_jax.grammar.compile_queue import CompileQueue, Job
-from tests.tokenizers import byte_level, save
-from tests.waiting import until
+from tests.support.tokenizers import byte_level, save
+from tests.support.waiting import until
 
 
 class Panic(BaseException):

@@ -15,7 +15,7 @@ from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.tokenizers import byte_level, save
+from tests.support.tokenizers import byte_level, save
 
 VOCAB_SIZE = 512  # more than the tokenizer has
 SCHEMA = {

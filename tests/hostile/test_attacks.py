@@ -10,7 +10,7 @@ import pytest
 
 from tests.hostile.attacks import CHAT, LONG, NAMED, QUICK, Attack, chat
 from tests.hostile.hostile_server import HostileServer, assert_unharmed, hostile_server
-from tests.tokenizers import byte_level, save
+from tests.support.tokenizers import byte_level, save
 
 MAX_CONNECTIONS = 512
 FLAGS = ("--context-length", "524288", "--max-connections", str(MAX_CONNECTIONS))

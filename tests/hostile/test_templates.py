@@ -9,7 +9,7 @@ import pytest
 
 from tests.hostile.attacks import CHAT, GENERATE, chat, prompts
 from tests.hostile.hostile_server import assert_unharmed, hostile_server
-from tests.tokenizers import TEMPLATE, byte_level, save
+from tests.support.tokenizers import TEMPLATE, byte_level, save
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 FILL = "{{ 'a' * 10**11 }}"

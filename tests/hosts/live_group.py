@@ -17,7 +17,7 @@ import psutil
 
 from tests.hosts.machines import Machines
 from tests.live.live_server import DEMO, free_port, users_environment
-from tests.quick_compilation import QUICK_FLAGS
+from tests.support.quick_compilation import QUICK_FLAGS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KEY = "a key that the hosts share"

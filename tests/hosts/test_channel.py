@@ -25,7 +25,7 @@ from sgl_jax.hosts.group import HostGroup
 from sgl_jax.hosts.leader_link import LeaderLink
 from tests.hosts.live_group import two_free_ports
 from tests.hosts.plans import decode_plan
-from tests.waiting import until
+from tests.support.waiting import until
 
 SECRET = "a secret of sixteen or more"
 FACTS = {"jax": "1", "--dp-size": "2"}

@@ -25,7 +25,7 @@ from tests.kernels.latent_attention import problems as latent
 from tests.kernels.not_finite import BAD, assert_same_bits, check_rows, row_tokens
 from tests.kernels.quantized_matmul import problems as quantized
 from tests.kernels.simulation import EAGER
-from tests.long import long, long_but
+from tests.support.long import long, long_but
 
 # By default XLA's are tried with all values, and the kernels, simulated, with one.
 HOW = [("xla", BAD), ("pallas", BAD[:1]), pytest.param("pallas", BAD, marks=pytest.mark.long)]

@@ -10,7 +10,7 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels import qkv_heads as module
 from tests.kernels.simulation import EAGER, LAZY, MODES, TOLERANCE, simulate
-from tests.long import long
+from tests.support.long import long
 
 EPS = 1e-6
 

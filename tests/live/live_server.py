@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.quick_compilation import QUICK_FLAGS
+from tests.support.quick_compilation import QUICK_FLAGS
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 # Compiles all programs before ready, as users' servers on a CPU do: for long runs that limit the
@@ -131,7 +131,7 @@ def live_server(
 
     Without `WARM` among the flags each program is compiled in the step that needs it first: the
     server is ready ten seconds sooner, and most tests need few of the programs. With
-    `is_quickly_compiled` all programs are compiled as in `tests/quick_compilation.py`.
+    `is_quickly_compiled` all programs are compiled as in `tests/support/quick_compilation.py`.
     """
     port = free_port()
     log = folder / "server.log"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.live.live_server import LiveServer, live_server
 from tests.live.test_memory_defects import install_in_engine
-from tests.waiting import until
+from tests.support.waiting import until
 
 HYBRID = Path(__file__).parents[2] / "models" / "demo_hybrid"
 FLAGS = (

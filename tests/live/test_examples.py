@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.documented import PAGES, README, ROOT, blocks, command_lines
 from tests.live.live_server import DEMO, LiveServer, users_environment
+from tests.support.documented import PAGES, README, ROOT, blocks, command_lines
 
 ADDRESS = "http://127.0.0.1:30000"
 

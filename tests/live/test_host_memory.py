@@ -11,7 +11,7 @@ import pytest
 from tests.live.live_server import LiveServer, live_server
 from tests.live.test_restart import is_storing
 from tests.live.test_sessions import Client
-from tests.waiting import until
+from tests.support.waiting import until
 
 FLAGS = (
     *("--context-length", "512", "--max-running-requests", "2", "--chunked-prefill-size", "32"),

@@ -10,7 +10,7 @@ from sgl_jax.engine.offline import Engine
 from tests.live.live_server import DEMO, live_server
 from tests.live.test_restart import is_storing
 from tests.live.test_sessions import GREEDY, Client
-from tests.waiting import until
+from tests.support.waiting import until
 
 USUAL_UMASK = 0o022
 STORE = {

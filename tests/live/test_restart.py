@@ -12,7 +12,7 @@ import pytest
 from tests.accuracy.near_ties import differences
 from tests.live.live_server import LiveServer, live_server
 from tests.live.test_sessions import GREEDY, Client, prompts
-from tests.waiting import until
+from tests.support.waiting import until
 
 FLAGS = (
     *("--dp-size", "2", "--page-size", "4", "--context-length", "512", "--check-memory", "busy"),

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.live.live_server import LiveServer, live_server
-from tests.waiting import until
+from tests.support.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {**GREEDY, "max_new_tokens": 900}

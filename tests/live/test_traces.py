@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.live.live_server import live_server
-from tests.otlp_receiver import PHASES, Receiver, receiving, values
+from tests.support.otlp_receiver import PHASES, Receiver, receiving, values
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NUM_TOKENS = 6

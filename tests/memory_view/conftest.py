@@ -11,8 +11,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sgl_jax.replay.view import RecordedFrames, view_app
-from tests.chromium import OpenPage, browser, open_tab
 from tests.memory_view.drivers import DRIVERS
+from tests.support.chromium import OpenPage, browser, open_tab
 
 __all__ = ["browser", "open_tab"]
 

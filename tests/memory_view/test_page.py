@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.long import long_but
 from tests.memory_view.conftest import OpenPage, Recording, RecordingOf
 from tests.memory_view.drivers import DRIVERS, HOSTILE
+from tests.support.long import long_but
 
 Frame = dict[str, Any]
 

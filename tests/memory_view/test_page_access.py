@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.long import long
 from tests.memory_view.conftest import OpenPage, RecordingOf
 from tests.memory_view.test_page import go_to
+from tests.support.long import long
 
 CONTROLS = """() => Array.from(
   document.querySelectorAll("button, input, select, summary, canvas, [tabindex='0']"))

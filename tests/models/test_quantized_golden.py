@@ -13,7 +13,7 @@ from sgl_jax.models.config import ModelConfig
 from tests.models.golden_server import GOLDEN, Chunk, Server, golden
 
 FOLDERS = sorted(folder.name for folder in (GOLDEN / "quantized").iterdir())
-# XLA's own defaults, in place of those of `tests/quick_compilation.py`.
+# XLA's own defaults, in place of those of `tests/support/quick_compilation.py`.
 OPTIMISED = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
 TOLERANCE = 1e-3  # of the logits' range
 # With two chips, each quantizes its own part of the inputs of `o_proj` and `down_proj` by a scale

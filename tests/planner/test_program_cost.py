@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import Topology, topology_mesh
-from tests.long import long
+from tests.support.long import long
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (sgl-jax[tpu]) is not installed"

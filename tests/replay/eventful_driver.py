@@ -11,8 +11,8 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.record.events import Flush, Rebuild
-from tests.faults import FaultyExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.support.faults import FaultyExecutor
 
 
 def eventful_driver() -> Driver:

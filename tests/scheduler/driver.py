@@ -41,8 +41,8 @@ from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED  # type: ignore[attr-defined]
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
-from tests.faults import StepFailedError
-from tests.oracle_executor import OracleExecutor
+from tests.support.faults import StepFailedError
+from tests.support.oracle_executor import OracleExecutor
 
 MAX_RECORDING_BYTES = 64 << 20
 

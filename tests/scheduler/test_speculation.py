@@ -9,8 +9,8 @@ import pytest
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.support.oracle_executor import OracleExecutor
 
 K = 4
 

@@ -35,10 +35,10 @@ from sgl_jax.scheduler.record.events import (
     StoreOverdue,
     StoreSuspended,
 )
-from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
 from tests.scheduler.setups import MAX_QUEUED, PLAIN, Setup, setups
+from tests.support.faults import FaultyExecutor, no_more_pages
 
 NAMESPACES = ("", "red", "blue")
 # Priorities; some requests are as important as may be.

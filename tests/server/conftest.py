@@ -35,8 +35,8 @@ from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.engine.scripted_engine import ScriptedEngine
-from tests.tokenizers import byte_level, save
-from tests.waiting import meanwhile_until
+from tests.support.tokenizers import byte_level, save
+from tests.support.waiting import meanwhile_until
 
 MAX_QUEUED = 100
 HEARTBEAT_TIMEOUT_S = 30.0

@@ -9,8 +9,8 @@ from sgl_jax.engine import core as core_module
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.core import EngineCore
 from tests.engine.test_memory_defects import OracleModelExecutor
-from tests.oracle_executor import OracleExecutor
 from tests.scheduler.driver import make_sizes
+from tests.support.oracle_executor import OracleExecutor
 
 VOCAB_SIZE = 512
 SIZES = make_sizes(

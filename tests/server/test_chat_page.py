@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.chromium import OpenPage, browser, open_tab, wait_until
 from tests.server.server_process import SCRIPTED, running_server
+from tests.support.chromium import OpenPage, browser, open_tab, wait_until
 
 __all__ = ["browser", "open_tab"]
 IS_IDLE = "document.getElementById('stop').disabled"

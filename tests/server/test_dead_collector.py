@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.long import long
 from tests.server.server_process import SCRIPTED, running_server
+from tests.support.long import long
 
 NUM_REQUESTS = 60
 MOST_END_S = 15.0  # 5 s for the spans that wait

@@ -25,7 +25,6 @@ from sgl_jax.text.formats.json_object import ObjectEnd
 from sgl_jax.text.formats.tags import TaggedArguments
 from sgl_jax.text.reader import Unread
 from sgl_jax.text.stop_strings import StopStringChecker
-from tests.long import long
 from tests.server.conftest import Rig, prompt_of, save_tools_model, served, text_workers
 from tests.server.test_histories import (
     CHAT,
@@ -38,6 +37,7 @@ from tests.server.test_histories import (
     own_part,
     post,
 )
+from tests.support.long import long
 
 NUM_FORMATS = 10
 ROOM = 100_000  # tokens of a request

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.server.guards.connection import GuardedHttpProtocol, guarded_protocol
 from sgl_jax.server.guards.limits import Limits
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from sgl_jax.server.errors import ApiError, install_error_handlers
 from sgl_jax.server.guards import bodies
 from sgl_jax.server.guards.bodies import JsonRoute, check_shape
 from sgl_jax.server.guards.limits import Limits
-from tests.long import long
+from tests.support.long import long
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\,:[]{}/\n é😀')
 VALUES = st.recursive(

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from tests.engine.scripted_engine import CRASH_SEED, MAX_RUNNING, SLOW_CRASH_SEED, SLOW_START_SEED
-from tests.long import long
 from tests.server.server_process import SCRIPTED, Server, running_server
-from tests.waiting import until
+from tests.support.long import long
+from tests.support.waiting import until
 
 STEP_MS = 20
 

@@ -27,7 +27,7 @@ from sgl_jax.server import engine_calls, health_probe, management
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import MAX_RUNNING, ScriptedEngine
 from tests.server.conftest import MAX_QUEUED, Rig, serving
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 

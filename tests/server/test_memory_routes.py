@@ -20,7 +20,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DP_SIZE, PAGE_SIZE
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.server.conftest import Rig, serving
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 DATA_ROUTES = [

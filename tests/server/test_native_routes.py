@@ -10,7 +10,7 @@ import pytest
 from sgl_jax.core.messages import GenerateRequest
 from tests.engine.scripted_engine import LOGPROB
 from tests.server.conftest import Rig
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 

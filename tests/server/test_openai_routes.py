@@ -18,7 +18,7 @@ from tests.engine.scripted_engine import (
     SECOND_FULL_SEED,
 )
 from tests.server.conftest import MAX_QUEUED, Rig
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi there"}]

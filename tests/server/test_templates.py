@@ -16,8 +16,8 @@ from sgl_jax.text.worker_process import TextWorkers
 from tests.server.conftest import Rig, serving, text_workers
 from tests.server.server_process import SCRIPTED, running_server
 from tests.server.test_text_pool import LOOP
+from tests.support.tokenizers import byte_level, save
 from tests.text.test_template_abilities import FAMILIES
-from tests.tokenizers import byte_level, save
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from sgl_jax.engine.core import EngineCore
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 from tests.server.oracle_engine import CoreEngine
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")

@@ -19,7 +19,7 @@ from sgl_jax.server.guards.keys import ApiKeys, Caller, SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUED, Rig, serving
 from tests.server.oracle_engine import SIZES, CoreEngine, oracle_engine
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 MAX_SESSIONS = 16

@@ -15,7 +15,7 @@ from sgl_jax.metrics.tenant_metrics import MAX_USERS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import TENANT_FULL_SEED
 from tests.server.conftest import Rig, serving
-from tests.waiting import meanwhile_until
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -20,7 +20,7 @@ from sgl_jax.server.text_pool import Ids, TextPool
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
-from tests.tokenizers import TEMPLATE
+from tests.support.tokenizers import TEMPLATE
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ import pytest
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
-from tests.tokenizers import byte_level, save, sentencepiece_like
+from tests.support.tokenizers import byte_level, save, sentencepiece_like
 
 pytestmark = pytest.mark.anyio
 MAKERS = {"pieces": sentencepiece_like, "bytes": byte_level}

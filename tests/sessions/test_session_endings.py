@@ -16,10 +16,10 @@ from sgl_jax.core.messages import (
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.record.events import Rebuild
-from tests.faults import FaultyExecutor, no_more_pages
 from tests.scheduler.driver import generate
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk
+from tests.support.faults import FaultyExecutor, no_more_pages
 
 NEW = list(range(10, 40))  # in chunks of 8: four steps
 

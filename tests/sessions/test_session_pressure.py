@@ -4,9 +4,9 @@ import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.scheduler.record.events import Flush
-from tests.faults import no_more_pages
 from tests.scheduler.driver import generate
 from tests.sessions.test_sessions import talk
+from tests.support.faults import no_more_pages
 
 # -- what goes first ----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.tokenizers import byte_level, load, save, sentencepiece_like
+from tests.support.tokenizers import byte_level, load, save, sentencepiece_like
 
 
 @pytest.fixture(scope="session")

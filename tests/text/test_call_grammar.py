@@ -20,9 +20,9 @@ from sgl_jax.grammar.row_grammar import RowGrammar
 from sgl_jax.text.answer_parser import AnswerParser
 from sgl_jax.text.formats.call_grammar import CallGrammar
 from sgl_jax.text.tokenizer import Tokenizer
+from tests.support.tokenizers import byte_level, save
 from tests.text.recorded_answers import ANSWERS, PARIS
 from tests.text.recorded_answers import TOOLS as WEATHER_TOOLS
-from tests.tokenizers import byte_level, save
 
 # Of the marks of formats some are special tokens, and some only text.
 SPECIALS = ["[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"]

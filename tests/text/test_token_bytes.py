@@ -16,10 +16,10 @@ from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.token_bytes import token_bytes
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.long import long
+from tests.support.long import long
+from tests.support.tokenizers import byte_level, load, sentencepiece_like
 from tests.text.gguf_vocabulary import FILES, packaged_tokenizer
 from tests.text.test_kimi_tokenizer import write_folder
-from tests.tokenizers import byte_level, load, sentencepiece_like
 
 BATCH = 500  # sequences decoded at a time
 CHARACTERS = "é東😀🜁 at\n,"

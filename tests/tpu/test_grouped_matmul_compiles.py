@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-from tests.long import long_but
+from tests.support.long import long_but
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, struct
 
 LAYERS = 4

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 from sgl_jax.kernels.tpu_chip import LANES
-from tests.long import long
+from tests.support.long import long
 from tests.tpu.compiling import MAX_COMPILE_S, compile_on, generations, num_kernels, struct
 
 

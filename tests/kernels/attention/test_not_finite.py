@@ -13,7 +13,7 @@ from sgl_jax.kernels.attention.tpu import ragged_paged_attention
 from tests.kernels.attention.problems import LAYER, Case, Program, build, make_batch
 from tests.kernels.not_finite import BAD, assert_same_bits, check_rows, row_tokens
 from tests.kernels.simulation import LAZY, simulate
-from tests.long import long
+from tests.support.long import long
 
 PROGRAMS = (
     Program(kv_heads=2, group=2, max_drafts=2),

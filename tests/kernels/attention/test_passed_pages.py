@@ -18,7 +18,7 @@ from tests.kernels.attention.problems import (
     without_passed_pages,
 )
 from tests.kernels.simulation import MODES, assert_close, simulate
-from tests.long import long
+from tests.support.long import long
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4, sliding_window=40),

@@ -22,7 +22,7 @@ from tests.kernels.grouped_matmul.problems import (
     quantized_problem,
 )
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
-from tests.long import long, long_but
+from tests.support.long import long, long_but
 
 PROGRAMS = (
     Program(),

@@ -25,7 +25,7 @@ from tests.kernels.latent_attention.problems import (
     make_batch,
 )
 from tests.kernels.simulation import MODES, SimulationError, simulate
-from tests.long import long
+from tests.support.long import long
 
 MAX_CHUNK = 40
 # Values in all lanes of a row, and in some; heads that do not fill a tile.

@@ -17,7 +17,7 @@ from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks
 from tests.kernels.quantized_matmul.problems import TYPES, numbers, rounded
 from tests.kernels.simulation import MODES, assert_close, simulate
-from tests.long import long
+from tests.support.long import long
 
 LAYERS, LAYER = 3, 1
 

@@ -24,8 +24,8 @@ from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import let_go_windows, publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from tests.host_oracle import HostOracle
 from tests.scheduler.driver import make_sizes
+from tests.support.host_oracle import HostOracle
 
 PAGE_SIZE = 2
 MOST_PAGES = 7  # of a prompt

@@ -30,7 +30,7 @@ from tests.kernels.simulation import (
     assert_close,
     simulate,
 )
-from tests.long import long_but
+from tests.support.long import long_but
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),

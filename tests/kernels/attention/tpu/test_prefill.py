@@ -23,7 +23,7 @@ from tests.kernels.attention.problems import (
     with_new_tokens,
 )
 from tests.kernels.simulation import MODES, NoWait, assert_close, simulate
-from tests.long import long
+from tests.support.long import long
 
 MAX_CHUNK = 80  # more than a block of queries
 PLAIN = Program(page_size=16, kv_heads=2, group=4, tokens=256, max_len=280)

@@ -23,7 +23,7 @@ from tests.kernels.attention.problems import (
 )
 from tests.kernels.not_finite import assert_same_bits
 from tests.kernels.simulation import EAGER, LAZY, MODES, NoWait, simulate
-from tests.long import long, long_but
+from tests.support.long import long, long_but
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=1, tokens=64),

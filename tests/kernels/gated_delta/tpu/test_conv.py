@@ -20,7 +20,7 @@ from tests.kernels.gated_delta.problems import (
     num_tokens,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.long import long, long_but
+from tests.support.long import long, long_but
 
 PROGRAMS = (
     Program(key_heads=1, group=2, key_dim=128, value_dim=128, tokens=150, max_drafts=1, rows=12),

@@ -20,7 +20,7 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.long import long_but
+from tests.support.long import long_but
 
 SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 24, "rows": 7, "max_snapshots": 1}
 PROGRAMS = (

@@ -20,7 +20,7 @@ from tests.kernels.gated_delta.problems import (
     expected_delta,
 )
 from tests.kernels.simulation import EAGER, MODES, NoWait, simulate
-from tests.long import long
+from tests.support.long import long
 
 SHAPE = {"key_dim": 128, "value_dim": 128, "tokens": 200, "rows": 5, "max_snapshots": 3}
 PROGRAMS = (

@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.long_sample import SECONDS, draw, function_of
+from tests.support.long_sample import SECONDS, draw, function_of
 
 SECONDS_OF = {"tests/a.py::test_fast": 10.0, "tests/a.py::test_slow": 480.0}
 IDS = [*(f"tests/a.py::test_fast[{n}]" for n in range(200)), "tests/a.py::test_slow[0]"]

@@ -4,8 +4,8 @@
     scripts/test --long-sample 5 --long-seed 17    # the same tests again
     scripts/test -m long --record-long-seconds     # all of them; updates the recorded times
 
-`tests/long_seconds.json` has the mean seconds of each test function's cases that passed in a
-recorded run; other tests are not drawn. A case of more than two minutes is drawn with a probability
+`long_seconds.json` has the mean seconds of each test function's cases that passed in a recorded
+run; other tests are not drawn. A case of more than two minutes is drawn with a probability
 in inverse proportion to its time. The sample is as many cases as fit the time of all workers; its
 first is drawn whatever it takes, so each recorded test is drawn by some seed. Cases that have not
 started when the time is over are skipped.
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long-sample", type=float, metavar="MINUTES", help="time of the sample")
     group.addoption("--long-seed", type=int, help="seed of the sample; default: a new one")
     group.addoption(
-        "--record-long-seconds", action="store_true", help="update tests/long_seconds.json"
+        "--record-long-seconds", action="store_true", help="update tests/support/long_seconds.json"
     )
 
 

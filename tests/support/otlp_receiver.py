@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.waiting import until
+from tests.support.waiting import until
 
 PHASES = ["queue", "prefill", "decode", "detokenize"]
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "contributing.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
 

@@ -22,7 +22,7 @@ from sgl_jax.core.step_plan import (
     StepHandle,
     StepPlan,
 )
-from tests.host_oracle import HostOracle
+from tests.support.host_oracle import HostOracle
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
 _MASK = (1 << 64) - 1
