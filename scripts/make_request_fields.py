@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from sgl_jax.core.calls import CALLS
+from sgl_jax.server.admin.call_routes import body_of
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.context_edits import (
     ClearThinking,
@@ -48,7 +49,6 @@ from sgl_jax.server.apis.responses import (
     TextOptions,
 )
 from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, TokenizeBody
-from sgl_jax.server.call_routes import body_of
 from sgl_jax.server.chat_request import (
     CalledFunction,
     ChatMessage,

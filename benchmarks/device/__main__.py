@@ -20,7 +20,7 @@ from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankPlan, StatePlan, StepPlan
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.core import EngineCore
 
 _PROMPT_LEN = 64
 

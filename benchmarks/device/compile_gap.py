@@ -28,8 +28,8 @@ from sgl_jax.core.messages import GenerateRequest, Shutdown
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.programs import Programs
 

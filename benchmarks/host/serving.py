@@ -25,7 +25,7 @@ from benchmarks.host.timing import timed_once
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.engine.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 
 NUM_WAITING = 2048

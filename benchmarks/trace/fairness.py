@@ -26,9 +26,9 @@ from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.scheduler.waiting.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from sgl_jax.scheduler.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 NUM_TENANTS = 10
 SHARE = 10  # conversations of the first tenant for each of another one

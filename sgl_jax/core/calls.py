@@ -2,7 +2,7 @@
 
 To add a call, write a message (`core/messages.py`), a row here, and the method that the row names.
 The engine finds the method by the row (`Call.handler`), and the server makes the route
-(`server/call_routes.py`).
+(`server/admin/call_routes.py`).
 
 The body of a `route` holds the message's fields except `rid`, typed by their annotations; fields
 with a default are optional. The route's description is the first paragraph of the message's

@@ -10,8 +10,8 @@ from sgl_jax.engine.process import Core, run_engine
 
 def _build(args: ServerArgs, progress: Progress) -> Core:
     # Imported here, since jax takes seconds, in which heartbeats are sent already.
-    from sgl_jax.engine.core import EngineCore
     from sgl_jax.engine.follower import FollowerCore
+    from sgl_jax.engine.loop.core import EngineCore
 
     return FollowerCore(args, progress) if args.node_rank else EngineCore(args, progress)
 

@@ -33,9 +33,11 @@ from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.frontend import Frontend
+from sgl_jax.engine.front.health import EngineHealth
+from sgl_jax.engine.front.request_stream import RequestStream
+from sgl_jax.engine.front.tracing import open_tracer
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.offline_inputs import (
     Prompt,
@@ -46,8 +48,6 @@ from sgl_jax.engine.offline_inputs import (
     as_struct,
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
-from sgl_jax.engine.request_stream import RequestStream
-from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import dataclasses
 from sgl_jax.core.engine_messages import FinishReason, TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import GRAMMAR_KINDS
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, SocketChannel
-from sgl_jax.engine.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
 from sgl_jax.engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from sgl_jax.mem_cache.pages.page_allocator import (
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.tree_component import FirstPages
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 _NO_PAGES = np.zeros(0, np.int32)
 

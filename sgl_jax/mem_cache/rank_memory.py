@@ -14,11 +14,11 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import PAGE_COUNTS, MemoryView, PoolView
-from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.rank_records import RankRecords
+from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class RankMemory(RankRecords):

@@ -30,7 +30,7 @@ from sgl_jax.mem_cache.pages.page_allocator import (
 )
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.sessions.store import Session

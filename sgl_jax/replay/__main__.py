@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sgl_jax.replay.player import DifferenceError, Player
 from sgl_jax.replay.view import show
+from sgl_jax.scheduler.events import Planned, Record
 from sgl_jax.scheduler.record.event_log import EventReader, RecordingError
-from sgl_jax.scheduler.record.events import Planned, Record
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from sgl_jax.core.messages import AbortRequest, WithReply
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.replay.difference import first_difference
-from sgl_jax.scheduler.record.event_log import RecordingError
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     Decision,
     Event,
     FailAll,
@@ -24,6 +23,7 @@ from sgl_jax.scheduler.record.events import (
     Started,
     TransfersTaken,
 )
+from sgl_jax.scheduler.record.event_log import RecordingError
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 
 # Events after which the scheduler may have come to rest.

@@ -29,8 +29,8 @@ from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import FrameBuilder, ViewFacts, added_up
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.replay.player import DifferenceError, Player
+from sgl_jax.scheduler.events import Planned, Record, Tick
 from sgl_jax.scheduler.record.event_log import EventReader
-from sgl_jax.scheduler.record.events import Planned, Record, Tick
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.guards.origins import OriginMiddleware
 from sgl_jax.server.static_pages import page_routes

@@ -19,7 +19,7 @@ from sgl_jax.core.step_plan import (
     RankResult,
     StepPlan,
 )
-from sgl_jax.mem_cache.pages.row_growth import commit_rows
+from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import rate_drafts
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.kept_states import record_starts

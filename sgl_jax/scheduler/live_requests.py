@@ -14,11 +14,11 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines
+from sgl_jax.scheduler.events import Expect, GrammarReady
 from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.record.events import Expect, GrammarReady
 from sgl_jax.scheduler.request import Request, RequestState, max_request_len
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue

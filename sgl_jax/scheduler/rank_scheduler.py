@@ -27,9 +27,9 @@ from sgl_jax.mem_cache.release import (
 )
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.admission.output_lengths import OutputLengths
 from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
+from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows

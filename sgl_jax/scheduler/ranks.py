@@ -17,13 +17,13 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
-from sgl_jax.scheduler.admission.forecast import Forecast
-from sgl_jax.scheduler.admission.output_lengths import OutputLengths
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
+from sgl_jax.scheduler.forecast.forecast import Forecast
+from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
-from sgl_jax.scheduler.waiting.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
-from sgl_jax.scheduler.waiting.tenants import Tenants
+from sgl_jax.scheduler.tenants import Tenants
 
 # A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: the
 # operations per byte of a TPU's peak rates are 166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e. A

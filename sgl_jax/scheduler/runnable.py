@@ -13,8 +13,8 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
-from sgl_jax.mem_cache.pages.row_growth import grow_rows
 from sgl_jax.mem_cache.release import let_go_windows
+from sgl_jax.mem_cache.row_growth import grow_rows
 from sgl_jax.scheduler.kept_states import keep_up_with_rows
 from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.ranks import Ranks

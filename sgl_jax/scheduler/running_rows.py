@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, RowIndex
 from sgl_jax.scheduler.launched_rows import NOT_SCORED, ROW, TOKEN_BLOCK, Records
+from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
 
 NO_TOKEN = -1
 

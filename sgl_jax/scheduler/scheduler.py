@@ -30,14 +30,7 @@ from sgl_jax.mem_cache.host.saved_prefixes import SavedTree
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
-from sgl_jax.scheduler.forced_retract import ForcedRetract
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
-from sgl_jax.scheduler.launched_rows import LaunchedRows
-from sgl_jax.scheduler.live_requests import LiveRequests
-from sgl_jax.scheduler.non_finite import NonFiniteRows
-from sgl_jax.scheduler.rank_host import RankHost
-from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     AwaitPrograms,
     Configure,
     Event,
@@ -63,12 +56,19 @@ from sgl_jax.scheduler.record.events import (
     Tick,
     TransferEnded,
 )
+from sgl_jax.scheduler.forced_retract import ForcedRetract
+from sgl_jax.scheduler.forecast.fits import Rooms
+from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.launched_rows import LaunchedRows
+from sgl_jax.scheduler.live_requests import LiveRequests
+from sgl_jax.scheduler.non_finite import NonFiniteRows
+from sgl_jax.scheduler.rank_host import RankHost
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
 from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.waiting.fits import Rooms
-from sgl_jax.scheduler.waiting.tenants import TenantCounts
+from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from sgl_jax.sessions.saving import SavedSession

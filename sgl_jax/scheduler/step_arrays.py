@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.step_plan import RankPlan, StepPlan
-from sgl_jax.mem_cache.pages.row_growth import commit_rows
+from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.launched_rows import SHARE, LaunchedRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.state_plan import plan_states

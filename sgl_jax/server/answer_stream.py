@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import ApiError, abort_error, envelope, to_api_error
 from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone, while_connected
 from sgl_jax.server.guards.keys import caller_of, owner_of

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.memory_view import MEMORY_PAGE
-from sgl_jax.server import call_routes, management, memory_routes
+from sgl_jax.server.admin import call_routes, management
+from sgl_jax.server.admin.openapi import install_openapi
 from sgl_jax.server.answer_stream import CLAMPED_HEADER
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
 from sgl_jax.server.apis.response_store import ResponseStore
@@ -19,8 +20,8 @@ from sgl_jax.server.guards.keys import ApiKeyMiddleware, ApiKeys
 from sgl_jax.server.guards.origins import OriginMiddleware, allowed_origins
 from sgl_jax.server.guards.request_ids import HEADER, RequestIdMiddleware
 from sgl_jax.server.health_probe import HealthProbe
-from sgl_jax.server.memory_watch import MemoryWatch
-from sgl_jax.server.openapi import install_openapi
+from sgl_jax.server.memory import memory_routes
+from sgl_jax.server.memory.memory_watch import MemoryWatch
 from sgl_jax.server.references import References
 from sgl_jax.server.shared_reads import EngineReads
 from sgl_jax.server.static_pages import page_routes

@@ -5,9 +5,9 @@ A chat's body passes seven names until the engine has its requests:
 - `apis/chat.py`: `chat_completions` gets it as a `ChatRequest`, which other APIs' bodies make;
 - `chat.py`: `answer_chat` checks it;
 - `requests.py`: `encode_chat` has it tokenized, and `prompt_requests` makes a request of each
-  choice, by `RequestChecks.prepare` of `engine/request_checks.py`;
-- `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit` of `engine/frontend.py`,
-  to be sent by `EngineClient.send`.
+  choice, by `RequestChecks.prepare` of `engine/front/request_checks.py`;
+- `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit`
+  (`engine/front/frontend.py`), which sends it by `EngineClient.send`.
 
 Their chunks return to the group. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
 and writes these as events, or as one answer at the end.
@@ -26,7 +26,7 @@ from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import opened
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names

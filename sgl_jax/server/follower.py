@@ -32,14 +32,14 @@ from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST, KILLED_BY_SI
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.metrics.host_metrics import HostMetrics
+from sgl_jax.server.admin.management import health_answer, starting_error
 from sgl_jax.server.errors import ApiError, error_response
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.lifecycle import until_silent
 from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, url_of
-from sgl_jax.server.management import health_answer, starting_error
 
 logger = logging.getLogger(__name__)
 

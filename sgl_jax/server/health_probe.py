@@ -13,8 +13,8 @@ import time
 from msgspec.structs import replace
 
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.front.frontend import Frontend
+from sgl_jax.engine.front.request_stream import RequestStream
 
 _INTERVAL_S = 0.1
 _INTERVAL_AFTER_ERROR_S = 5.0  # as between the engine's own steps after a failure

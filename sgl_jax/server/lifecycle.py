@@ -35,19 +35,19 @@ from sgl_jax.core.exit_codes import ENGINE_CODES, FAILED, HOST_LOST, KILLED_BY_S
 from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
-from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.garbage import collect_seldom
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.frontend import Frontend
+from sgl_jax.engine.front.health import EngineHealth
+from sgl_jax.engine.front.tracing import open_tracer
+from sgl_jax.engine.loop.garbage import collect_seldom
 from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
-from sgl_jax.engine.tracing import open_tracer
 from sgl_jax.metrics.engine_metrics import EngineMetrics
+from sgl_jax.server.admin.management import Gate
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.keys import ApiKeys
 from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.guards.origins import warn_if_exposed
 from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, url_of
-from sgl_jax.server.management import Gate
 from sgl_jax.server.references import References
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer

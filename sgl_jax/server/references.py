@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.frontend import Frontend
+from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.guards.limits import Limits

@@ -19,7 +19,7 @@ from benchmarks.scheduling.simulation import Simulation
 from benchmarks.scheduling.traffic import STOP_ID, Load, LoadRequest
 from sgl_jax.core.messages import GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.scheduler.record.events import PlanStep
+from sgl_jax.scheduler.events import PlanStep
 
 COUNTS = Path(__file__).parent / "scheduling_counts.json"
 

@@ -4,7 +4,7 @@ import sys
 
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.process import run_engine
 from tests.support.faults import EVERY, FaultyExecutor
 

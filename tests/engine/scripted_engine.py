@@ -225,7 +225,7 @@ class ScriptedEngine:
     def read_memory(self, message: MemoryMessage) -> Reply:
         """Of the real scheduler that the test has put into `scheduler`."""
         # Here, since most scripts start without them.
-        from sgl_jax.engine.controls import answer, refusal
+        from sgl_jax.engine.loop.controls import answer, refusal
         from sgl_jax.memory_view.reader import MemoryReader
 
         try:

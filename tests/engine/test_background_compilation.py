@@ -16,7 +16,7 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.programs import Programs
 from sgl_jax.replay.__main__ import main as replay

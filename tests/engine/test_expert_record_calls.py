@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.messages import DumpExpertRecord, StartExpertRecord, StopExpertRecord
-from sgl_jax.engine.call_undo import CallUndo
-from sgl_jax.engine.controls import Controls
+from sgl_jax.engine.loop.call_undo import CallUndo
+from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.expert_recorder import ExpertRecorder, ReadCounts
 
 

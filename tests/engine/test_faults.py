@@ -23,11 +23,11 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine import core as core_module
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop import core as core_module
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.replay.__main__ import main as replay
+from sgl_jax.scheduler.events import Flush, Tick
 from sgl_jax.scheduler.record.event_log import EventReader
-from sgl_jax.scheduler.record.events import Flush, Tick
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.support.faults import FaultyExecutor
 
@@ -306,6 +306,6 @@ def test_a_recording_that_cannot_be_made_is_known_before_a_model_is_loaded(
     def load(args: ServerArgs, progress: Progress) -> Callable[..., None]:
         pytest.fail("the model was loaded")
 
-    monkeypatch.setattr("sgl_jax.engine.core.ModelExecutor", load)
+    monkeypatch.setattr("sgl_jax.engine.loop.core.ModelExecutor", load)
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         Rig(tmp_path, record_events=str(tmp_path / "no-such-folder" / "file"))

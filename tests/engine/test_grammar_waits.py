@@ -15,7 +15,7 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.grammar import compile_queue, compiler
 from sgl_jax.replay.__main__ import main as replay
 from sgl_jax.text.tokenizer import Tokenizer

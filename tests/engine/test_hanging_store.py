@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import UpdateWeightsFromDisk
-from sgl_jax.engine import pending_flushes, saved_cache
+from sgl_jax.engine.loop import pending_flushes, saved_cache
 from sgl_jax.engine.offline import Engine
 from sgl_jax.executor import model_executor, store_transfers
 from tests.engine.test_host_memory import GOLDEN, SAMPLING, SETTINGS

@@ -26,14 +26,14 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
-from sgl_jax.engine import core as core_module
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.engine.memory_defect import MAX_DUMPS, DefectRecord
+from sgl_jax.engine.loop import core as core_module
+from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.engine.loop.memory_defect import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.memory_view.reader import MemoryReader
-from sgl_jax.scheduler.record.events import Rebuild
+from sgl_jax.scheduler.events import Rebuild
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.scheduler.driver import make_sizes
 from tests.support.oracle_executor import OracleExecutor

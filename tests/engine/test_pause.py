@@ -22,7 +22,7 @@ from sgl_jax.core.messages import (
     SetInternalState,
 )
 from sgl_jax.replay.__main__ import main as replay
-from sgl_jax.scheduler.record.events import Resume
+from sgl_jax.scheduler.events import Resume
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_faults import Rig, outputs, requests
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import StartProfile, StopProfile
-from sgl_jax.engine.call_undo import CallUndo
-from sgl_jax.engine.controls import Controls
+from sgl_jax.engine.loop.call_undo import CallUndo
+from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.profiler import Profiler
 
 

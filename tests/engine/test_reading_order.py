@@ -27,10 +27,10 @@ from sgl_jax.bench.trace import fake_executor
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine import health
 from sgl_jax.engine.channels import SocketChannel
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.engine.front import health
+from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.scheduler.driver import generate, make_sizes

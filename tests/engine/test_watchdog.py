@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.engine_messages import Heartbeat
 from sgl_jax.core.errors import EngineStuckError
 from sgl_jax.core.progress import Progress
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.watchdog import Watchdog
 
 

@@ -22,8 +22,8 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.core import EngineCore
-from sgl_jax.scheduler.record.events import Resume
+from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.scheduler.events import Resume
 from tests.engine.scripted_channel import ScriptedChannel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"

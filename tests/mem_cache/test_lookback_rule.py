@@ -10,7 +10,7 @@ from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 FULL, WINDOW = 0, 1
 ROW = 1

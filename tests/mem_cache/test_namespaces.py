@@ -11,7 +11,7 @@ from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.test_release import array, make_memory, write_kv
 
 TOKENS = np.arange(1, 25, dtype=np.int32)

@@ -13,7 +13,7 @@ from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.state_requests import Device, make_memory, numbers
 from tests.mem_cache.tree_model import check_shape
 

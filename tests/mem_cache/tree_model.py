@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 Tokens = tuple[int, ...]
 NAMESPACES = ("", "red", "blue")

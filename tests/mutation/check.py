@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     *("tests/mem_cache", "tests/scheduler", "tests/sessions"),
     *("tests/memory_view/test_reader.py", "tests/memory_view/test_frames.py"),
-    *("tests/replay/test_view.py", "tests/server/test_memory_routes.py"),
+    *("tests/replay/test_view.py", "tests/server/memory/test_memory_routes.py"),
 )
 COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
 TIMEOUT_S = 600

@@ -69,18 +69,18 @@ _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
 _LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
-_FITS = "sgl_jax/scheduler/waiting/fits.py"
-_FORECAST = "sgl_jax/scheduler/admission/forecast.py"
-_LENGTHS = "sgl_jax/scheduler/admission/output_lengths.py"
-_PREEMPTION = "sgl_jax/scheduler/admission/preemption.py"
+_FITS = "sgl_jax/scheduler/forecast/fits.py"
+_FORECAST = "sgl_jax/scheduler/forecast/forecast.py"
+_LENGTHS = "sgl_jax/scheduler/forecast/output_lengths.py"
+_PREEMPTION = "sgl_jax/scheduler/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
 _STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
-_GROWTH = "sgl_jax/mem_cache/pages/row_growth.py"
+_GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 _READER = "sgl_jax/memory_view/reader.py"
 _FRAMES = "sgl_jax/memory_view/frames.py"
-_WATCH = "sgl_jax/server/memory_watch.py"
+_WATCH = "sgl_jax/server/memory/memory_watch.py"
 _VIEW = "sgl_jax/replay/view.py"
 
 _BUILT_ON = (
@@ -2773,25 +2773,25 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: preempt though the request then does not fit",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "        else:\n            return None\n",
         "        if not chosen:\n            return None\n",
     ),
     Mutation(
         "pressure: count what others read among the pages that a victim leaves",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "np.maximum(memory.locked[0].num_running_locks(pages), 1)",
         "np.ones(len(pages), np.int32)",
     ),
     Mutation(
         "pressure: count the prefix of a request among the pages that it gains",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "FreedPages(memory, memory.prefix_pages(cursor)), 0",
         "FreedPages(memory), 0",
     ),
     Mutation(
         "pressure: keep a victim that has become superfluous",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "        for row in chosen[-2::-1]:\n",
         "        for row in []:\n",
     ),
@@ -2803,19 +2803,19 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: reserve for victims as well",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "kept = running.active[~np.isin(running.active, gone)]",
         "kept = running.active",
     ),
     Mutation(
         "pressure: preempt the least to compute again before the lowest priority",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         'self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]',
         "self._rows: RowIndex = rows",
     ),
     Mutation(
         "pressure: preempt the most to compute again",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "rows = rows[by_cost(rank.memory, running, rows)]",
         "rows = rows[by_cost(rank.memory, running, rows)][::-1]",
     ),
@@ -2845,7 +2845,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: replace a request in the step of its start",
-        "sgl_jax/scheduler/admission/preemption.py",
+        "sgl_jax/scheduler/preemption.py",
         "        rows = rows[~np.isin(rows, started)]\n",
         "",
     ),
@@ -2965,31 +2965,31 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: serve every tenant by the same weight",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "self._served += OUTPUT_WEIGHT * gained / self._weight",
         "self._served += OUTPUT_WEIGHT * gained",
     ),
     Mutation(
         "pressure: save up shares of a tenant that is away",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "self._served[number] = max(self._served[number], self._lowest())",
         "pass",
     ),
     Mutation(
         "pressure: count cached tokens of a tenant as computed",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "cost = PROMPT_WEIGHT * (num_tokens - num_cached)",
         "cost = PROMPT_WEIGHT * num_tokens",
     ),
     Mutation(
         "pressure: start more of a tenant than may run",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "(running >= self._max_running)",
         "(running > self._max_running)",
     ),
     Mutation(
         "pressure: queue more of a tenant than may wait",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "< tenant.max_queued",
         "<= tenant.max_queued",
     ),
@@ -3639,7 +3639,7 @@ MUTATIONS = (
     ),
     Mutation(
         "forget a tenant by what it was served before",
-        "sgl_jax/scheduler/waiting/tenants.py",
+        "sgl_jax/scheduler/tenants.py",
         "            if now > served and not self._num_requests[number]:\n",
         "            if False:\n",
     ),

@@ -10,7 +10,7 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import Flush, Rebuild
+from sgl_jax.scheduler.events import Flush, Rebuild
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.support.faults import FaultyExecutor
 

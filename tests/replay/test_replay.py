@@ -18,14 +18,14 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.replay.__main__ import main
 from sgl_jax.replay.difference import first_difference
-from sgl_jax.scheduler.record.event_log import EventReader, EventWriter, RecordingError
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     OutputsTaken,
     Planned,
     Record,
     ResultRead,
     SessionReply,
 )
+from sgl_jax.scheduler.record.event_log import EventReader, EventWriter, RecordingError
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -17,8 +17,8 @@ from sgl_jax.memory_view.frames import added_up
 from sgl_jax.replay import view
 from sgl_jax.replay.player import Player
 from sgl_jax.replay.view import RecordedFrames, view_app
+from sgl_jax.scheduler.events import Planned, TakeOutputs
 from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
-from sgl_jax.scheduler.record.events import Planned, TakeOutputs
 
 
 @pytest.fixture

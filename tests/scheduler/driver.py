@@ -24,9 +24,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     FailAll,
     Note,
     Pause,
@@ -37,6 +35,8 @@ from sgl_jax.scheduler.record.events import (
     Tick,
     TransferEnded,
 )
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED  # type: ignore[attr-defined]
 from sgl_jax.scheduler.scheduler import Scheduler

@@ -14,7 +14,7 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.page_allocator import FREE, TREE, PageAllocator
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree import cache_walk
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 

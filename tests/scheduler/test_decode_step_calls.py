@@ -5,7 +5,7 @@ from types import FrameType
 from typing import Any
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import PlanStep
+from sgl_jax.scheduler.events import PlanStep
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 MOST = 28

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     AwaitPrograms,
     Flush,
     GrammarReady,

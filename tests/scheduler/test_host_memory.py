@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     FetchRate,
     Flush,
     PrefillRate,

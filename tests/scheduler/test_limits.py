@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead
+from sgl_jax.scheduler.events import PlanStep, ResultRead
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
 

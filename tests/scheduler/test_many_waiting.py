@@ -8,7 +8,7 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import Admission
-from sgl_jax.scheduler.record.events import Rebuild
+from sgl_jax.scheduler.events import Rebuild
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import due_of

@@ -4,7 +4,7 @@ from typing import Any
 
 from sgl_jax.core.messages import AbortRequest, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS, NO_TENANT, Tenants
+from sgl_jax.scheduler.tenants import MAX_TENANTS, NO_TENANT, Tenants
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 NUM_WAITING = 2000

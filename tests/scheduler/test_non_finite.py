@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import Flush
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.support.oracle_executor import NON_FINITE_BITS
 

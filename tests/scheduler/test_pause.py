@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.messages import OpenSession, PauseMode, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import Flush, Resume
+from sgl_jax.scheduler.events import Flush, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 

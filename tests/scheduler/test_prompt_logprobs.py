@@ -3,8 +3,8 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.events import PlanStep
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.runnable import Runnable, choose_runnable
 from tests.scheduler.driver import Driver, generate, make_sizes
 

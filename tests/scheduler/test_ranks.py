@@ -11,9 +11,9 @@ from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import IntpArray, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.pages.row_growth import commit_rows, grow_rows
+from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows
+from sgl_jax.scheduler.events import PlanStep
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.record.events import PlanStep
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -8,7 +8,7 @@ import pytest
 
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import FailAll, Flush, TakeOutputs
+from sgl_jax.scheduler.events import FailAll, Flush, TakeOutputs
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import Configure
+from sgl_jax.scheduler.events import Configure
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 

@@ -27,7 +27,7 @@ from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     Flush,
     Note,
     PrefillRate,

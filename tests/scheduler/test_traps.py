@@ -16,7 +16,7 @@ from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
-from sgl_jax.scheduler.record.events import TakeOutputs
+from sgl_jax.scheduler.events import TakeOutputs
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.support.faults import FaultyExecutor, no_more_pages
 

@@ -24,8 +24,8 @@ from sgl_jax.core.engine_messages import (
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import EngineClient, SocketChannel
-from sgl_jax.engine.frontend import Frontend
-from sgl_jax.engine.health import EngineHealth
+from sgl_jax.engine.front.frontend import Frontend
+from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.app import build_app, with_cors
 from sgl_jax.server.guards.keys import ApiKeys

@@ -5,9 +5,9 @@ from typing import Any
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine import core as core_module
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop import core as core_module
+from sgl_jax.engine.loop.core import EngineCore
 from tests.engine.test_memory_defects import OracleModelExecutor
 from tests.scheduler.driver import make_sizes
 from tests.support.oracle_executor import OracleExecutor

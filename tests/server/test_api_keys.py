@@ -13,8 +13,8 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server import call_routes, memory_routes
-from sgl_jax.server import management as management_routes
+from sgl_jax.server.admin import call_routes
+from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
 from sgl_jax.server.guards.keys import (
@@ -26,6 +26,7 @@ from sgl_jax.server.guards.keys import (
     SessionOwner,
 )
 from sgl_jax.server.guards.limits import Limits
+from sgl_jax.server.memory import memory_routes
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 

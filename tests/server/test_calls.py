@@ -17,11 +17,11 @@ from sgl_jax.core.messages import (
     SessionMessage,
     StopRequest,
 )
-from sgl_jax.engine.controls import Controls
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.controls import Controls
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.live_requests import LiveRequests
-from sgl_jax.server.call_routes import body_of, message_of
+from sgl_jax.server.admin.call_routes import body_of, message_of
 from sgl_jax.server.guards.keys import ANONYMOUS, Caller, SessionOwner
 from sgl_jax.sessions.service import SessionService
 from sgl_jax.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ import pytest
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.garbage import collect_seldom
-from sgl_jax.engine.request_stream import Chunk
+from sgl_jax.engine.front.request_stream import Chunk
+from sgl_jax.engine.loop.garbage import collect_seldom
 from sgl_jax.server.answer_stream import respond
 from sgl_jax.server.apis.native import native_logprobs
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.core import EngineCore
+from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import Rig, serving
 from tests.server.oracle_engine import CoreEngine

@@ -19,7 +19,7 @@ from sgl_jax.core.messages import (
     Tenant,
 )
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.scheduler.record.events import Flush
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, common_len, generate
 
 

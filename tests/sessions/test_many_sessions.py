@@ -26,7 +26,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
 from sgl_jax.scheduler.admission.step_room import RankRoom
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import generate, make_sizes
 

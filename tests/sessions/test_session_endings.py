@@ -14,8 +14,8 @@ from sgl_jax.core.messages import (
     StopRequest,
 )
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.scheduler.events import Rebuild
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.record.events import Rebuild
 from tests.scheduler.driver import generate
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk

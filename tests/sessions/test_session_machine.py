@@ -31,8 +31,8 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.events import Note
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.record.events import Note
 from sgl_jax.scheduler.request import Request
 from sgl_jax.sessions.streaming import StreamingSession
 from tests.scheduler.driver import generate

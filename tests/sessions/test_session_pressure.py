@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.scheduler.record.events import Flush
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import generate
 from tests.sessions.test_sessions import talk
 from tests.support.faults import no_more_pages

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.messages import CloseSession, ForkSession, OpenSession, SessionTurn, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import RestoreCache
+from sgl_jax.scheduler.events import RestoreCache
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 

@@ -10,7 +10,7 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.scheduler.record.events import Flush
+from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk

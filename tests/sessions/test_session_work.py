@@ -9,8 +9,8 @@ from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree import tree_shape
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead
+from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.scheduler.events import PlanStep, ResultRead
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import talk

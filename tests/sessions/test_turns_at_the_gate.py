@@ -16,7 +16,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.scheduler.record.events import GrammarReady, Rebuild
+from sgl_jax.scheduler.events import GrammarReady, Rebuild
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 REFUSALS = [

@@ -23,7 +23,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RankResult, StepPlan
 from sgl_jax.mem_cache.tree.block_log import BlockEvent
 from sgl_jax.scheduler.draft_policy import start_drafting
-from sgl_jax.scheduler.record.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
 BURST_STEPS = 128  # decode steps of one plan, at most

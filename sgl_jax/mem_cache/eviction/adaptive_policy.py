@@ -35,7 +35,7 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
     MAX_USES,
     NUM_CLASSES,
 )
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class AdaptivePolicy(EvictionPolicy):

@@ -10,7 +10,7 @@ Ages use the tree's logical clock, never wall time, so that hosts evict alike.
 from typing import NamedTuple
 
 from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 EVICTION_POLICIES = ("adaptive", "lru")
 

@@ -11,7 +11,7 @@ from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.ledger_walk import walk_failure
 from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 def check_host_balance(tier: HostTier) -> None:

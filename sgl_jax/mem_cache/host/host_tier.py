@@ -24,7 +24,7 @@ from sgl_jax.mem_cache.memory_view import HostPoolView
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import let_go_windows, release_kv_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 # Prefixes that wait to be copied; of more, the oldest are not copied.
 _MAX_OFFERS = 256

@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class SavedPrefix(NamedTuple):

@@ -21,7 +21,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, TreeComponent
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, is_on_tree, parent_of
+from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree, parent_of
 
 _NODES = 128  # of a slice
 

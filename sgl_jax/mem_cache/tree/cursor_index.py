@@ -24,7 +24,7 @@ from sgl_jax.mem_cache.tree.prefix_cursor import (
     PrefixCursor,
     common_prefix_len,
 )
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class CursorIndex:

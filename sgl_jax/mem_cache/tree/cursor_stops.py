@@ -5,7 +5,7 @@ children; any number stand within the node's edge.
 """
 
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class _Stop:

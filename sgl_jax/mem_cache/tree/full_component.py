@@ -19,7 +19,7 @@ from sgl_jax.mem_cache.tree.tree_component import (
     LockedEnd,
     TreeComponent,
 )
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 
 class FullComponent(TreeComponent):

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 LIVE = -1  # in the column `above`
 NO_CURSOR = -1  # in the column `parent`

@@ -25,8 +25,8 @@ from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, LockedEnd
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
 from sgl_jax.mem_cache.tree.window_component import WindowComponent, lookback_pages
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 _IN_NO_POOL = -1
 

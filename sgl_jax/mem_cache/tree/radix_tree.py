@@ -11,8 +11,8 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front, is_on_tree, parent_of
 from sgl_jax.mem_cache.tree.tree_shape import TreeShape
+from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, parent_of
 
 
 class RadixTree(TreeShape):

@@ -16,7 +16,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 
 # For each cache group, the first page of its row that a lease still lists and, if the tree owns it,
 # has locked. None: no window page was released. Entries of FULL groups are ignored.

@@ -26,8 +26,8 @@ from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.resumable import Resumable
 from sgl_jax.mem_cache.tree.tree_component import TreeComponent
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, only_child, parent_of
 from sgl_jax.mem_cache.tree.window_component import WindowComponent
+from sgl_jax.mem_cache.tree_node import TreeNode, only_child, parent_of
 
 
 class TreeShape:

@@ -25,8 +25,8 @@ from sgl_jax.mem_cache.tree.tree_component import (
     LockedEnd,
     TreeComponent,
 )
-from sgl_jax.mem_cache.tree.tree_node import TreeNode, front
 from sgl_jax.mem_cache.tree.window_order import Levels, WindowOrder
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 _NO_PAGES = np.zeros(0, np.int32)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
-from sgl_jax.mem_cache.tree.tree_node import ReadTime, TreeNode
+from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode
 
 SPARE, CHECKPOINT, END = range(3)
 WEIGHTS = (0.1, 0.3, 4.0)

@@ -22,13 +22,13 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
 from sgl_jax.scheduler.admission.in_flight import Leader
 from sgl_jax.scheduler.admission.step_room import Option, RankRoom
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, Rooms
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.candidate_order import Offer
-from sgl_jax.scheduler.waiting.fits import NO_FLOOR, NO_LIMIT, Rooms
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 

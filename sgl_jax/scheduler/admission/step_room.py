@@ -12,21 +12,21 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.admission.forecast import Forecast
 from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
-from sgl_jax.scheduler.admission.output_lengths import MOMENTS
-from sgl_jax.scheduler.admission.preemption import Preemptible, Preemption
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.ranks import Outlook
-from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.waiting.fits import (
+from sgl_jax.scheduler.forecast.fits import (
     NO_FLOOR,
     Rooms,
     steps_to_room,
     write_ample,
     write_load,
 )
+from sgl_jax.scheduler.forecast.forecast import Forecast
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
+from sgl_jax.scheduler.preemption import Preemptible, Preemption
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.ranks import Outlook
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # A rank is full if so much of its pages is forecast to be in use: a retract is likely then.

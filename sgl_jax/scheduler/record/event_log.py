@@ -14,7 +14,7 @@ import msgspec
 
 from sgl_jax.core.array_codec import make_decoder, make_encoder
 from sgl_jax.core.private_files import open_private
-from sgl_jax.scheduler.record.events import LAYOUT, Record, Started
+from sgl_jax.scheduler.events import LAYOUT, Record, Started
 
 logger = logging.getLogger(__name__)
 

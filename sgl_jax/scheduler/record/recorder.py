@@ -6,7 +6,7 @@ from typing import Any
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.record.events import (
+from sgl_jax.scheduler.events import (
     Decision,
     Event,
     OutputsTaken,

@@ -13,9 +13,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
-from sgl_jax.scheduler.admission.preemption import Preemptible
-from sgl_jax.scheduler.waiting.fits import (
+from sgl_jax.scheduler.forecast.fits import (
     MAY_HOLD,
     NEVER,
     NO_FLOOR,
@@ -25,7 +23,9 @@ from sgl_jax.scheduler.waiting.fits import (
     next_line,
     with_tokens,
 )
-from sgl_jax.scheduler.waiting.tenants import NUM_LEVELS, Tenants, Turns
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
+from sgl_jax.scheduler.preemption import Preemptible
+from sgl_jax.scheduler.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 from sgl_jax.scheduler.waiting.waiting_lines import (
     LAST,

@@ -6,8 +6,8 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
-from sgl_jax.scheduler.waiting.fits import NEED, NO_RANK, Needs
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
+from sgl_jax.scheduler.forecast.fits import NEED, NO_RANK, Needs
+from sgl_jax.scheduler.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.waiting_lines import most_cached, places_of, read_cursors
 
 

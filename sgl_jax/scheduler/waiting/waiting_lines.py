@@ -8,7 +8,7 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.waiting.fits import NEED, Float64Array, Int64Array, Needs
+from sgl_jax.scheduler.forecast.fits import NEED, Float64Array, Int64Array, Needs
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has

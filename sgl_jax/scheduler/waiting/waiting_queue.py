@@ -14,13 +14,13 @@ from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.admission.output_lengths import MOMENTS, OutputLengths
-from sgl_jax.scheduler.admission.preemption import Preemptible
+from sgl_jax.scheduler.forecast.fits import NO_RANK, Rooms, hold, most_short, pages_short
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
+from sgl_jax.scheduler.preemption import Preemptible
+from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
-from sgl_jax.scheduler.waiting.fits import NO_RANK, Rooms, hold, most_short, pages_short
-from sgl_jax.scheduler.waiting.priority_counts import PriorityCounts
-from sgl_jax.scheduler.waiting.tenants import Tenants
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 from sgl_jax.scheduler.waiting.waiting_lines import (

@@ -6,7 +6,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from sgl_jax.core.engine_messages import TokenLogprobs
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.apis.native import MetaInfo, describe, native_logprobs
 from sgl_jax.server.apis.openai import (
     LOWEST_LOGPROB,
@@ -19,7 +20,6 @@ from sgl_jax.server.apis.openai import (
 from sgl_jax.server.chat import AnswerPart, ChatAnswer, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.text.tokenizer import Tokenizer
 

@@ -12,7 +12,8 @@ from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import StreamGroup, respond
 from sgl_jax.server.apis.openai import (
     LOWEST_LOGPROB,
@@ -31,7 +32,6 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer

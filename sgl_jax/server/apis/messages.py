@@ -13,7 +13,8 @@ from pydantic import Field, Tag
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_json_text
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.apis.context_edits import ContextManagement, edited
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
@@ -44,7 +45,6 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.offered_tools import HostedTool, tool_kind
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat
 from sgl_jax.text.call_arguments import readable_part

@@ -13,8 +13,9 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
 from sgl_jax.server.fields import (
@@ -30,7 +31,6 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer

@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
-from sgl_jax.engine.request_stream import Chunk, RequestStream
+from sgl_jax.engine.front.request_stream import Chunk, RequestStream
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import DONE, AnswerFormat, event, json_response
 from sgl_jax.server.errors import ApiError, refuse_abort
 from sgl_jax.server.fields import GenerationFields
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from sgl_jax.engine.request_stream import RequestStream
+from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.server.apis.chat import AssistantMessage, message_of
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartKind, PartsFormat
 from sgl_jax.server.chat_request import ChatRequest

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, Tag, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import holder_of
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.chat import AssistantMessage
 from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
@@ -40,7 +41,6 @@ from sgl_jax.server.offered_tools import (
     offered_name,
     tool_kind,
 )
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import references_of
 
 _Id = Annotated[str, Field(max_length=256)]

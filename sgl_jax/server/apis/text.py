@@ -12,13 +12,13 @@ from pydantic import Field, model_validator
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.server import unserved_fields
+from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import StreamGroup, json_response
 from sgl_jax.server.apis.openai import Usage, token_text, usage_of
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tool, ToolList
 from sgl_jax.server.fields import ForEach, Items, RequestFields, StrictModel, TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.openapi import answers
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat, encode_texts, prompt_requests
 

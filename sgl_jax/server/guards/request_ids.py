@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_jax.core.log_lines import request_id
-from sgl_jax.engine.request_stream import Tracer
+from sgl_jax.engine.front.request_stream import Tracer
 
 logger = logging.getLogger(__name__)
 HEADER = "x-request-id"

@@ -14,7 +14,7 @@ from sgl_jax.mem_cache.tree.block_log import BlockLog, BlocksRemoved
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import (
     NAMESPACES,
     PrefixModel,

@@ -7,7 +7,7 @@ from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer, LockedEnd
-from sgl_jax.mem_cache.tree.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import check_shape, shape_of, tokens_to
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import BoolArray
+from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
 from sgl_jax.scheduler.waiting.candidate_order import _sorted_part
-from sgl_jax.scheduler.waiting.fits import NEVER, Int64Array
 from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
 from tests.scheduler.waiting.test_waiting_queue import Queue
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.admission.output_lengths import MOMENTS
-from sgl_jax.scheduler.waiting.fits import (
+from sgl_jax.scheduler.forecast.fits import (
     MAY_HOLD,
     MAY_START,
     NEVER,
@@ -16,7 +15,8 @@ from sgl_jax.scheduler.waiting.fits import (
     Rooms,
     next_line,
 )
-from tests.scheduler.waiting.test_fits import TO_ITS_LIMIT, need, room
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
+from tests.scheduler.forecast.test_fits import TO_ITS_LIMIT, need, room
 
 NUM_TENANTS = 3
 MAX_PASSED_OVER = 4

@@ -13,8 +13,8 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.candidate_order import Offer, _sorted_part
-from sgl_jax.scheduler.waiting.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
 from tests.scheduler.driver import make_sizes

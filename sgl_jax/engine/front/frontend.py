@@ -1,0 +1,431 @@
+"""The front between clients and the engine: requests in flight, and the streams of their outputs.
+
+The HTTP server and the offline `Engine` share it. It is synchronous and calls back, so that both
+asyncio and threads can use it. It must never import jax or wait for anything.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import msgspec
+
+from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply
+from sgl_jax.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    ShuttingDownError,
+    TenantQueueFullError,
+)
+from sgl_jax.core.messages import (
+    AbortRequest,
+    CallMessage,
+    CancelCall,
+    FrontMessage,
+    GenerateRequest,
+    StopRequest,
+    Tenant,
+    holder_of,
+)
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import Shares, tenant_text
+from sgl_jax.engine.front.request_checks import EngineFacts, RequestChecks
+from sgl_jax.engine.front.request_stream import RequestStream, Tracer
+from sgl_jax.metrics.request_metrics import RequestMetrics
+from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import check_vocabulary
+
+logger = logging.getLogger(__name__)
+
+# Calls without a reply, at most: the engine may not respond.
+_MAX_CALLS = 1024
+
+
+class Frontend:
+    """Sends requests that passed its `checks` to the engine, and hands out their streams.
+
+    Thread-safe: one lock guards the streams, and callbacks run outside it.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        tokenizer: Tokenizer,
+        info: Mapping[str, Any],
+        send: Callable[[FrontMessage], None],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """The front of a started engine.
+
+        Args:
+            info: of the engine's `EngineInfo`.
+            send: queues a message for the engine, after those before it, and never blocks.
+
+        Raises:
+            ValueError: the tokenizer is not of the engine's model.
+        """
+        self.facts = EngineFacts.from_info(info)
+        check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
+        self.tokenizer = tokenizer
+        self.checks = RequestChecks(tokenizer, self.facts, is_strict=args.strict_max_tokens)
+        self.metrics = RequestMetrics(args.model_name)
+        self.tracer = tracer
+        self._send = send
+        self._log_requests = args.log_requests
+        self._lock = threading.Lock()
+        self._streams: dict[str, RequestStream] = {}
+        self._on_reply: dict[str, Callable[[Reply], None]] = {}
+        # Requests without any output so far: sent, waiting, or computing their first token. They
+        # are limited here, since the channel to the engine has no limit while the engine does not
+        # read it. A request whose client went away still counts, as its message is still there.
+        self._pending: dict[str, str] = {}  # and the tenant in whose share each counts
+        self.num_tokens = 0  # of all outputs so far, also of requests whose clients have gone
+        self._max_queued = args.max_queued_requests
+        most = self._max_queued + self.facts.max_running_requests
+        self._shares = Shares(most, args.share_part, self._max_queued)
+        self._sequence = itertools.count()
+        self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
+        self._death: str | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Return requests in flight."""
+        return len(self._streams)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the engine is gone, and no call can reach it."""
+        return self._death is not None
+
+    def check_alive(self) -> None:
+        """Raise the error of the engine's end, if it ended: see `fail`."""
+        if self._death is not None:
+            raise self._end_error(self._death)
+
+    def check_room(self, num_requests: int, tenant: Tenant | None = None) -> None:
+        """Raise if so many requests of `tenant` cannot be taken now.
+
+        Raises:
+            InvalidRequestError: they never can, because they are too many together.
+            QueueFullError: the engine has too much before it.
+            TenantQueueFullError: it has too much of the tenant's.
+        """
+        holder, num_rows = holder_of(tenant), self.facts.max_running_requests
+        num_held = self._shares.held_by(holder)
+        if tenant is not None and tenant.max_queued:
+            _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
+            most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
+            limits = f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
+        else:
+            most, alone = self._shares.most(holder), self._shares.most_alone
+            if alone < self._shares.total:
+                _check_fits(num_requests, alone, f"{tenant_text(holder)} may have in the queue")
+            limits = f"{most} that it may have now (--tenant-share)"
+        most_of_all = self._max_queued + num_rows
+        _check_fits(
+            num_requests, most_of_all, "the engine holds (--max-queued-requests and those it runs)"
+        )
+        if len(self._pending) + num_requests > most_of_all:
+            raise QueueFullError(
+                f"the queue is full: {len(self._pending)} requests wait for the engine, and "
+                f"{num_requests} more would exceed the limit of --max-queued-requests "
+                f"({self._max_queued})"
+            )
+        if num_held + num_requests > most:
+            raise TenantQueueFullError(
+                f"{num_held} requests of {tenant_text(holder)} wait for the engine, and "
+                f"{num_requests} more would exceed its limits of {limits}"
+            )
+
+    # Requests
+
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_ready: Callable[[], None],
+        *,
+        streaming: bool = True,
+        sender: str = "",
+        kept_tokens: Set[int] = frozenset(),
+    ) -> RequestStream:
+        """Send a prepared request.
+
+        In the engine it has a unique rid, so that late outputs of an ended request cannot reach a
+        later request with the same rid of the client.
+
+        No limit of the queue counts for a probe.
+
+        Args:
+            on_ready: called (on the engine's side) when `take` has something to give.
+            streaming: False calls it only at the end.
+            sender: the caller that may `abort` it by its name.
+            kept_tokens: as for `RequestStream`.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError, TenantQueueFullError: as `check_room`.
+        """
+        unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
+        stream = RequestStream(
+            unique,
+            self.tokenizer,
+            self._lock,
+            on_ready,
+            client_rid=request.rid,
+            sender=sender,
+            streaming=streaming,
+            kept_tokens=kept_tokens,
+        )
+        if self.tracer is not None:
+            stream.on_end = self.tracer.begin()
+        with self._lock:
+            self.check_alive()
+            if not unique.is_probe:
+                self.check_room(1, unique.tenant)
+                self._pending[unique.rid] = holder_of(unique.tenant)
+                self._shares.add(self._pending[unique.rid], 1)
+            self._streams[unique.rid] = stream
+        try:
+            self._send(unique)
+        except BaseException:
+            with self._lock:
+                self._streams.pop(unique.rid, None)
+                self._note_first_output(unique.rid)
+            raise
+        self.metrics.arrived.inc()
+        if self._log_requests:
+            logger.info("request %r: %d prompt tokens", unique.rid, stream.num_prompt_tokens)
+        return stream
+
+    def abandon(self, stream: RequestStream) -> None:
+        """End the request of `stream`, whose consumer has gone, unless it has ended. Call it once.
+
+        If the consumer did not take the end of a session's turn, the turn is rolled back, also if
+        the request has finished in the engine.
+        """
+        rid, session = stream.request.rid, stream.request.session
+        with self._lock:
+            is_open = self._streams.pop(rid, None) is not None
+            is_unseen = stream.drop_unseen_end()
+        if is_open:
+            self._log_end(stream, "the client went away")
+            self.metrics.aborted.inc()
+        if is_open or (is_unseen and session is not None):
+            with contextlib.suppress(EngineDeadError):  # then it has ended there, too
+                self._send(AbortRequest(rid=rid, message="the client went away", session=session))
+        stream.end_trace()
+
+    def abort(self, client_rid: str, sender: str | None = None) -> int:
+        """Abort the requests with this rid of the client, "" for all; returns their number.
+
+        Their streams end with an abort. If `sender` is given, only its requests are aborted.
+        """
+        with self._lock:
+            rids = [
+                rid
+                for rid, stream in self._streams.items()
+                if client_rid in ("", stream.client_rid) and sender in (None, stream.sender)
+            ]
+        if client_rid == "" and sender is None:
+            self._send(AbortRequest(abort_all=True))
+        else:
+            for rid in rids:
+                self._send(AbortRequest(rid=rid))
+        return len(rids)
+
+    def call(self, message: CallMessage, on_reply: Callable[[Reply], None]) -> str:
+        """Send a message to which the engine replies; `on_reply` gets the reply. Returns the id
+        of the call.
+
+        Raises:
+            EngineDeadError, ShuttingDownError: as given to `fail`.
+            QueueFullError: too many calls have no reply yet.
+        """
+        rid = f"call#{next(self._sequence)}"
+        with self._lock:
+            self.check_alive()
+            if len(self._on_reply) >= _MAX_CALLS:
+                raise QueueFullError(f"{_MAX_CALLS} calls wait for the engine's reply")
+            self._on_reply[rid] = on_reply
+        try:
+            self._send(msgspec.structs.replace(message, rid=rid))
+        except BaseException:
+            with self._lock:
+                self._on_reply.pop(rid, None)
+            raise
+        return rid
+
+    def cancel_call(self, rid: str) -> None:
+        """Cancel a call that has no reply yet; its reply comes all the same."""
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):
+            if rid in self._on_reply:
+                self._send(CancelCall(call=rid))
+
+    # The engine's side
+
+    def handle(self, message: EngineMessage) -> None:
+        """Handle an output or a reply of the engine; other messages are ignored."""
+        if isinstance(message, Reply):
+            with self._lock:
+                on_reply = self._on_reply.pop(message.rid, None)
+            if on_reply is not None:
+                on_reply(message)
+        elif isinstance(message, OutputBatch):
+            self._deliver(message)
+
+    def fail(
+        self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
+    ) -> None:
+        """End all requests and calls with an error; a second call of this has no effect.
+
+        Args:
+            reason: text for clients.
+            kind: the engine has ended, or the server shuts down without waiting any longer.
+        """
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death, self._end_error = reason, kind
+            streams, self._streams = list(self._streams.values()), {}
+            waiting, self._on_reply = self._on_reply, {}
+            for stream in streams:
+                stream.error = kind(reason)
+        for stream in streams:
+            stream.on_ready()
+        for rid, on_reply in waiting.items():
+            on_reply(Reply(rid=rid, ok=False, message=reason))
+
+    def _deliver(self, batch: OutputBatch) -> None:
+        """Feed the streams. Runs once per step, so its work per token is kept to a minimum."""
+        now = time.perf_counter()
+        self.num_tokens += len(batch.rids) + sum(len(each.token_ids) for each in batch.outputs)
+        ready: list[RequestStream] = []
+        num_tokens = 0
+        # Number of streams by the time of their last token: most streams share it.
+        num_since: Counter[float] = Counter()
+        with self._lock:
+            streams = self._streams
+            for rid, started_at in batch.starts.items():
+                if rid in streams:
+                    streams[rid].started_at = started_at
+                    self.metrics.queue_time.observe(started_at - streams[rid].created_at)
+            for rid, marks in batch.marks.items():
+                if rid in streams:
+                    streams[rid].marks += marks
+            for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
+                stream = streams.get(rid)
+                if stream is None:  # ended here already: overshoot
+                    continue
+                try:
+                    stream.accept_token(token)
+                    num_tokens += 1
+                    if stream.last_token_at is None:
+                        self._note_tokens(stream, 1, now)
+                    else:
+                        num_since[stream.last_token_at] += 1
+                        stream.last_token_at = now
+                    if stream.finish is not None:
+                        self._end(stream, now, stopped_here=True)
+                except Exception as error:  # of any type: other streams go on
+                    self._fail_stream(stream, error, now)
+                if stream.streaming or stream.has_ended:
+                    ready.append(stream)
+            for output in batch.outputs:
+                self._note_first_output(output.rid)
+                stream = streams.get(output.rid)
+                if stream is None:
+                    continue
+                before = stream.num_output_tokens
+                try:
+                    stream.accept(output)
+                    gained = stream.num_output_tokens - before
+                    num_tokens += gained
+                    if gained:
+                        self._note_tokens(stream, gained, now)
+                    if stream.finish is not None:
+                        # It may have ended by itself beyond the stop string.
+                        self._end(stream, now, stopped_here=stream.finish is not output.finish)
+                except Exception as error:
+                    self._fail_stream(stream, error, now)
+                if stream.streaming or stream.has_ended:
+                    ready.append(stream)
+        for last_token_at, num_streams in num_since.items():
+            self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
+        self.metrics.count_generated(num_tokens)
+        for stream in ready:
+            try:
+                stream.on_ready()
+            except Exception as error:
+                with self._lock:
+                    self._fail_stream(stream, error, now)
+
+    def _fail_stream(self, stream: RequestStream, error: Exception, now: float) -> None:
+        """End one request whose output this process cannot handle; its consumer gets `error`."""
+        request = stream.request
+        logger.error("request %r: its output could not be handled", request.rid, exc_info=error)
+        stream.error = error
+        if self._streams.pop(request.rid, None) is None:
+            return
+        stream.finished_at = now
+        self.metrics.aborted.inc()
+        with contextlib.suppress(EngineDeadError):
+            text = "the server failed on its output"
+            self._send(AbortRequest(rid=request.rid, message=text, session=request.session))
+
+    def _note_first_output(self, rid: str) -> None:
+        holder = self._pending.pop(rid, None)
+        if holder is not None:
+            self._shares.add(holder, -1)
+
+    def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
+        if stream.last_token_at is None:
+            stream.first_token_at = now
+            self.metrics.time_to_first_token.observe(now - stream.created_at)
+        else:
+            seconds = now - stream.last_token_at
+            self.metrics.time_per_next_token.observe(seconds / count, count)
+        stream.last_token_at = now
+
+    def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
+        """`stopped_here`: the front found a stop string, so the engine is sent a `StopRequest`."""
+        del self._streams[stream.request.rid]
+        stream.finished_at = now
+        assert stream.finish is not None
+        if stopped_here:
+            with contextlib.suppress(EngineDeadError):
+                self._send(
+                    StopRequest(
+                        rid=stream.request.rid,
+                        num_output_tokens=stream.num_output_tokens,
+                        session=stream.request.session,
+                    )
+                )
+        if stream.finish.type == "abort":
+            self.metrics.aborted.inc()
+        else:
+            self.metrics.e2e.observe(now - stream.created_at)
+        self._log_end(stream, stream.finish.type)
+
+    def _log_end(self, stream: RequestStream, how: str) -> None:
+        if self._log_requests:
+            logger.info(
+                "request %r: %s after %d tokens and %.3f s",
+                stream.request.rid,
+                how,
+                stream.num_output_tokens,
+                stream.e2e_latency_s,
+            )
+
+
+def _check_fits(num_requests: int, most: int, holder: str) -> None:
+    """Raise `InvalidRequestError` if so many requests of one client are more than ever fit."""
+    if num_requests > most:
+        raise InvalidRequestError(
+            f"prompts times n must be no more than {holder}: at most {most}, got {num_requests}"
+        )

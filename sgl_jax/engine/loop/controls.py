@@ -1,0 +1,231 @@
+"""An operator's calls to a running engine: pauses, new weights, changed settings, traces.
+
+Each call runs between two turns of the engine loop. It changes requests only by events of the
+scheduler, so that a recording has the changes.
+"""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from sgl_jax.core.calls import (
+    Done,
+    ExpertRecord,
+    GenerationState,
+    SettingsChanged,
+    Traced,
+    WeightsUpdated,
+)
+from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.messages import (
+    AbortRequest,
+    ContinueGeneration,
+    DumpExpertRecord,
+    PauseGeneration,
+    SetInternalState,
+    StartExpertRecord,
+    StartProfile,
+    StopExpertRecord,
+    StopProfile,
+    UpdateWeightsFromDisk,
+)
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.loop.call_undo import CallUndo
+from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.executor.expert_recorder import ExpertRecorder
+from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
+from sgl_jax.models.config_fields import ModelConfigError
+from sgl_jax.scheduler.events import Configure, Pause, Resume, RetractAll
+from sgl_jax.scheduler.scheduler import Scheduler
+
+# No program or buffer depends on these settings, except on the chunk size, which may only shrink.
+CHANGEABLE = (
+    "schedule_policy",
+    "load_balance_method",
+    "waiting_timeout",
+    "request_timeout",
+    "priority_scheduling_preemption_threshold",
+    "chunked_prefill_size",
+)
+_WORDS = {str: "text", int: "a whole number", float: "a number"}
+
+
+class Controlled(Protocol):
+    """The parts of `EngineCore` that `Controls` uses."""
+
+    args: ServerArgs
+    info: dict[str, Any]
+    executor: ModelExecutor
+    scheduler: Scheduler
+    watchdog: Watchdog
+
+    def settle(self) -> None: ...
+
+    def empty_caches(self) -> None: ...
+
+    def change_info(self, **facts: Any) -> None: ...
+
+
+class Controls:
+    """Handles each `ControlMessage` of `core` between two turns of its loop."""
+
+    def __init__(self, core: Controlled, undo: CallUndo) -> None:
+        """`undo` gets a step for each call with `Call.is_undone`."""
+        self._core = core
+        self._undo = undo
+
+    def pause(self, message: PauseGeneration) -> Reply:
+        """Launch no more steps; the tokens of launched ones are still sent."""
+        was_paused = self._core.scheduler.is_paused
+        self._core.settle()
+        self._core.scheduler.handle(Pause(message.mode))
+        return self._generation_reply(message, was_paused)
+
+    def resume(self, message: ContinueGeneration) -> Reply:
+        """Launch steps again."""
+        was_paused = self._core.scheduler.is_paused
+        self._core.scheduler.handle(Resume())
+        return self._generation_reply(message, was_paused)
+
+    def _restore_pause(self, is_paused: bool) -> None:
+        self._core.settle()
+        self._core.scheduler.handle(Pause("in_place") if is_paused else Resume())
+        self._core.change_info(is_paused=is_paused)
+
+    def _generation_reply(
+        self, message: PauseGeneration | ContinueGeneration, was_paused: bool
+    ) -> Reply:
+        self._undo.note(message.rid, "generation", partial(self._restore_pause, was_paused))
+        scheduler = self._core.scheduler
+        self._core.change_info(is_paused=scheduler.is_paused)
+        now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        return answer(message, now)
+
+    def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
+        """Load other weights between two steps; requests continue, also if loading fails."""
+        path = message.model_path
+        try:
+            self._core.executor.check_model(path)
+        except ModelConfigError as error:
+            return refusal(message, str(error), code="other_model", param="model_path")
+        except (OSError, ValueError) as error:  # the path cannot be a file's
+            return refusal(message, str(error), code="weights_refused", param="model_path")
+        self._core.settle()
+        num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
+        give_up_kv = self._give_up_kv if message.flush_cache else None
+        try:
+            with self._core.watchdog.patience():
+                self._core.executor.update_weights(path, give_up_kv)
+        except WeightsError as error:
+            return refusal(message, str(error), code="weights_refused", param="model_path")
+        if message.abort_all_requests:
+            ended = AbortRequest(abort_all=True, message="the weights were updated")
+            self._core.scheduler.handle(ended)
+        if give_up_kv is not None:
+            give_up_kv()
+        self._core.executor.renew_store_keys(keeps_kv=give_up_kv is None)
+        self._core.change_info(model_path=path)
+        text = f"serving the weights in {path!r}"
+        return answer(message, WeightsUpdated(True, text, num_running))
+
+    def _give_up_kv(self) -> None:
+        """Retract all requests and empty all caches, whose KV is of the old weights."""
+        self._core.scheduler.handle(RetractAll())
+        self._core.empty_caches()
+
+    def set_settings(self, message: SetInternalState) -> Reply:
+        """Change all settings in `message`, or none if one of them is refused."""
+        core, given = self._core, message.server_args
+        most = core.executor.sizes.max_chunk_tokens
+        try:
+            changes = {name: _checked(name, value) for name, value in given.items()}
+            chunk_tokens = changes.get("chunked_prefill_size", most)
+            if not 1 <= chunk_tokens <= most:
+                raise ValueError(
+                    f"chunked_prefill_size must be in [1, {most}], for which the programs were "
+                    f"compiled, got {chunk_tokens}"
+                )
+            args = dataclasses.replace(core.args, **changes)
+        except (ValueError, OverflowError) as error:
+            return refusal(message, str(error), code="not_changeable", param="server_args")
+        self._undo.note(
+            message.rid, "settings", partial(self._configure, core.args, core.info["settings"])
+        )
+        self._configure(args, core.info["settings"] | changes)
+        return answer(message, SettingsChanged(updated=True, server_args=changes))
+
+    def _configure(self, args: ServerArgs, shown: dict[str, Any]) -> None:
+        """Use the settings `args`, and send `shown` to the front."""
+        core = self._core
+        core.args = args
+        chunk = args.chunked_prefill_size or core.executor.sizes.max_chunk_tokens
+        core.scheduler.handle(Configure(args.for_scheduler(), chunk))
+        core.change_info(settings=shown)
+
+    def start_profile(self, message: StartProfile) -> Reply:
+        """Start a device trace; if it is refused, the temporary folder made for it is removed."""
+        folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
+        try:
+            self._core.executor.profiler.start(Path(folder), message.num_steps)
+        except (RuntimeError, OSError, ValueError) as error:
+            if message.output_dir is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            param = None if isinstance(error, RuntimeError) else "output_dir"
+            return refusal(message, str(error), code="profile_refused", param=param)
+        return answer(message, Traced(folder))
+
+    def stop_profile(self, message: StopProfile) -> Reply:
+        try:
+            folder = self._core.executor.profiler.stop()
+        except (RuntimeError, OSError) as error:
+            return refusal(message, str(error), code="profile_refused")
+        return answer(message, Traced(str(folder)))
+
+    def start_expert_record(self, message: StartExpertRecord) -> Reply:
+        return self._with_recorder(message, lambda own: own.start())
+
+    def stop_expert_record(self, message: StopExpertRecord) -> Reply:
+        return self._with_recorder(message, lambda own: own.stop())
+
+    def dump_expert_record(self, message: DumpExpertRecord) -> Reply:
+        return self._with_recorder(message, lambda own: ExpertRecord(own.counts().tolist()))
+
+    def _with_recorder(self, message: Any, act: Callable[[ExpertRecorder], Any]) -> Reply:
+        try:
+            return answer(message, act(self._core.executor.expert_recorder) or Done())
+        except RuntimeError as error:
+            return refusal(message, str(error), code="record_refused")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """`value` in the type of setting `name`.
+
+    Raises ValueError if the type is wrong, or if the setting cannot be changed.
+    """
+    if name not in CHANGEABLE:
+        raise ValueError(
+            f"{name} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
+        )
+    (field,) = (field for field in dataclasses.fields(ServerArgs) if field.name == name)
+    kind: Any = field.type
+    is_kind = isinstance(value, str) if kind is str else isinstance(value, int | float)
+    if not is_kind or kind(value) != value:
+        raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}")
+    return kind(value)
+
+
+def answer(message: Any, data: Any) -> Reply:
+    """The reply to a call that succeeded; a dictionary holds builtins alone, and is not copied."""
+    builtins = data if isinstance(data, dict) else msgspec.to_builtins(data)
+    return Reply(rid=message.rid, ok=True, data=builtins)
+
+
+def refusal(message: Any, why: str, **data: Any) -> Reply:
+    """The reply to a refused call, with the reason `why`; `data` as in `Reply`."""
+    return Reply(rid=message.rid, ok=False, message=why, data=data)

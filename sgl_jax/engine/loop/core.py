@@ -1,0 +1,545 @@
+"""The engine loop: messages in, steps on the device, outputs out.
+
+`EngineCore` owns one scheduler and one executor. It runs in a process of its own behind the HTTP
+server, or in a thread behind the offline `Engine`, with the same code.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from sgl_jax.core.calls import CALL_OF, CacheSaved
+from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
+from sgl_jax.core.errors import GroupError, InvalidRequestError
+from sgl_jax.core.messages import (
+    AbortRequest,
+    CancelCall,
+    CloseSession,
+    ControlMessage,
+    FlushCache,
+    ForkSession,
+    FrontMessage,
+    GenerateRequest,
+    GetState,
+    MemoryMessage,
+    OpenSession,
+    SaveCache,
+    SessionMessage,
+    Shutdown,
+    StopRequest,
+    WithReply,
+)
+from sgl_jax.core.progress import Progress
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.channels import Channel
+from sgl_jax.engine.loop.background_audit import BackgroundAudit
+from sgl_jax.engine.loop.call_undo import CallUndo
+from sgl_jax.engine.loop.controls import Controls, answer, refusal
+from sgl_jax.engine.loop.grammar_masks import step_masks
+from sgl_jax.engine.loop.host_transfers import HostTransfers
+from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
+from sgl_jax.engine.loop.memory_defect import DefectRecord
+from sgl_jax.engine.loop.pending_flushes import PendingFlushes
+from sgl_jax.engine.loop.request_grammars import RequestGrammars
+from sgl_jax.engine.loop.request_stamps import RequestStamps
+from sgl_jax.engine.loop.saved_cache import CacheSaver
+from sgl_jax.engine.loop.step_failures import StepFailures
+from sgl_jax.engine.loop.step_log import StepLog
+from sgl_jax.engine.watchdog import Watchdog, exit_process
+from sgl_jax.executor.first_token import first_token_plan
+from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.hosts.group_executor import GroupExecutor
+from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.memory_view.reader import MemoryReader
+from sgl_jax.scheduler.events import (
+    AwaitPrograms,
+    FailAll,
+    Flush,
+    PlanStep,
+    ProgramsReady,
+    Rebuild,
+    ResultRead,
+    TakeOutputs,
+    Tick,
+)
+from sgl_jax.scheduler.record.event_log import EventWriter
+from sgl_jax.scheduler.record.recorder import RecordedScheduler
+from sgl_jax.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_S = 0.2
+_MOVING_POLL_S = 0.005  # instead, while prefixes are loaded or put, or grammars are compiled
+# Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
+# would gain nothing.
+_STARVED_POLL_S = 0.001
+_NOT_AWAITED = "its caller no longer waits"
+_NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
+_REBUILT = (
+    "the engine found the records of its memory wrong and started afresh; "
+    "requests in flight were lost and may be sent again"
+)
+
+
+class EngineCore:
+    """Builds the executor, compiles its programs, and runs a scheduler on it.
+
+    `info` has the facts that a front needs: sizes, model path, end-of-sequence ids, dtype. Changes
+    of it are sent to the front. The scheduler's state changes only by `scheduler.handle`, whose
+    events a recording repeats.
+    """
+
+    def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
+        """`progress` gets the phases of the start, and of long work afterwards."""
+        self.args = args
+        self._progress = progress or Progress()
+        # First, so that a failure is reported before the model is loaded.
+        kv_events = KVEventsConfig.read(args.kv_events_config)
+        self._recording = EventWriter.create(args.record_events) if args.record_events else None
+        executor = GroupExecutor if args.num_hosts > 1 else ModelExecutor
+        self.executor = executor(args, self._progress)
+        self.executor.warm_up()
+        sizes = self.executor.sizes
+        self.info: dict[str, Any] = {
+            **self.executor.info,
+            "max_request_tokens": sizes.max_request_tokens,
+            "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
+            "is_paused": False,
+            "failed_steps": 0,  # in a row
+        }
+        compiler = GrammarCompiler(
+            args.tokenizer_folder,
+            sizes.vocab_size,
+            sizes.eos_token_ids,
+            opens_objects=args.open_json_objects,
+        )
+        if self._recording is None:
+            self.scheduler = Scheduler(sizes, args)
+        else:
+            self.scheduler = RecordedScheduler(sizes, args, self._recording.write)
+        self._grammars = RequestGrammars(
+            self.scheduler,
+            compiler,
+            args.max_queued_requests,
+            has_shares=args.share_part < 1,
+        )
+        memories = [rank.memory for rank in self.scheduler.ranks]
+        self._kv_events = open_kv_events(kv_events, memories)
+        self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._depth = 0 if args.disable_overlap_schedule else 1
+        self._transfers: HostTransfers | None = None
+        if sizes.host_blocks:
+            timeout_s = args.store_timeout_s
+            self._transfers = HostTransfers(self.scheduler, self.executor, timeout_s)
+        self._saver: CacheSaver | None = None
+        if args.restore_cache is not None and self._transfers is not None:
+            keys = self.executor.store_fingerprint
+            self._saver = CacheSaver(args, keys, self.scheduler, self._transfers)
+            self._saver.restore()
+        self._log = StepLog(args.decode_log_interval)
+        self._failures = StepFailures(
+            args.max_step_failures, lambda count: self.change_info(failed_steps=count)
+        )
+        self._defects = DefectRecord(args.memory_dump_dir)
+        self._undo = CallUndo()
+        self._controls = Controls(self, self._undo)
+        self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
+        self._flushes = PendingFlushes(self.scheduler)
+        self._is_shutting_down = False
+        self._is_audited = True
+        self._has_slices = args.check_memory in ("background", "busy")
+        self._background_audit = BackgroundAudit(self.scheduler.audit_slices, time.monotonic())
+        self._is_compiling = self.executor.start_background()
+        if self._is_compiling:
+            self.scheduler.handle(AwaitPrograms())
+
+    def run(
+        self,
+        channel: Channel,
+        on_stall: Callable[[], None] = exit_process,
+        *,
+        close: bool = True,
+        after_turn: Callable[[bool], object] | None = None,
+    ) -> None:
+        """Serve until a `Shutdown` message. Raises errors that the engine cannot recover from.
+
+        Args:
+            on_stall: called from another thread if a step takes longer than the watchdog allows.
+            close: free the device's memory afterwards.
+            after_turn: called after each turn of the loop, with True if there was nothing to do.
+        """
+        self._channel = channel
+        if isinstance(self.executor, GroupExecutor):
+            self.executor.on_leaving(lambda rank: channel.send(EndRequested(host=rank)))
+        self.watchdog = Watchdog(channel.send, self._progress, self.args.watchdog_timeout, on_stall)
+        with self.watchdog:
+            while not self._is_shutting_down:
+                is_resting = self.scheduler.is_resting and not self._in_flight
+                self.watchdog.feed()
+                may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
+                is_moving = may_wait and self._is_moving()
+                poll_s = 0.0
+                if may_wait:
+                    poll_s = _MOVING_POLL_S if is_moving else _IDLE_POLL_S
+                messages = channel.poll(poll_s)
+                is_idle = may_wait and not is_moving and not messages
+                now_s = time.monotonic()
+                # A message must see the current time. Without one, a tick is made only if due,
+                # since each is recorded.
+                if messages or self.scheduler.needs_tick(now_s):
+                    self._tick(now_s)
+                cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
+                for message in messages:
+                    if isinstance(message, WithReply) and message.rid in cancelled:
+                        channel.send(refusal(message, _NOT_AWAITED))
+                    else:
+                        self._handle(message)
+                try:
+                    if is_idle:
+                        self._audit()
+                        if self._failures.is_probe_due and self.scheduler.is_idle:
+                            self._probe()
+                    elif self._has_slices and now_s >= self._background_audit.due_s:
+                        self._background_audit.run_if_due(now_s)
+                    if self._is_compiling:
+                        self._look_for_programs()
+                    if self._grammars.queue.ended or self._grammars.ended:
+                        self._grammars.hand_out()
+                    if self._transfers is not None:
+                        self._transfer(self._transfers.move)
+                    if self._flushes.calls:
+                        self._flushes.answer_all(channel.send, _REBUILT)
+                    if self._saver is not None:
+                        self._saver.save_if_due(now_s)
+                    self._step()
+                except MemoryDefectError as error:
+                    self._answer_defect(error)
+                if self.scheduler.has_outputs:
+                    batch: OutputBatch = self.scheduler.handle(TakeOutputs())
+                    has_stamps = self._stamps.starts or self._stamps.marks
+                    channel.send(self._stamps.add_to(batch) if has_stamps else batch)
+                if self._failures.num_consecutive:
+                    self._failures.check()  # once all requests of the last step have their answers
+                if self._kv_events is not None:
+                    self._kv_events.publish()
+                if after_turn is not None:
+                    after_turn(is_idle)
+        self._abort_all()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            if close:
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._grammars.queue.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
+            if self._recording is not None:
+                self._recording.close()
+        finally:
+            self.executor.close()
+
+    def _is_moving(self) -> bool:
+        """Return whether work beside the loop may end soon, while no step can be planned."""
+        is_restoring = self._saver is not None and self.scheduler.is_restoring
+        return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
+
+    def _look_for_programs(self) -> None:
+        """When the background compilation has ended, start the requests that waited for it."""
+        end = self.executor.background_end()
+        if end is None:
+            return
+        self._is_compiling = False
+        if end:
+            logger.error("%s%s", _NOT_COMPILED, end)
+        self.scheduler.handle(ProgramsReady(_NOT_COMPILED + end if end else ""))
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _tick(self, now_s: float) -> None:
+        """Set the scheduler's time. If that ends requests or sessions, audit the memory again."""
+        before = self.scheduler.num_sessions, self.scheduler.num_running
+        try:
+            self.scheduler.handle(Tick(now_s))
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+        if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
+            self._is_audited = False
+
+    def _transfer(self, run: Callable[[], None]) -> None:
+        """Run a method of `HostTransfers`; after an error of the device, start over."""
+        try:
+            run()
+        except MemoryDefectError:
+            raise
+        except Exception as error:  # of any type
+            self._recover(error)
+
+    def _step(self) -> None:
+        """Plan and launch one step; read the oldest once enough are in flight."""
+        is_resting = self.scheduler.is_resting
+        plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
+        if plan is not None:
+            if self._stamps.has_marks or any(rank.admissions for rank in plan.ranks):
+                self._stamps.note_launch(plan)
+            try:
+                handle = self.executor.launch(plan)
+            except Exception as error:  # of any type
+                self._recover(error)
+                return
+            self._in_flight.append((plan, handle))
+            if self._transfers is not None:
+                self._transfers.launched(plan)
+            self._is_audited = False
+            if plan.is_masked and not self._draw(plan, handle):
+                return
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            self._read_oldest()
+        elif plan is None and not self.scheduler.is_resting:
+            time.sleep(_STARVED_POLL_S)
+
+    def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
+        """Sample a masked step after reading all earlier results; False after an error."""
+        while len(self._in_flight) > 1:
+            if not self._read_oldest():
+                return False
+        masks = step_masks(plan, self.scheduler)
+        try:
+            self.executor.draw(handle, masks)
+        except Exception as error:
+            self._recover(error)
+            return False
+        return True
+
+    def settle(self) -> None:
+        """Read the results of all steps in flight, so that none of their tokens is lost."""
+        while self._in_flight:
+            self._read_oldest()
+
+    def _read_oldest(self) -> bool:
+        """Wait for the oldest step in flight, and apply its result; False after an error."""
+        plan, handle = self._in_flight.popleft()
+        try:
+            results = self.executor.result(handle)
+        except Exception as error:
+            self._recover(error)
+            return False
+        if self._stamps.has_marks:
+            self._stamps.note_result(plan.step_id)
+        if self._transfers is not None:
+            self._transfers.ended(plan)
+        if self._failures.num_consecutive:
+            self._failures.note_success()
+        self.scheduler.handle(ResultRead(plan.step_id, results))
+        self._log.after_step(plan, self.scheduler)
+        return True
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: end all requests with an error, and reset the device.
+
+        Raises `error` if it means that the hosts of the engine no longer agree.
+        """
+        if isinstance(error, GroupError):
+            raise error
+        logger.exception("a step failed; all requests in flight end with an error")
+        self._failures.note_failure()
+        self._reset_device()
+        self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
+
+    def _probe(self) -> None:
+        """Run a step of no request, to find out whether the device works again.
+
+        The last step failed, so nothing is cached that the probe could overwrite.
+        """
+        try:
+            self.executor.result(self.executor.launch(first_token_plan(self.executor.sizes)))
+        except Exception as error:
+            self._recover(error)
+            return
+        self._failures.note_success()
+        self._reset_device()
+        self.scheduler.handle(FailAll("the device was reset"))
+
+    def _reset_device(self) -> None:
+        """Start over with an empty pool; the results of steps in flight are not read."""
+        self._in_flight.clear()
+        if self._transfers is not None:
+            self._transfers.reset()
+        self.executor.reset()
+
+    def _answer_defect(self, error: MemoryDefectError) -> None:
+        """Record a memory defect; then crash, or end all requests and continue, by the setting."""
+        memories = [rank.memory for rank in self.scheduler.ranks]
+        context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
+        where = self._defects.record(error, memories, context)
+        if self.args.memory_error_action == "crash":
+            raise type(error)(f"{error}; {where}") from error
+        # Steps in flight still use the old pages, so the device gets a new pool.
+        self._reset_device()
+        self.scheduler.handle(Rebuild(_REBUILT))
+        self._is_audited = False
+
+    def change_info(self, **facts: Any) -> None:
+        """Update `info`, and send it to the front."""
+        self.info = self.info | facts
+        self._channel.send(EngineInfo(info=self.info))
+
+    def _audit(self) -> None:
+        """While idle, prove by a full walk that no page has leaked since the last audit."""
+        if self.args.check_memory == "off":
+            return
+        if not self._is_audited:
+            self.scheduler.audit()
+            self._is_audited = True
+        self._background_audit.proved(time.monotonic())
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _handle(self, message: FrontMessage) -> None:
+        """Call the message's method in the table of calls, and send the reply that it returns."""
+        call = CALL_OF[type(message)]
+        if isinstance(message, ControlMessage):
+            handle: Any = getattr(self._controls, call.handler)
+        elif isinstance(message, MemoryMessage):
+            handle = partial(self._read_memory, getattr(self._memory_reader, call.handler))
+        elif isinstance(message, SessionMessage):
+            handle = self._call_sessions
+        elif isinstance(message, AbortRequest | StopRequest):
+            handle = self.scheduler.handle
+        else:
+            handle = getattr(self, call.handler)
+        if not call.is_read:
+            self._is_audited = False
+        started_s = time.thread_time()
+        try:
+            reply = handle(message)
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+            is_asked = call.answer is not None
+            reply = refusal(message, _REBUILT, status_code=500) if is_asked else None
+        if reply is not None and call.is_read:
+            cost_s = time.thread_time() - started_s
+            reply = msgspec.structs.replace(reply, cost_s=cost_s)
+        if reply is not None:
+            self._channel.send(reply)
+
+    def cancel(self, message: CancelCall) -> None:
+        """Undo a call whose caller no longer waits; `run` skips one that it has not begun."""
+        for flush in self._flushes.take(message.call):
+            self._channel.send(refusal(flush, _NOT_AWAITED))
+        self._undo.undo(message.call)
+
+    def _call_sessions(self, message: SessionMessage) -> Reply:
+        reply: Reply = self.scheduler.handle(message)
+        if reply.ok and isinstance(message, OpenSession | ForkSession):
+            opened = (
+                message.new_session_id if isinstance(message, ForkSession) else message.session_id
+            )
+            close = CloseSession(session_id=opened)
+            undo = partial(self.scheduler.handle, close)
+            self._undo.note(message.rid, f"session {opened}", undo)
+        return reply
+
+    def submit(self, message: GenerateRequest) -> None:
+        """Queue a request, and compile its grammar if it has one."""
+        self.scheduler.handle(message)
+        self._grammars.begin(message)
+
+    def shut_down(self, message: Shutdown) -> None:
+        """This turn of the loop is the last."""
+        self._is_shutting_down = True
+
+    def _abort_all(self) -> None:
+        """At the end, abort all requests, which releases all leases, and audit the memory."""
+        self._in_flight.clear()
+        try:
+            shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
+            self.scheduler.handle(shut_down)
+            while self.scheduler.is_aborting:
+                self.scheduler.handle(Tick(time.monotonic()))
+            self._audit()
+        except MemoryDefectError as error:
+            self._answer_defect(error)
+        finally:
+            if self.scheduler.has_outputs:
+                self._channel.send(self.scheduler.handle(TakeOutputs()))
+
+    def flush(self, message: FlushCache) -> Reply | None:
+        """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
+        store. The reply is sent then, at the earliest in this turn of the loop."""
+        self._flushes.add(message)
+        return None
+
+    def save_cache(self, message: SaveCache) -> Reply | None:
+        """Save the cache beside the loop, and reply when that has ended."""
+        if self._saver is None:
+            return refusal(message, "there is no --restore-cache to save to", code="no_folder")
+
+        def send_reply(saved: Future[int]) -> None:
+            error = saved.exception()
+            if error is None:
+                self._channel.send(answer(message, CacheSaved(saved.result())))
+            else:
+                logger.error("the cache could not be saved", exc_info=error)
+                text = f"the cache could not be saved: {error}"
+                self._channel.send(refusal(message, text, status_code=500))
+
+        self._saver.save().add_done_callback(send_reply)
+        return None
+
+    def empty_caches(self) -> None:
+        """Empty the prefix caches now. No request may run; prefixes on their way to the store are
+        given up."""
+        if self._transfers is not None:
+            self._transfer(self._transfers.give_up_puts)
+        self.scheduler.handle(Flush())
+
+    def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
+        """Reply with a reading of the memory."""
+        try:
+            return answer(message, read(message))
+        except InvalidRequestError as error:
+            return refusal(message, str(error), param=error.param)
+        except Exception as error:  # inconsistent records may raise anything
+            logger.exception("the memory cannot be read")
+            return refusal(message, f"the memory cannot be read: {error}", status_code=500)
+
+    def read_state(self, message: GetState) -> Reply:
+        return answer(message, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """`Scheduler.rank_states`, and counters since the start."""
+        scheduler = self.scheduler
+        counters = {
+            **scheduler.counters(),
+            **self._log.counters(),
+            "memory_errors": self._defects.num_defects,
+            "step_failures": self._failures.num_failed,
+            "grammars_compiled": self._grammars.queue.num_compiled,
+            "memory_walks": self._background_audit.num_walks,
+            **self.executor.compile_counts(),
+        }
+        hosts = self.executor.host_reports() if isinstance(self.executor, GroupExecutor) else []
+        return {
+            "ranks": scheduler.rank_states(),
+            "num_waiting": scheduler.num_waiting,
+            "num_waiting_retracted": scheduler.num_waiting_retracted,
+            "waiting_for": scheduler.count_waiting(),
+            "num_sessions": scheduler.num_sessions,
+            "memory_audit_age_s": self._background_audit.age_s(time.monotonic()),
+            "tenants": {name: each._asdict() for name, each in scheduler.tenants().items()},
+            "counters": counters,
+            "hosts": msgspec.to_builtins(hosts),
+        }

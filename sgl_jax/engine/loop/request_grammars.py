@@ -1,0 +1,101 @@
+"""Compiles the grammar of each request beside the engine loop, while the request waits at the gate.
+
+Between two steps the loop sends the scheduler an event (`GrammarReady`) for each finished
+compilation. From then on the request holds its own matcher, so a step never waits for one.
+"""
+
+from collections import deque
+
+from llguidance import LLMatcher
+
+from sgl_jax.core.engine_messages import FinishReason
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import GenerateRequest, holder_of
+from sgl_jax.core.shares import tenant_text
+from sgl_jax.grammar.compile_queue import CompileQueue, Job
+from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.scheduler.events import GrammarReady
+from sgl_jax.scheduler.scheduler import Scheduler
+
+# Requests that get their grammar in one turn of the loop: some milliseconds of the host's time.
+_MAX_HANDED_OUT = 256
+
+
+class RequestGrammars:
+    """The grammars of the requests of `scheduler`.
+
+    Attributes:
+        queue: the grammars to compile; `hand_out` is needed while `queue.ended` has any.
+        ended: requests whose grammar has ended, and is to be handed out.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        compiler: GrammarCompiler,
+        max_queued: int,
+        *,
+        has_shares: bool,
+    ) -> None:
+        """`max_queued` and `has_shares`: as for `CompileQueue`."""
+        self._scheduler = scheduler
+        self._compiler = compiler
+        self._has_shares = has_shares
+        self.ended: deque[tuple[str, Job]] = deque()
+        self.queue = CompileQueue(
+            compiler.compile, scheduler.awaits_grammar, max_queued, has_shares=has_shares
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a request waits for its grammar."""
+        return bool(self.ended) or bool(self.queue)
+
+    def begin(self, message: GenerateRequest) -> None:
+        """Compile the grammar of a request that the scheduler has just got, if it has one."""
+        grammar = message.sampling.grammar
+        request = self._scheduler.awaits_grammar(message.rid)
+        if grammar is None or request is None or request.message.sampling is not message.sampling:
+            return  # it was refused, perhaps because another request has its id
+        holder = holder_of(message.tenant)
+        matcher = self.queue.find(grammar)
+        if matcher is not None:
+            self._pass_on(message.rid, matcher)
+        elif not self.queue.add(grammar, message.rid, holder):
+            is_of_holder = self._has_shares or bool(holder)
+            full = _queue_full(tenant_text(holder) if is_of_holder else None)
+            self._scheduler.handle(GrammarReady(message.rid, full))
+
+    def hand_out(self) -> None:
+        """Pass on compiled grammars, and end requests whose grammar is refused, `_MAX_HANDED_OUT`
+        at most."""
+        if self.queue.ended:
+            self.ended += [(rid, job) for job in self.queue.take() for rid, _ in job.requests]
+        for _ in range(min(len(self.ended), _MAX_HANDED_OUT)):
+            rid, job = self.ended.popleft()
+            if job.matcher is not None:
+                self._pass_on(rid, job.matcher)
+            else:
+                self._scheduler.handle(GrammarReady(rid, _refusal(job)))
+
+    def _pass_on(self, rid: str, matcher: LLMatcher) -> None:
+        request = self._scheduler.awaits_grammar(rid)
+        if request is not None:  # else its client has left
+            request.matcher = self._compiler.follow(matcher)
+            self._scheduler.handle(GrammarReady(rid))
+
+
+def _refusal(job: Job) -> FinishReason:
+    status_code, param = 500, None
+    if isinstance(job.error, InvalidRequestError):
+        status_code, param = 400, job.error.param
+    return FinishReason("abort", message=str(job.error), status_code=status_code, param=param)
+
+
+def _queue_full(whose: str | None) -> FinishReason:
+    """The end of a request for which a tenant in words, or None for all, has no place left."""
+    if whose is None:
+        text = "too many grammars wait to be compiled"
+        return FinishReason("abort", message=text, status_code=503, code="queue_full")
+    text = f"too many grammars of {whose} wait to be compiled"
+    return FinishReason("abort", message=text, status_code=429, code="tenant_queue_full")

@@ -1,0 +1,516 @@
+"""Which requests fit which ranks.
+
+A request fits a rank if at each moment ahead the pages that running requests are forecast to hold
+and its own, weighted by the chance that it still runs, stay within the pool. It also fits if its
+pages up to its own limit do, next to the most that the running requests may come to take: no
+forecast keeps it from starting then.
+
+A moment does not count if the request has done enough by then. Each of its tokens saves a part of
+a step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and
+these tokens once more, times `conservativeness`.
+
+A rank that is held for a request counts that one's pages from the step on at which it is expected
+to start. So others may pass it that end before, or leave it enough (backfilling; Lifka, "The
+ANL/IBM SP Scheduling System", 1995).
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_jax.core.compiled import compiled
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
+
+Float64Array: TypeAlias = NDArray[np.float64]
+Int64Array: TypeAlias = NDArray[np.int64]
+
+NEVER = np.iinfo(np.int32).max  # pages that no rank has
+NO_RANK = -1
+# Results of `next_line` that are not the index of a rank.
+MAY_START, MAY_HOLD = -1, -2
+# Below every priority.
+NO_FLOOR = int(np.iinfo(np.int64).min)
+# More tokens than any request has.
+NO_LIMIT = int(np.iinfo(np.int32).max)
+
+# The room of a rank for another request.
+ROOM = np.dtype(
+    (
+        np.record,
+        [
+            ("total", np.int64),  # pages of the first pool
+            ("num_in_use", np.int64),  # of these, by running requests now
+            ("pages", np.float64, len(MOMENTS) - 1),  # that they are forecast to hold then
+            ("peak", np.int64),  # index of the highest of these
+            ("most", np.int64),  # that they may come to hold
+            ("num_running", np.int64),  # requests
+            ("conservativeness", np.float64),  # of growth up to 1, and of a retract's price
+            ("page_size", np.int64),
+            ("chunk_size", np.int64),  # prompt tokens of a step
+            ("step_price", np.int64),  # prompt tokens that take as long as a step does without any
+            ("is_open", np.bool_),  # whether the step takes another request that fits
+            ("floor", np.int64),  # a request starts in this step only if its priority is above
+            ("most_tokens", np.int64),  # if it is so by one, only if it has no more to compute
+            # It is held against requests up to this priority, for another that is expected to hold
+            # so many pages, from so many steps on, and so many at most.
+            ("held_above", np.int64),
+            ("held_pages", np.int64),
+            ("held_steps", np.int64),
+            ("held_most", np.int64),
+        ],
+    )
+)
+Rooms: TypeAlias = NDArray[Any]
+
+# The need of a waiting request.
+NEED = np.dtype(
+    (
+        np.record,
+        [
+            ("pages", np.int32),  # for its known tokens and one more
+            ("most", np.int32),  # up to its limit
+            ("tokens", np.int32),  # known
+            ("left", np.int32),  # tokens that it may still gain
+            ("output_len", np.int32),  # of the known tokens
+            ("length_class", np.int32),  # of its output
+            ("bucket", np.int32),  # of the output's present length
+            ("priority", np.int64),
+        ],
+    )
+)
+Needs: TypeAlias = NDArray[Any]
+
+
+@compiled("(rooms[::1], int64, int64, boolean, int64, int64)", rooms=ROOM)
+def write_load(
+    rooms: Rooms, dp_rank: int, num_running: int, is_open: bool, floor: int, most_tokens: int
+) -> None:
+    """Write a rank's load to its room."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    room.num_running, room.is_open = num_running, is_open
+    room.floor, room.most_tokens = floor, most_tokens
+
+
+@compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
+def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -> None:
+    """Write the pages of a rank where any request fits: it needs no forecast of their growth."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    room.num_in_use, room.peak, room.most = num_in_use, 0, num_in_use + most_growth
+    for j in range(len(room.pages)):
+        room.pages[j] = num_in_use
+
+
+@compiled("(int64, int64, int64, int64, boolean)")
+def _has_tokens(
+    priority: int, num_tokens: int, floor: int, most_tokens: int, is_open_tenant: bool
+) -> bool:
+    """Return whether the step has prompt tokens for a request with `num_tokens` to compute."""
+    if priority == floor + 1:
+        return num_tokens <= most_tokens or is_open_tenant
+    return priority > floor
+
+
+@compiled("(room, int64)", room=ROOM)
+def _num_steps(room: Any, num_pages: int) -> int:
+    """Return the steps until a prompt of `num_pages` pages is computed."""
+    num_tokens = num_pages * room.page_size
+    return num_tokens // room.chunk_size if num_tokens >= room.chunk_size else 0
+
+
+@compiled("(room,)", room=ROOM)
+def _steps_per_page(room: Any) -> float:
+    """Return the steps in which a request has done enough for a retract, for each page that it
+    takes to start; infinity if it never has."""
+    # In prompt tokens, by each of its tokens.
+    gain, price = room.step_price / (room.num_running + 1), room.conservativeness
+    return float(price * room.page_size / (gain - price)) if gain > price else np.inf
+
+
+@compiled(
+    "(room, need, int64, int64, boolean, boolean, float64[::1], int64[::1], float64)",
+    room=ROOM,
+    need=NEED,
+)
+def _most_short(
+    room: Any,
+    need: Any,
+    num_pages: int,
+    num_steps: int,
+    is_alone: bool,
+    is_held: bool,
+    chances: Float64Array,
+    moments: IntpArray,
+    steps_per_page: float,
+) -> float:
+    """Return the pages that a request lacks at the moment at which it lacks most.
+
+    See `pages_short`. Its prompt takes `num_steps`. If `is_alone`, the pages of others do not
+    count. If `is_held`, the rank's hold counts. `steps_per_page` is from `_steps_per_page`.
+    """
+    growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)
+    horizon = num_pages * steps_per_page
+    worst, after = -float(room.total), 0
+    for j in range(len(chances)):
+        ahead = max((moments[j] + moments[j + 1]) // 2 - num_steps, 0)
+        is_far = moments[j] > horizon and not is_held
+        if j and (is_far or moments[j] >= num_steps + need.left):
+            break
+        if num_steps == 0:
+            after = j
+        else:
+            while after + 1 < len(chances) and moments[after + 1] <= ahead:
+                after += 1
+        own = float(num_pages)
+        if j:
+            own = chances[after] * (num_pages + growth * min(ahead, need.left))
+        if is_held and moments[j + 1] > room.held_steps:
+            own += room.held_pages
+        others = 0.0 if is_alone else room.pages[j]
+        worst = max(worst, others + own - room.total)
+    return worst
+
+
+@compiled(
+    "(room, need, int64, float64[:, :, ::1], int64[::1], float64)",
+    room=ROOM,
+    need=NEED,
+)
+def _pages_short(
+    room: Any,
+    need: Any,
+    num_pages: int,
+    chances: Float64Array,
+    moments: IntpArray,
+    steps_per_page: float,
+) -> int:
+    """Return the pages that a request lacks in a room; not above 0 if it has enough.
+
+    Args:
+        room: of a rank.
+        need: the request's.
+        num_pages: it takes to start, `need.pages` or fewer, since others have its prefix in use.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    worst: int = int(room.most + need.most - (need.pages - num_pages) - room.total)
+    num_steps = _num_steps(room, num_pages)
+    is_held = need.priority <= room.held_above and num_steps + need.left > room.held_steps
+    if is_held:
+        worst += int(room.held_most)
+    if worst <= 0:
+        return worst
+    assert 0 <= need.length_class < len(chances)
+    assert 0 <= need.bucket < chances.shape[1]
+    goes_on = chances[need.length_class, need.bucket]
+    short = _most_short(
+        room, need, num_pages, num_steps, False, is_held, goes_on, moments, steps_per_page
+    )
+    return min(worst, int(np.ceil(short)))
+
+
+@compiled(
+    "(rooms[::1], int64, needs[::1], int64, int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def pages_short(
+    rooms: Rooms,
+    dp_rank: int,
+    needs: Needs,
+    line: int,
+    num_pages: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> int:
+    """Return the pages that the request in `line` lacks on a rank; not above 0 if it has enough.
+
+    Args:
+        rooms: ROOM[ranks].
+        dp_rank: index of the rank's room.
+        needs: NEED[lines].
+        line: index of the request's need.
+        num_pages: it takes to start, beside shared pages of its prefix.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    assert 0 <= dp_rank < len(rooms)
+    assert 0 <= line < len(needs)
+    steps_per_page = _steps_per_page(rooms[dp_rank])
+    return _pages_short(rooms[dp_rank], needs[line], num_pages, chances, moments, steps_per_page)
+
+
+@compiled(
+    "(rooms[::1], needs[::1], int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def most_short(
+    rooms: Rooms, needs: Needs, line: int, chances: Float64Array, moments: IntpArray
+) -> IntpArray:
+    """Return `pages_short` in each of `rooms` if no running request has the prefix of the request
+    in use: int64[len(rooms)]."""
+    short = np.empty(len(rooms), np.int64)
+    assert 0 <= line < len(needs)
+    for k in range(len(rooms)):
+        steps_per_page = _steps_per_page(rooms[k])
+        short[k] = _pages_short(
+            rooms[k], needs[line], needs[line].pages, chances, moments, steps_per_page
+        )
+    return short
+
+
+@compiled(
+    "(rooms[::1], int64, needs[::1], int64, int64, int64, float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def hold(
+    rooms: Rooms,
+    dp_rank: int,
+    needs: Needs,
+    line: int,
+    num_pages: int,
+    num_steps: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> None:
+    """Hold a rank for the request in `line`, which is expected to start there in `num_steps`.
+
+    It holds the rank against its priority and lower ones. The other parameters are as of
+    `pages_short`.
+    """
+    assert 0 <= dp_rank < len(rooms)
+    assert 0 <= line < len(needs)
+    room, need = rooms[dp_rank], needs[line]
+    assert 0 <= need.length_class < len(chances)
+    assert 0 <= need.bucket < chances.shape[1]
+    goes_on = chances[need.length_class, need.bucket]
+    num_before, each_page = _num_steps(room, num_pages), _steps_per_page(room)
+    short = _most_short(room, need, num_pages, num_before, True, False, goes_on, moments, each_page)
+    room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most
+    room.held_pages = int(np.ceil(room.total + short))
+
+
+@compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
+def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray) -> int:
+    """Return the steps until the forecast leaves `num_pages` on a rank; the last of `moments` if it
+    does not before."""
+    assert 0 <= dp_rank < len(rooms)
+    room = rooms[dp_rank]
+    for j in range(len(room.pages)):
+        if room.pages[j] + num_pages <= room.total:
+            return int(moments[j])
+    return int(moments[len(moments) - 1])
+
+
+@compiled("(room, need, int64, float64[:, :, ::1], int64[::1])", room=ROOM, need=NEED)
+def _fits(room: Any, need: Any, num_pages: int, chances: Float64Array, moments: IntpArray) -> bool:
+    """Return whether a request fits a room if it takes `num_pages` to start there."""
+    if not room.is_open or num_pages > room.total - room.pages[0] or need.priority <= room.floor:
+        return False
+    steps_per_page = _steps_per_page(room)
+    num_shared, peak = need.pages - num_pages, room.peak
+    if (
+        room.most + need.most - num_shared > room.total
+        and 0 < moments[peak] < need.left
+        and moments[peak] <= num_pages * steps_per_page
+        and num_pages * room.page_size < room.chunk_size
+    ):
+        # At the peak, as in `_most_short`: most lines that do not fit lack pages then.
+        growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / need.left
+        ahead = min((moments[peak] + moments[peak + 1]) // 2, need.left)
+        assert 0 <= need.length_class < len(chances)
+        assert 0 <= need.bucket < chances.shape[1]
+        chance = chances[need.length_class, need.bucket, peak]
+        if chance * (num_pages + growth * ahead) > room.total - room.pages[peak]:
+            return False
+    return _pages_short(room, need, num_pages, chances, moments, steps_per_page) <= 0
+
+
+@compiled(
+    "(rooms[::1], int64[::1], int32[:, ::1], needs[::1], boolean[::1], float64[:, :, ::1], "
+    "int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def find_fits(
+    rooms: Rooms,
+    ranks: IntpArray,
+    pages: Int32Array,
+    needs: Needs,
+    is_tried: BoolArray,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> BoolArray:
+    """Return which lines fit which of `ranks`, bool[len(ranks), lines].
+
+    Args:
+        rooms: ROOM[n]; no line fits one that is not open.
+        ranks: indices of the rooms.
+        pages: int32[len(ranks), lines] that a line takes to start; `NEVER` if it may not.
+        needs: NEED[lines] or more.
+        is_tried: bool[lines]; False for the others.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    fits = np.zeros(pages.shape, np.bool_)
+    num_ranks, end = pages.shape
+    assert num_ranks == len(ranks)
+    assert end <= len(needs)
+    assert end <= len(is_tried)
+    for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms)
+        room = rooms[ranks[k]]
+        num_free = room.total - room.pages[0]
+        for line in range(end):
+            # Most lines that do not fit lack pages now, and the call takes longer than this.
+            if is_tried[line] and pages[k, line] <= num_free:
+                fits[k, line] = _fits(room, needs[line], pages[k, line], chances, moments)
+    return fits
+
+
+@compiled(
+    "(int64[::1], rooms[::1], int64[::1], int32[:, ::1], needs[::1], int32[::1], boolean[:, ::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def with_tokens(
+    lines: IntpArray,
+    rooms: Rooms,
+    ranks: IntpArray,
+    least: Int32Array,
+    needs: Needs,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
+) -> IntpArray:
+    """Return the lines for which any rank has prompt tokens: int64[n], in the order of `lines`.
+    `next_line` takes the same arguments."""
+    found, num_found = np.empty(len(lines), np.intp), 0
+    num_ranks, end = least.shape
+    assert num_ranks == len(ranks)
+    assert end <= len(needs)
+    assert end <= len(tenant)
+    for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
+    for i in range(len(lines)):
+        line = lines[i]
+        assert 0 <= line < end
+        assert 0 <= tenant[line] < open_tenants.shape[1]
+        need = needs[line]
+        for k in range(num_ranks):
+            room, num_pages = rooms[ranks[k]], least[k, line]
+            if num_pages < NEVER and _has_tokens(
+                need.priority,
+                need.tokens - (need.pages - num_pages) * room.page_size,
+                room.floor,
+                room.most_tokens,
+                open_tenants[ranks[k], tenant[line]],
+            ):
+                found[num_found] = line
+                num_found += 1
+                break
+    return found[:num_found]
+
+
+@compiled(
+    "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
+    "int32[::1], boolean[:, ::1], int32[::1], int64, int32[:, ::1], float64[:, :, ::1], "
+    "int64[::1])",
+    rooms=ROOM,
+    needs=NEED,
+)
+def next_line(
+    order: IntpArray,
+    start: int,
+    rooms: Rooms,
+    ranks: IntpArray,
+    least: Int32Array,
+    preempts: BoolArray,
+    needs: Needs,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
+    passed_over: Int32Array,
+    max_passed_over: int,
+    in_use: Int32Array,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> tuple[int, int]:
+    """Return the index in `order` of the first line from `start` on that may start or that a rank
+    may be held for, and which of the two: `MAY_START` or `MAY_HOLD`; len(order) and `MAY_HOLD` if
+    there is none.
+
+    If that depends on how many of a line's cached pages are in use, and `in_use` does not have it,
+    return the line's index and the index in `ranks` of the rank.
+
+    Args:
+        order: the lines, first to last.
+        rooms: ROOM[all ranks].
+        ranks: indices of the rooms of the following arrays.
+        least: int32[len(ranks), lines], the pages that a line takes to start if all of its prefix
+            that is cached is in use; `NEVER` if it may not.
+        preempts: bool[len(ranks), lines], whether a line fits if others give way, or empty.
+        needs: NEED[lines] or more.
+        tenant: int32[lines] or more.
+        open_tenants: bool[all ranks, tenants], whether a tenant's next prompt is not bound by
+            `ROOM.most_tokens`.
+        passed_over: int32[lines], passes of each, which starts raise.
+        max_passed_over: a line with so many is due.
+        in_use: int32[len(ranks), lines], how many of the pages of a line's cached prefix are in
+            use, below 0 if not counted yet.
+        chances: of `OutputLengths`.
+        moments: `MOMENTS`.
+    """
+    num_ranks, end = least.shape
+    assert num_ranks == len(ranks) == len(in_use)
+    assert end == in_use.shape[1]
+    assert end <= len(needs)
+    assert end <= len(tenant)
+    assert end == len(passed_over)
+    num_free = np.full(num_ranks, -1.0)
+    for k in range(num_ranks):
+        assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
+        room = rooms[ranks[k]]
+        if room.is_open:
+            num_free[k] = room.total - room.pages[0]
+    for index in range(start, len(order)):
+        line = order[index]
+        assert 0 <= line < end
+        assert 0 <= tenant[line] < open_tenants.shape[1]
+        need, uncounted, may_hold = needs[line], -1, False
+        is_due = passed_over[line] >= max_passed_over
+        for k in range(num_ranks):
+            room, num_pages = rooms[ranks[k]], least[k, line]
+            # Most lines that do not fit lack pages now: that is seen first.
+            may_start = num_pages <= num_free[k]
+            if (not may_start and not is_due and not preempts.size) or num_pages == NEVER:
+                continue
+            num_cached = need.pages - num_pages
+            num_tokens = need.tokens - num_cached * room.page_size
+            is_open_tenant = open_tenants[ranks[k], tenant[line]]
+            if not _has_tokens(
+                need.priority, num_tokens, room.floor, room.most_tokens, is_open_tenant
+            ):
+                continue
+            if preempts.size and preempts[k, line]:
+                return index, MAY_START
+            if is_due and room.held_above == NO_FLOOR:
+                may_hold = True
+            if not may_start or not _fits(room, need, num_pages, chances, moments):
+                continue
+            if num_cached == 0 or _fits(room, need, need.pages, chances, moments):
+                return index, MAY_START
+            if in_use[k, line] < 0:
+                uncounted = k
+                continue
+            num_pages = need.pages - min(in_use[k, line], num_cached)
+            if _fits(room, need, num_pages, chances, moments):
+                return index, MAY_START
+        if uncounted >= 0:
+            return index, uncounted
+        if may_hold:
+            return index, MAY_HOLD
+    return len(order), MAY_HOLD

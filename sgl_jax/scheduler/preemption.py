@@ -1,0 +1,133 @@
+"""Chooses the running requests of a rank that give way to a waiting one of higher priority.
+
+A set is chosen by the pages that become available if all of it leaves: a page shared with a
+remaining request, or with the waiting one, frees nothing. The waiting request starts in the same
+step, so no other takes the freed pages.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.mem_cache.lease import KVLease
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.scheduler.forecast.fits import Rooms
+from sgl_jax.scheduler.forecast.forecast import Forecast
+from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.victims import by_cost, recompute_cost
+
+_NO_PAGES = np.zeros(0, np.int32)
+
+
+class Preemption(NamedTuple):
+    """Rows of one rank that give way, and the number of tokens they compute again."""
+
+    rows: list[int]
+    num_lost: int
+
+
+class Preemptible:
+    """The running requests of one rank in one step, least important first, except the rows
+    `started` in this step.
+
+    Within one priority, requests that cost least to recompute come first.
+
+    Attributes:
+        levels: the priorities that occur, ascending.
+        rooms: the rank's room if all requests up to each of these priorities give way: ROOM[n].
+    """
+
+    def __init__(
+        self, rank: RankScheduler, started: Sequence[int], forecast: Forecast, room: Rooms
+    ) -> None:
+        """`room`, ROOM[1], is the rank's."""
+        self.rank = rank
+        self._forecast = forecast
+        self._room = room
+        running = rank.running
+        rows = running.runnable()
+        rows = rows[~np.isin(rows, started)]
+        rows = rows[by_cost(rank.memory, running, rows)]
+        self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]
+        self._costs = recompute_cost(rank.memory, self._rows)
+        self._priorities = running.priority[self._rows]  # ascending
+        self.levels, last = np.unique(self._priorities[::-1], return_index=True)
+        freed, num_freed, rooms, first = FreedPages(rank.memory), 0, [room[:0]], 0
+        for end in (len(self._rows) - last).tolist():
+            num_freed += sum(freed.add(rank.memory.leases[r]) for r in self._rows[first:end])
+            rooms.append(self._room_without(num_freed, self._rows[:end]))
+            first = end
+        self.rooms: Rooms = np.concatenate(rooms)
+
+    def choose(
+        self, request: Request, cursor: PrefixCursor, below: int, fits: Callable[[Rooms, int], bool]
+    ) -> Preemption | None:
+        """The rows of a priority below `below` that must go for `request`, at least one; None if it
+        would not fit even without all of these.
+
+        `fits` returns whether it fits the room, ROOM[1], if it takes so many pages there.
+        """
+        memory = self.rank.memory
+        freed, num_freed = FreedPages(memory, memory.prefix_pages(cursor)), 0
+        num_needed = self.rank.num_pages_needed(request, cursor)
+        chosen: list[int] = []
+        for row in self._rows[: int(np.searchsorted(self._priorities, below))].tolist():
+            chosen.append(row)
+            num_freed += freed.add(memory.leases[row])
+            if fits(self._room_without(num_freed, chosen), num_needed):
+                break
+        else:
+            return None
+        # A row that came early may have become superfluous by one that came later.
+        for row in chosen[-2::-1]:
+            rest = [other for other in chosen if other != row]
+            num_less = freed.remove(memory.leases[row])
+            if fits(self._room_without(num_freed - num_less, rest), num_needed):
+                chosen, num_freed = rest, num_freed - num_less
+            else:
+                freed.add(memory.leases[row])
+        lost = self._costs[np.isin(self._rows, chosen)]
+        return Preemption(chosen, int(lost.sum()))
+
+    def _room_without(self, num_freed: int, gone: RowIndex | Sequence[int]) -> Rooms:
+        """The rank's room once the rows `gone` have freed `num_freed` pages: ROOM[1]."""
+        running, room = self.rank.running, self._room.copy()
+        kept = running.active[~np.isin(running.active, gone)]
+        self._forecast.write_for(self.rank.dp_rank, kept, num_freed, room)
+        room["num_running"] = len(kept)
+        return room
+
+
+class FreedPages:
+    """Counts the pages of the first pool that become available as leases end.
+
+    `kept`, int32[n], are pages that stay in use in any case.
+    """
+
+    def __init__(self, memory: RankMemory, kept: Int32Array = _NO_PAGES) -> None:
+        self._memory = memory
+        self._num_ended = np.zeros(memory.allocator.num_pages, np.int32)
+        self._num_ended[kept] = np.iinfo(np.int32).min // 2
+
+    def add(self, lease: KVLease) -> int:
+        """End `lease`; return the number of pages that frees."""
+        pages, num_locks = self._pages(lease)
+        self._num_ended[pages] += 1
+        return int(np.count_nonzero(self._num_ended[pages] == num_locks))
+
+    def remove(self, lease: KVLease) -> int:
+        """Undo `add`; return the number of pages that stay in use."""
+        pages, num_locks = self._pages(lease)
+        num_kept = int(np.count_nonzero(self._num_ended[pages] == num_locks))
+        self._num_ended[pages] -= 1
+        return num_kept
+
+    def _pages(self, lease: KVLease) -> tuple[Int32Array, Int32Array]:
+        """The pages that a lease lists, and the number of leases that must end to free each."""
+        memory = self._memory
+        pages = memory.by_pool(lease.pages(memory.page_size))[0]
+        return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)

@@ -1,0 +1,1 @@
+"""Routes of operators: health, settings, calls to the engine, the OpenAPI description."""

@@ -1,0 +1,1 @@
+"""The memory view: its routes, and the snapshots that it streams."""
