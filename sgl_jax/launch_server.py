@@ -1,6 +1,6 @@
 """The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`.
 
-`sgl-jax plan ...` is the planner (`sgl_jax.planner`), `sgl-jax bench ...` has two benchmarks
+`sgl-jax plan ...` runs the planner (`sgl_jax.planner`), `sgl-jax bench ...` two benchmarks
 (`sgl_jax.bench`).
 """
 
@@ -16,7 +16,7 @@ from sgl_jax.server.lifecycle import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand of the first word, else serve a model; returns the exit code."""
+    """Run the subcommand named by the first word, else serve a model; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["plan"]:
         # Imported here, so that a server starts without the planner's imports.

@@ -1,4 +1,4 @@
-"""Messages that hold numpy arrays, as msgpack: an array travels as (dtype, shape, bytes)."""
+"""Encode and decode messages with numpy arrays as msgpack: an array is (dtype, shape, bytes)."""
 
 import re
 from functools import cache
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
-    """An encoder of structs, arrays included."""
+    """Return an encoder of structs and numpy arrays."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def make_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder of `kind`, the inverse of `make_encoder`."""
+    """Return a decoder of type `kind`, the inverse of `make_encoder`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
 
@@ -28,14 +28,14 @@ def _encode_array(value: Any) -> Any:
 
 @cache
 def _dtype_text(dtype: "np.dtype[Any]") -> str:
-    # numpy composes the text anew each time, which takes as long as all else about a short array.
+    # Cached: numpy builds this text on each access, at the cost of encoding a short array.
     return dtype.str
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     dtype, shape, data = value
-    # numpy would parse any other text as Python.
+    # numpy would parse any other string as Python.
     if not re.fullmatch("[<|][biuf][1248]", dtype):
         raise ValueError(f"an array of an unknown dtype, {dtype!r}")
-    # Compiled loops take no read-only arrays.
+    # Copied: compiled loops reject read-only arrays.
     return np.frombuffer(bytearray(data), dtype).reshape(shape)

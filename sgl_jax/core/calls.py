@@ -1,7 +1,7 @@
-"""The table of messages to the engine: each with its handler, its reply and its HTTP route.
+"""The table of messages to the engine, each with its handler, reply and HTTP route.
 
-To add a call, write a message (`core/messages.py`), a row here, and the method that the row names.
-The engine finds the method by the row (`Call.handler`), and the server makes the route
+To add a call, define a message (`core/messages.py`), add a row here, and write the method that the
+row names. The engine finds the method by the row (`Call.handler`), and the server creates the route
 (`server/admin/call_routes.py`).
 
 The body of a `route` holds the message's fields except `rid`, typed by their annotations; fields
@@ -43,7 +43,7 @@ from sgl_jax.core.messages import (
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The call succeeded; there is no other data."""
+    """Success without further data."""
 
 
 class Flushed(msgspec.Struct, frozen=True):
@@ -53,13 +53,13 @@ class Flushed(msgspec.Struct, frozen=True):
 
 
 class CacheSaved(msgspec.Struct, frozen=True):
-    """The cache was saved: so many tokens of prefixes."""
+    """The cache was saved; `num_tokens` counts the tokens of the saved prefixes."""
 
     num_tokens: int
 
 
 class GenerationState(msgspec.Struct, frozen=True):
-    """The state of generation, and the counts of requests."""
+    """The state of generation and the number of running and waiting requests."""
 
     is_paused: bool
     num_running: int
@@ -67,7 +67,7 @@ class GenerationState(msgspec.Struct, frozen=True):
 
 
 class WeightsUpdated(msgspec.Struct, frozen=True):
-    """The new weights are in use. `num_paused_requests` were running, and continue with them."""
+    """The new weights are in use, also for the `num_paused_requests` that were running."""
 
     success: bool
     message: str
@@ -75,43 +75,43 @@ class WeightsUpdated(msgspec.Struct, frozen=True):
 
 
 class SettingsChanged(msgspec.Struct, frozen=True):
-    """The settings that the call changed, with their new values."""
+    """The changed settings with their new values."""
 
     updated: bool
     server_args: dict[str, Any]
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The folder of the device trace, which is written when the trace ends."""
+    """The folder of the device trace, written when the trace ends."""
 
     output_dir: str
 
 
 class ExpertRecord(msgspec.Struct, frozen=True):
-    """Tokens whose router chose each expert, [layers][experts]; dense layers have zeros."""
+    """Number of tokens routed to each expert, [layers][experts]; 0 in dense layers."""
 
     logical_count: list[list[int]]
 
 
 class RolledBack(msgspec.Struct, frozen=True):
-    """The session after the call."""
+    """The length of the session after the call."""
 
     num_turns: int
     num_tokens: int
 
 
 class Forked(msgspec.Struct, frozen=True):
-    """The new session, and the length of its history."""
+    """The new session and the length of its history."""
 
     session_id: str
     num_tokens: int
 
 
 class SessionEntry(msgspec.Struct, frozen=True):
-    """A session.
+    """The state of an open session.
 
-    `cached_tokens` counts the tokens of its history and running turn whose KV rank `dp_rank` holds.
-    It is 0, and `dp_rank` None, if the KV was evicted or the turn waits to be recomputed.
+    `cached_tokens` counts the tokens of its history and running turn with KV on rank `dp_rank`. If
+    the KV was evicted or the turn waits to be recomputed, it is 0 and `dp_rank` is None.
     """
 
     session_id: str
@@ -127,7 +127,7 @@ class SessionEntry(msgspec.Struct, frozen=True):
 
 
 class SessionList(msgspec.Struct, frozen=True):
-    """All open sessions that the caller may see."""
+    """All open sessions visible to the caller."""
 
     sessions: list[SessionEntry]
 
@@ -141,10 +141,10 @@ class PageMove(msgspec.Struct, frozen=True):
 
 
 class PageDescription(msgspec.Struct, frozen=True):
-    """The owner of a page, and its moves as far as they are kept, oldest first.
+    """The owner of a page and its recorded moves, oldest first.
 
-    `tokens` is the interval of its holder's tokens that the page holds. `is_whole` is false if
-    older moves may be forgotten.
+    `tokens` is the interval of the holder's tokens stored in the page. If `is_whole` is false,
+    older moves may be missing.
     """
 
     owner: str
@@ -160,7 +160,7 @@ class PageDescription(msgspec.Struct, frozen=True):
 
 
 class FoundOnRank(msgspec.Struct, frozen=True):
-    """The cached prefix on a rank, with the ids of its nodes from the root down."""
+    """The prefix cached on a rank, with the ids of its tree nodes from the root down."""
 
     dp_rank: int
     num_tokens: int
@@ -168,7 +168,7 @@ class FoundOnRank(msgspec.Struct, frozen=True):
 
 
 class PrefixFound(msgspec.Struct, frozen=True):
-    """The part of `num_tokens` tokens that each rank has cached."""
+    """The cached part of `num_tokens` tokens on each rank."""
 
     num_tokens: int
     ranks: list[FoundOnRank]
@@ -178,17 +178,17 @@ class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
-    # Name of a method: of `Controls` for a `ControlMessage`, of `SessionService` for a
-    # `SessionMessage`, of `MemoryReader` for a `MemoryMessage`, of `Scheduler` for the end of a
-    # request, else of `EngineCore`.
+    # Method name. The class is `Controls` for a `ControlMessage`, `SessionService` for a
+    # `SessionMessage`, `MemoryReader` for a `MemoryMessage`, `Scheduler` for the end of a request,
+    # else `EngineCore`.
     handler: str
-    answer: Any = None  # type of the data of a `Reply`; None: there is no reply
-    route: str | None = None  # path of the HTTP route; None: clients cannot make this call
+    answer: Any = None  # type of `Reply.data`; None: no reply
+    route: str | None = None  # path of the HTTP route; None: not exposed over HTTP
     methods: tuple[str, ...] = ("POST",)
     is_admin: bool = False
-    timeout_s: float | None = None  # for the reply; None: the default of the server
-    is_read: bool = False  # changes nothing
-    is_undone: bool = False  # if it was made but its caller no longer waits (`CancelCall`)
+    timeout_s: float | None = None  # limit for the reply; None: the server's default
+    is_read: bool = False  # read-only
+    is_undone: bool = False  # undo the call if the caller stops waiting for it (`CancelCall`)
 
 
 CALLS = (
@@ -196,7 +196,7 @@ CALLS = (
     Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
     Call(CancelCall, "cancel"),
-    # Older clients of SGLang send a GET; from a browser it is refused (`guards/origins.py`).
+    # Older SGLang clients send a GET; from a browser it is refused (`guards/origins.py`).
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
     Call(GetState, "read_state", dict[str, Any], is_read=True),
@@ -241,7 +241,7 @@ CALLS = (
     Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
     Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
     *(
-        # Their names are SGLang's.
+        # SGLang's names.
         Call(message, handler, data, f"/{verb}_expert_distribution_record", is_admin=True)
         for message, handler, data, verb in (
             (StartExpertRecord, "start_expert_record", Done, "start"),

@@ -1,29 +1,29 @@
-"""Closes the objects of a JSON schema: they have the named properties and no others.
+"""Close the objects of a JSON schema, so that they have only the named properties.
 
 By the standard, an object without `additionalProperties` may have any further properties. Few
-schemas are written for that, and a model that may invent keys can go on up to its token limit.
+schemas intend that, and a model that may invent keys can generate up to its token limit.
 
 An object stays open if its schema
 
-- has `additionalProperties` or `unevaluatedProperties`, or names no properties at all;
-- is joined with another by `allOf`, `$ref` or alternatives beside its own properties: each part
-  describes some of the properties, and a closed part would forbid all others.
+- has `additionalProperties` or `unevaluatedProperties`, or names no properties;
+- is combined with another schema by `allOf`, `$ref` or alternatives in addition to its properties:
+  each part describes some of the properties, and a closed part would forbid the rest.
 
-Patterns that match named properties only become part of these: llguidance takes such a pattern for
-further properties, and after a comma no token could follow.
+A pattern that matches only named properties is merged into those properties. llguidance treats such
+a pattern as a source of further properties, and after a comma no token could follow.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
+_LISTS = ("allOf", "anyOf", "oneOf")  # lists of schemas for the same value
 _OPENING = ("additionalProperties", "unevaluatedProperties")
-# Keywords with schemas for other values: one, a list, or one for each name.
+# Keywords with schemas for different values: one schema, a list, or one per name.
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames")
 _SEVERAL = ("prefixItems",)
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# A pattern of whole names in a group, and the text of one name in a pattern.
+# A group of whole names as a pattern, and the text of one name in a pattern.
 _GROUP = re.compile(r"\^\((?:\?:)?([^()]*)\)\$")
 _NAME = re.compile(r"(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])*")
 
@@ -31,27 +31,27 @@ Schema = Mapping[str, Any]
 
 
 def closed(schema: Schema, *, is_open: bool = False) -> dict[str, Any]:
-    """`schema` with `"additionalProperties": false` in each object that should have it.
+    """Return `schema` with `"additionalProperties": false` in each object that should have it.
 
-    Anything in it that is no JSON schema is left as it is. If it `is_open`, no object is closed.
+    Values that are not JSON schemas are copied unchanged. If `is_open`, no object is closed.
     """
     joined: set[str] = set()
     num_before = -1
-    while len(joined) > num_before:  # a reference found late may be to a part that has others
+    while len(joined) > num_before:  # a new reference may reveal more
         num_before = len(joined)
         result = _Closing(joined, is_open=is_open).schema(schema, is_whole="#" not in joined)
     return result
 
 
 class _Closing:
-    """One walk over a schema; adds to `joined` the references to parts of larger objects."""
+    """One walk over a schema; adds references to parts of larger objects to `joined`."""
 
     def __init__(self, joined: set[str], *, is_open: bool) -> None:
         self._joined = joined
         self._is_open = is_open
 
     def schema(self, schema: Schema, *, is_whole: bool) -> dict[str, Any]:
-        """Return the closed form of `schema`, which alone describes a value if it `is_whole`."""
+        """Return the closed `schema`; `is_whole` if no other schema describes the same value."""
         schema = _without_patterns_of_names(schema)
         is_whole = is_whole and _num_parts(schema) <= 1
         reference = schema.get("$ref")
@@ -61,7 +61,7 @@ class _Closing:
         has_names = isinstance(schema.get("properties"), Mapping)
         is_closed = is_whole and not self._is_open
         if is_closed and has_names and not any(key in schema for key in _OPENING):
-            # A property that is required without a schema may have any value.
+            # A required property without a schema may have any value.
             others = _named_without_schema(schema)
             result["properties"] = {**result["properties"], **{name: {} for name in others}}
             result["additionalProperties"] = False
@@ -85,8 +85,7 @@ class _Closing:
 
 
 def _without_patterns_of_names(schema: Schema) -> Schema:
-    """Return `schema` without patterns that match only properties that it names; these follow
-    both."""
+    """Merge each pattern that matches only named properties into those properties."""
     names, patterns = schema.get("properties"), schema.get("patternProperties")
     if not isinstance(names, Mapping) or not isinstance(patterns, Mapping):
         return schema
@@ -101,7 +100,7 @@ def _without_patterns_of_names(schema: Schema) -> Schema:
 
 
 def _names_of(pattern: str) -> set[str]:
-    """Return the names that `pattern` matches if it lists them, as in `^(a|b)$`; empty if not."""
+    """Return the names listed by a `pattern` such as `^(a|b)$`; none for other patterns."""
     group = _GROUP.fullmatch(pattern)
     parts = pattern.split("|") if group is None else [f"^{part}$" for part in group[1].split("|")]
     names = [part[1:-1] for part in parts if re.fullmatch(r"\^.*\$", part)]
@@ -124,7 +123,7 @@ def _of_list(value: Any, closing: Callable[[Schema], Any]) -> Any:
 
 
 def _num_parts(schema: Schema) -> int:
-    """Return the number of parts of a schema that each describe properties of the same value."""
+    """Return the number of parts of `schema` that describe properties of the same value."""
     names_any = any(key in schema for key in ("properties", "patternProperties"))
     num_parts = names_any + ("$ref" in schema)
     num_parts += any(key in schema for key in ("if", "dependentSchemas"))

@@ -1,4 +1,4 @@
-"""The command line of a server: one flag per field of `ServerArgs`, made from its metadata."""
+"""The command line of a server: one flag per field of `ServerArgs`, built from its metadata."""
 
 import argparse
 import dataclasses
@@ -21,11 +21,8 @@ _CONFIG_HELP = "YAML file with flags by name; a flag on the command line wins ov
 def parse_server_args(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
 ) -> ServerArgs:
-    """Read settings from the command line, then from the file of `--config`, then from the
-    environment (default: this process's); the first that names a value wins.
-
-    Prints the usage and exits if a value is invalid, as argparse does.
-    """
+    """Read settings from the command line, the file of `--config`, and the environment (default:
+    `os.environ`); the first source with a value wins. An invalid value exits with the usage."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="sgl-jax", description="Serve a language model over HTTP."
@@ -45,9 +42,9 @@ def parse_server_args(
 
 
 def config_flags(file: Path) -> list[str]:
-    """The flags that stand in a YAML file: a mapping of their names, with `-` or `_`, to values.
+    """Return the flags in a YAML file that maps flag names, with `-` or `_`, to values.
 
-    Raises ValueError for a file that cannot be read, an unknown name, or a value of another kind.
+    Raises ValueError if the file cannot be read, a name is unknown, or a value has the wrong type.
     """
     try:
         values = yaml.safe_load(file.read_text("utf-8"))
@@ -80,17 +77,17 @@ def add_arguments(
     environment: Mapping[str, str] | None = None,
     only: Sequence[str] | None = None,
 ) -> None:
-    """Add one flag per field of `ServerArgs`, or for those in `only`; booleans are switches.
+    """Add one flag per field of `ServerArgs`, or per field named in `only`; booleans are switches.
 
     Args:
-        environment: has the variables that fields name (`env`). A variable replaces the default of
-            its flag; a flag that is given overrides it. A `ServerArgs` made in Python ignores them.
+        environment: values of variables that fields name (`env`). A variable replaces the default
+            of its flag; a given flag overrides it. A `ServerArgs` made in Python ignores them.
 
     Raises:
-        ValueError: a variable has no valid value.
+        ValueError: a variable has an invalid value.
     """
     shared = {field.name for field in dataclasses.fields(SchedulerArgs)}
-    # The scheduler's flags come last, so that the help text begins with the model.
+    # The scheduler's flags come last: the help text begins with the model.
     for field in sorted(dataclasses.fields(ServerArgs), key=lambda field: field.name in shared):
         if only is None or field.name in only:
             _add_flag(parser, field, environment or {})
@@ -106,7 +103,7 @@ def _add_flag(
     if field.metadata["env"]:
         help_text += f" [{field.metadata['env']}]"
     if field.type is bool:
-        # A flag must be able to switch off a setting that the environment switches on.
+        # `--no-...` turns off a setting that the environment turned on.
         action = argparse.BooleanOptionalAction if field.metadata["env"] else "store_true"
         parser.add_argument(flag(field.name), action=action, default=default, help=help_text)
         return

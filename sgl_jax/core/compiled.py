@@ -1,18 +1,18 @@
 """Loops over arrays of rows, compiled by numba.
 
-To plan and launch a step takes a little work for each of thousands of rows. In numpy that takes
-dozens of passes over memory which is no longer in the processor's caches; a compiled loop takes
-one. A loop is an ordinary function over arrays, decorated with its argument types (`compiled`).
-The engine compiles all loops, or loads them from numba's cache, before its first step
-(`compile_loops`). None is compiled afterwards: a call with other types raises `TypeError`.
+Planning and launching a step takes a little work for each of thousands of rows. numpy makes dozens
+of passes over memory that has left the processor's caches; a compiled loop makes one. A loop is an
+ordinary function over arrays, decorated with its argument types (`compiled`). The engine compiles
+all loops, or loads them from numba's cache, before its first step (`compile_loops`). No loop is
+compiled afterwards: a call with other types raises `TypeError`.
 
 Rules for a loop:
 
 - Indices are not checked: the loop or its caller must prove that they are in range.
 - It computes with integers, so that all hosts get the same results. Floating point is allowed only
-  where rounding is the same everywhere (no fast mathematics, no sums in an unspecified order).
-- It calls no compiled function and reads no constant of another file: numba's cache notices
-  changes only in the loop's own file.
+  where rounding is the same everywhere (no fast math, no sums in an unspecified order).
+- It calls no compiled function and reads no constant of another file: numba's cache detects changes
+  only in the loop's file.
 """
 
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
-# Loops that are declared and not compiled yet, with the types of their arguments.
+# Declared loops to compile, with their argument types.
 _pending: list[tuple[Any, str, dict[str, np.dtype[Any]]]] = []
 
 
@@ -37,14 +37,14 @@ def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
     """Declare a loop over arrays; `compile_loops` compiles it.
 
     Args:
-        types: its argument types in numba's notation, such as "(int32[::1], int64)".
+        types: argument types in numba's notation, such as "(int32[::1], int64)".
         records: numpy record types that `types` refers to by name.
     """
 
     def declare(function: _Loop) -> _Loop:
         try:
             loop = njit(cache=True)(function)
-        except RuntimeError:  # numba finds no writable folder for its cache
+        except RuntimeError:  # no writable folder for numba's cache
             loop = njit(function)
         _pending.append((loop, types, records))
         declared: _Loop = loop
@@ -61,7 +61,7 @@ def compile_loops(progress: Progress | None = None) -> None:
     with (progress or Progress()).phase("compiling_loops", len(_pending), "loops") as phase:
         while _pending:
             loop, types, records = _pending.pop(0)  # in order: a loop calls earlier ones
-            if hasattr(loop, "compile"):  # with NUMBA_DISABLE_JIT it is the plain function
+            if hasattr(loop, "compile"):  # False with NUMBA_DISABLE_JIT
                 names = {name: from_dtype(dtype) for name, dtype in records.items()}
                 loop.compile(eval(types, vars(numba_types) | names))
                 loop.disable_compile()

@@ -1,7 +1,7 @@
-"""A thread that runs jobs one after another, and never keeps the process from ending.
+"""A thread that runs jobs in order and never prevents the process from ending.
 
-A `ThreadPoolExecutor` waits for its threads when the interpreter ends: a job that hangs in a file
-system or a network would hang the process.
+A `ThreadPoolExecutor` joins its threads when the interpreter exits: a job that hangs in a file
+system or a network would block the exit.
 """
 
 import queue
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class DaemonThread:
-    """Runs jobs in order. The thread starts with the first job."""
+    """Runs jobs in order on a daemon thread, which starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -20,17 +20,17 @@ class DaemonThread:
 
     @property
     def is_alive(self) -> bool:
-        """True from the first job until the last one after `close` has ended."""
+        """Return True from the first `submit` until the last job after `close` has ended."""
         return self._thread.is_alive()
 
     def submit(self, call: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Run `call` after the jobs before it; the future gets its result or exception."""
+        """Run `call(*args)` after all earlier jobs; the future gets its result or exception."""
         future: Future[Any] = Future()
 
         def job() -> None:
             try:
                 result = call(*args)
-            except BaseException as error:  # of any type: it belongs to the caller
+            except BaseException as error:  # the future raises it to the caller
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -41,7 +41,7 @@ class DaemonThread:
         return future
 
     def close(self) -> None:
-        """End the thread after the jobs so far. Does not wait; takes no further job."""
+        """End the thread after the jobs submitted so far, without waiting."""
         self._jobs.put(None)
 
     def _run(self) -> None:

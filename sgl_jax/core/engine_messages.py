@@ -1,6 +1,6 @@
-"""The messages from the engine process to the front (text, HTTP): `EngineMessage`.
+"""Messages from the engine process to the front (text, HTTP): `EngineMessage`.
 
-Every message is a msgspec struct, tagged with its class name, and travels as msgpack.
+Every message is a msgspec struct, tagged with its class name and sent as msgpack.
 """
 
 from typing import Any, Literal
@@ -15,32 +15,32 @@ FinishType = Literal["stop", "length", "abort"]
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a request ended. `matched` is the stop token id or stop string, if one ended it."""
+    """Why a request ended. `matched` is the stop token id or stop string that ended it, if any."""
 
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
     # HTTP status of the response, 400 or 5xx, for an abort that the client did not request.
     status_code: int | None = None
-    code: str | None = None  # the reason as a name for programs, where the status is too coarse
-    param: str | None = None  # the field at fault
+    code: str | None = None  # machine-readable reason, finer than the status
+    param: str | None = None  # the invalid field
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, and of others at its position.
+    """Log-probability of one token and of alternatives at its position.
 
-    The others are the most likely tokens, and the request's `token_ids_logprob`.
+    The alternatives are the most likely tokens and the request's `token_ids_logprob`.
     """
 
     token_id: int
-    logprob: float | None  # None for the first prompt token, which nothing predicts
+    logprob: float | None  # None for the first prompt token, which has no context
     top_ids: list[int]
     top_logprobs: list[float]
     id_logprobs: list[float] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of one request since its last output.
+    """New tokens of one request since its last output.
 
     `cached_tokens` counts the prompt tokens whose KV came from the prefix cache. `finish` is set on
     the last output of the request, exactly once.
@@ -53,14 +53,13 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    # With the first output of a session's turn: prompt tokens, history included.
+    # Prompt tokens including the history; set on the first output of a session's turn.
     prompt_tokens: int | None = None
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill chunk of `num_tokens`, from its launch until its result was read; 0 tokens: a
-    retract. Times as in `OutputBatch.starts`.
-    """
+    """A prefill chunk from its launch until its result was read; a retract has 0 tokens. Times are
+    of `time.perf_counter` of this machine."""
 
     begin_s: float
     end_s: float
@@ -70,23 +69,23 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one step; each request with an output is either in `outputs` or in `rids`.
 
-    Most requests get exactly one plain token in most steps: `rids[i]` gets `token_ids()[i]`. A
-    first or last output, several tokens, or log-probabilities are in `outputs`.
+    Most requests get exactly one token in most steps: `rids[i]` gets `token_ids()[i]`. A first or
+    last output, several tokens, or log-probabilities go to `outputs`.
 
-    `tokens` is an int32 array, little-endian: building and encoding a list of integers would take a
-    noticeable part of the engine's time per step.
+    `tokens` is a little-endian int32 array: encoding a list of integers would take a noticeable
+    part of the engine's time per step.
     """
 
     outputs: list[RequestOutput] = []
     rids: list[str] = []
     tokens: bytes = b""
-    # Requests that started for the first time -> the time, by `time.perf_counter` of this machine.
+    # Requests started for the first time -> the time, by `time.perf_counter` of this machine.
     starts: dict[str, float] = {}
-    # Prefill chunks and retracts of requests since the last batch; only with --enable-trace.
+    # Prefill chunks and retracts by rid since the last batch; only with --enable-trace.
     marks: dict[str, list[Mark]] = {}
 
     def token_ids(self) -> list[int]:
-        """The new token of each of `rids`."""
+        """Return the new token of each request in `rids`."""
         ids: list[int] = np.frombuffer(self.tokens, "<i4").tolist()
         return ids
 
@@ -94,29 +93,29 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine's reply to the message with the same `rid`.
 
-    If not `ok`, `message` has the reason, and `data` may have the `param` at fault, a `code` for
-    programs, and the HTTP `status_code` if it is not 400.
+    If not `ok`, `message` has the reason, and `data` may have the invalid `param`, a
+    machine-readable `code`, and the HTTP `status_code` if it is not 400.
     """
 
     rid: str
     ok: bool
     message: str = ""
     data: dict[str, Any] = {}
-    cost_s: float = 0.0  # processor time that the engine's loop took, if the call is a read
+    cost_s: float = 0.0  # CPU time spent in the engine's loop, for a read-only call
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Facts of a started engine, such as its sizes and settings.
+    """Facts about a started engine, such as its sizes and settings.
 
-    It is the engine's first message, sent when the programs are compiled. A call that changes some
-    facts sends it again, before its reply.
+    This is the engine's first message, sent when the programs are compiled. A call that changes
+    some facts sends it again before its reply.
     """
 
     info: dict[str, Any]
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine cannot go on; the process ends after this message, and the server with
+    """The engine cannot continue. The process ends after this message, and the server exits with
     `exit_code` (core/exit_codes.py).
 
     `message` is for the operator, not for clients.
@@ -127,7 +126,7 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EndRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Another host of this engine got a signal: finish the running requests, then end all."""
+    """Another host of this engine received a signal: finish the running requests, then stop."""
 
     host: int
 
@@ -136,18 +135,18 @@ class HostFigures(msgspec.Struct, frozen=True):
     """Work of one host of an engine since its start."""
 
     num_steps: int = 0
-    launch_s: float = 0.0  # from a step's arrival until it was launched, all steps together
-    step_s: float = 0.0  # from a step's arrival until its tokens were there
+    launch_s: float = 0.0  # total time from a step's arrival to its launch
+    step_s: float = 0.0  # total time from a step's arrival to its tokens
 
     def plus(self, num_steps: int = 0, launch_s: float = 0.0, step_s: float = 0.0) -> "HostFigures":
-        """These figures and more work."""
+        """Return the sum of these figures and the given work."""
         return HostFigures(
             self.num_steps + num_steps, self.launch_s + launch_s, self.step_s + step_s
         )
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The figures of a host, and the seconds since it sent them."""
+    """The figures of a host and the seconds since it sent them."""
 
     rank: int
     figures: HostFigures
@@ -158,15 +157,15 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sign of life of the engine process, once a second, also while it loads, compiles or computes.
+    """Sign of life of the engine process, once a second, also during loading, compiling and steps.
 
-    `turn_s` is the age of the engine loop's current turn in seconds: it is large during a long
-    step. None before the loop starts. `progress` is a phase under way, if there is one.
+    `turn_s` is the age in seconds of the current iteration of the engine loop, large during a long
+    step; None before the loop starts. `progress` is the phase under way, if any.
     """
 
     turn_s: float | None
     progress: PhaseReport | None = None
-    figures: HostFigures | None = None  # of a host that host 0 leads
+    figures: HostFigures | None = None  # sent by hosts other than host 0
 
 
 EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | EndRequested | Heartbeat

@@ -1,13 +1,13 @@
-"""Errors shared by several packages: faults of a caller, and failures of the engine."""
+"""Errors shared by several packages: invalid requests and failures of the engine."""
 
 from sgl_jax.core.exit_codes import FAILED
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served as it is; the text states the allowed values.
+    """A request that can never be served as it is; the message states the allowed values.
 
-    `param` is the client's name of the field at fault, or None if no single field is. `code` names
-    the reason for programs. The HTTP layer sends all three with status 400.
+    `param` is the client's name of the invalid field, if it is a single field. `code` is a
+    machine-readable reason. The HTTP layer sends all three with status 400.
     """
 
     code = "invalid_value"
@@ -20,12 +20,12 @@ class InvalidRequestError(ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and output are too long together. Clients look for this code and these words."""
+    """Prompt and output together are too long. Clients match this code and message."""
 
     code = "context_length_exceeded"
 
     def __init__(self, sizes: str, most: int, param: str, *, is_session: bool = False) -> None:
-        """`sizes` names the lengths that exceed the `most` tokens of the model, or of a session."""
+        """Name in `sizes` the lengths that exceed `most` tokens of the model or session."""
         holder, whose = ("the session", "its") if is_session else ("one request", "this model's")
         super().__init__(
             f"{sizes} exceed the {most} tokens that {holder} can hold, the maximum allowed length; "
@@ -35,7 +35,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class GroupError(RuntimeError):
-    """The hosts of one engine did not all come, cannot serve together, or lost one of them."""
+    """The hosts of one engine did not all start, cannot serve together, or lost one of them."""
 
 
 class StepsFailedError(RuntimeError):
@@ -46,7 +46,7 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; no further request can be served."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
-        """`exit_code`: of the server that ends therefore."""
+        """Create the error; the server then ends with `exit_code`."""
         super().__init__(message)
         self.exit_code = exit_code
 

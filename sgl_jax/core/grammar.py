@@ -10,25 +10,25 @@ from sgl_jax.core.closed_schema import closed
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_CHARS = 1 << 16
-# With free spaces, a model that is not sure writes nothing else: by default there are none but
-# Python's, and at most one where the schema's own options allow any number.
+# An uncertain model may repeat free whitespace without end. By default only the spaces that Python
+# writes are allowed, and at most one where the schema's options allow any number.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
-_OPTIONS = "x-guidance"  # the key under which llguidance finds its options in a schema
-_OPEN = "open_objects"  # our own among these options
-# The text of each special token -> its id.
+_OPTIONS = "x-guidance"  # key of llguidance's options in a schema
+_OPEN = "open_objects"  # an option of this project, not of llguidance
+# Text of a special token -> its id.
 SpecialIds = Mapping[str, int]
 
 
 def split_special(text: str, special: SpecialIds) -> list[str]:
-    """Cut `text` into plain text, a special token, plain text, and so on; plain text may be ""."""
+    """Split `text` at special tokens: plain text (possibly ""), a special token, plain text, ..."""
     marks = sorted((mark for mark in special if mark in text), key=len, reverse=True)
     return re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
 
 
 def lark_literal(text: str, special: SpecialIds) -> str:
-    """Return `text` as a literal in Lark's form, with special tokens by their ids, since no grammar
-    can spell them."""
+    """Return `text` as a Lark literal, with special tokens by id, since a grammar cannot spell
+    them."""
     pieces = [piece for piece in split_special(text, special) if piece]
     return (
         " ".join(
@@ -40,8 +40,8 @@ def lark_literal(text: str, special: SpecialIds) -> str:
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` for llguidance: of JSON with the spaces that Python writes, and with closed
-    objects (`closed_schema.py`), except where its options differ."""
+    """Return `schema` with llguidance options: by default, JSON with the spaces that Python writes
+    and closed objects (`closed_schema.py`). Options in `schema` take precedence."""
     own = schema.get(_OPTIONS, {})
     if not isinstance(own, Mapping):
         return dict(schema)  # llguidance reports the fault
@@ -57,13 +57,12 @@ def opened(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `schema`, compiled without the keywords that a grammar cannot express, such as
-    `not`."""
+    """Return `schema` with keywords ignored that a grammar cannot express, such as `not`."""
     return _with_options(schema, {"lenient": True, "coerce_one_of": True})
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
-    """Return True if `lenient` made `schema`."""
+    """Return True if `lenient` produced `schema`."""
     options = schema.get(_OPTIONS)
     return isinstance(options, Mapping) and options.get("lenient") is True
 
@@ -89,8 +88,8 @@ class Grammar(NamedTuple):
     mark, free text, the end mark, whitespace. If the start mark is "", the output must begin with
     free text up to the end mark.
 
-    `json_part` is a JSON schema that an `ebnf` contains, from a field of its own: if the grammar
-    cannot be compiled, and neither can the schema, then that field is at fault.
+    `json_part` is a JSON schema inside an `ebnf` that the client sent in a separate field: if
+    neither the grammar nor the schema compiles, that field is reported as invalid.
     """
 
     kind: GrammarKind

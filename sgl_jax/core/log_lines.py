@@ -1,16 +1,16 @@
-"""Log lines of a process, as text or JSON, with the id of the HTTP request that they concern."""
+"""Log lines of a process, as text or JSON, with the id of the HTTP request they concern."""
 
 import json
 import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-# The id of the request that this task or thread serves; "" for none.
+# Id of the request served by this task or thread, or "".
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextLines(logging.Formatter):
-    """Time, level, logger and message; then the request's id."""
+    """Time, level, logger, message, and the request's id if there is one."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
@@ -22,8 +22,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: time (ISO 8601, UTC), level, logger, message, request_id, exception,
-    the last two if there is one."""
+    """One JSON object per line: time (ISO 8601, UTC), level, logger, message, and request_id and
+    exception if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -40,11 +40,11 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_terminal(level: str, form: str) -> None:
-    """Log to this process's standard error, from `level` up, of libraries warnings at least; `form`
-    is "text" or "json"."""
+    """Log to standard error in `form` "text" or "json". `level` applies to this package; libraries
+    log warnings and errors only, or only errors if `level` is "error"."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    # Importing orbax sets logging up, so its handlers are replaced.
+    # Importing orbax configures logging, so its handlers are replaced.
     least = "ERROR" if level == "error" else "WARNING"
     logging.basicConfig(level=least, handlers=[handler], force=True)
     logging.getLogger("sgl_jax").setLevel(level.upper())

@@ -1,7 +1,7 @@
-"""The messages from the front (text, HTTP) to the engine process: `FrontMessage`.
+"""Messages from the front (text, HTTP) to the engine process: `FrontMessage`.
 
-Every message is a msgspec struct, tagged with its class name, and travels as msgpack. Each has a
-row in the table of `core/calls.py`. `engine_messages.py` has the messages to the front.
+Every message is a msgspec struct, tagged with its class name and sent as msgpack. Each has a row in
+the table of `core/calls.py`. Messages to the front are in `engine_messages.py`.
 
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
@@ -19,11 +19,11 @@ _MAX_PATH_CHARS = 1024
 
 
 class Name(str):
-    """Annotates a field with the name that clients use for it."""
+    """Annotation with the client's name of a field."""
 
 
 SessionId = Annotated[str, MinLen(1), MaxLen(MAX_SESSION_ID_CHARS)]
-# If the client sends none, the server generates one and returns it.
+# If the client sends no id, the server generates and returns one.
 NewSessionId = Annotated[SessionId, doc("default: a new one")]
 # Clients send it as `extra_key` or `cache_salt`.
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
@@ -44,7 +44,7 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         drop_previous_output: regular sessions: keep the prompt of the continued turn, not its
             output.
         is_whole: streaming sessions: `input_ids` are the whole conversation, not only its new end.
-        bos_token_id: dropped from the front of an appended turn.
+        bos_token_id: token to drop from the front of an appended turn.
         name: the client's name for this turn; None: the rid of the request.
     """
 
@@ -58,20 +58,20 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
-# Prefix of tenant names that come from the field `user`. Names of API keys have no space, so no
-# client can pass for the tenant of a key.
+# Prefix of tenant names from the field `user`. Names of API keys contain no space, so a client
+# cannot impersonate the tenant of a key.
 USER_PREFIX = "user "
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The customer that a request belongs to. All requests of one name have the same limits.
+    """The customer of a request. All requests with one name share the limits below.
 
     Args:
         weight: share of the engine under contention, relative to other tenants; above 0.
-        max_queued: waiting requests at most; further ones are refused. 0: no limit.
-        max_running: running requests at most; further ones wait. 0: no limit.
-        is_pooled: it has no share of its own (`core.shares`), but one together with all requests
-            without a tenant, because clients can make up any number of such names.
+        max_queued: maximum waiting requests; further requests are refused. 0: no limit.
+        max_running: maximum running requests; further requests wait. 0: no limit.
+        is_pooled: share one part (`core.shares`) with all such tenants and all requests without a
+            tenant, because clients can invent any number of such names.
     """
 
     name: str
@@ -94,21 +94,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         input_ids: prompt token ids, at least one.
         sampling: sampling parameters; `max_new_tokens` is set (the front fills in the default).
         return_logprob: report the log-probability of each generated token.
-        top_logprobs_num: report it also for this many most likely tokens at each position.
-        token_ids_logprob: report it also for these token ids, at most MAX_LOGPROB_IDS.
+        top_logprobs_num: also report it for this many most likely tokens at each position.
+        token_ids_logprob: also report it for these token ids, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
-        dp_rank: pin the request to one data-parallel rank; None leaves it to the balancer.
+        dp_rank: data-parallel rank that must run the request; None: the balancer chooses.
         session: set if the request is a session's turn; the history is put before `input_ids`.
-        namespace: requests share cached prefixes only within one namespace, "" included. A turn
+        namespace: requests share cached prefixes only within one namespace; "" is also one. A turn
             has its session's namespace or "".
-        priority: in [-2**31, 2**31); without effect unless scheduling by priority is on.
+        priority: in [-2**31, 2**31); ignored unless scheduling by priority is on.
         is_prompt_only: the client needs no output. The engine still generates one token, which the
             front drops.
-        is_length_default: the engine may lower `max_new_tokens` where the session's history leaves
-            less room: the client did not set it, or `--strict-max-tokens` is off.
-        tenant: None: no tenant; all such requests share the engine as one tenant would.
-        is_probe: a probe of the engine's health, for which no limit of the queue counts. Refused
-            while there is another one.
+        is_length_default: the engine may lower `max_new_tokens` to the room that the session's
+            history leaves: the client did not set it, or `--strict-max-tokens` is off.
+        tenant: None: no tenant; all such requests share the engine as one tenant.
+        is_probe: a health probe, exempt from the queue limits. Refused while another probe is in
+            flight.
     """
 
     rid: str
@@ -129,11 +129,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request, waiting or running. `abort_all` ends every request; `rid` is then "".
+    """End a waiting or running request, or every request if `abort_all`; `rid` is then "".
 
-    The engine may have finished the request already. `session` is set if it was a session's turn
-    whose client will not receive the end: the session then drops that turn. `status_code`: of HTTP,
-    if the request is at fault.
+    The engine may have finished the request already. `session` is set for a session's turn whose
+    end the client will not receive: the session then drops that turn. `status_code` is the HTTP
+    status if the request is invalid.
     """
 
     rid: str = ""
@@ -144,10 +144,10 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The front found a stop string in the text: the output ends after `num_output_tokens`.
+    """The front found a stop string: the output ends after `num_output_tokens`.
 
-    The engine drops the tokens that it generated after that, and sends no reply. If it has ended
-    the request already, and that was a turn of `session`, the session drops them.
+    The engine drops the tokens generated after that and sends no reply. If it has already ended the
+    request, and that was a turn of `session`, the session drops them.
     """
 
     rid: str
@@ -156,16 +156,16 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that the engine answers with a `Reply` of the same `rid`, which the front sets."""
+    """A message that the engine answers with a `Reply` of the same `rid`, set by the front."""
 
     rid: str = ""
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits any longer for the reply to the message with this `call` as its `rid`.
+    """Cancel the message with `call` as its `rid`: its sender no longer waits for the reply.
 
-    The engine does not begin that call, or undoes it if it can (`Call.is_undone`). There is no
-    reply to this message, but one to the call.
+    The engine does not begin that call, or undoes it if it can (`Call.is_undone`). It sends a reply
+    to the call, but none to this message.
     """
 
     call: str
@@ -184,10 +184,10 @@ class GetState(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
-    """Get the place of every page, and all that holds pages or waits for them.
+    """Get the place of every page, and everything that holds pages or waits for them.
 
-    The reply's data are a snapshot (`memory_view/reader.py`), with the prefix trees if `has_tree`,
-    and with token ids if `has_tokens`.
+    The reply's data is a snapshot (`memory_view/reader.py`). If `has_tree`, it includes the prefix
+    trees; if `has_tokens`, it includes token ids.
     """
 
     has_tree: bool = False
@@ -213,14 +213,14 @@ MemoryMessage = ReadMemory | DescribePage | FindPrefix
 
 
 class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
-    """Open a session; returns its id, or a 503 while too many are open.
+    """Open a session and return its id; a 503 while too many are open.
 
     Refused if the id is in use. All turns have its `namespace` (see `GenerateRequest`).
     """
 
     session_id: NewSessionId
     streaming: Annotated[bool, doc("append-only, one request in flight, KV kept in place")] = False
-    # The name is SGLang's.
+    # SGLang's name.
     capacity_of_str_len: Annotated[
         int, Ge(0), Lt(INT32), doc("tokens that the history may hold; 0: no limit")
     ] = 0
@@ -247,9 +247,8 @@ class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
-    """Open a streaming session with the history of another; the two share its cached KV. Returns a
-    503 while too many sessions are open, or they hold too many tokens.
-    """
+    """Open a streaming session with the history and cached KV of another. Returns a 503 while too
+    many sessions are open, or they hold too many tokens."""
 
     session_id: SessionId
     new_session_id: NewSessionId
@@ -280,8 +279,8 @@ class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
-    """Load the weights of another folder of the same model. Running requests compute their KV again
-    and continue after the same tokens. If loading fails, the old weights stay."""
+    """Load the weights of another folder of the same model. Running requests recompute their KV and
+    continue after the same tokens. If loading fails, the old weights stay."""
 
     model_path: Annotated[
         str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
@@ -293,7 +292,7 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
-    """Change settings of the running server, named as its flags; all other settings stay."""
+    """Change settings of the running server by flag name; other settings stay."""
 
     server_args: Annotated[
         dict[str, str | float],
@@ -306,7 +305,7 @@ class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
-    """Start a device trace, to be read with TensorBoard or xprof."""
+    """Start a device trace for TensorBoard or xprof."""
 
     num_steps: Annotated[
         Annotated[int, Ge(1), Lt(INT32)] | None,
@@ -324,16 +323,15 @@ class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 class StartExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """Start to record how often each layer's experts are chosen."""
+    """Start counting how often each layer's experts are chosen."""
 
 
 class StopExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """End the record of experts."""
+    """Stop counting experts."""
 
 
 class DumpExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """Return the record of experts that runs, or the last one: a file for
-    `--init-expert-location`."""
+    """Return the current or last record of experts, a file for `--init-expert-location`."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -352,6 +350,6 @@ ControlMessage = (
     | DumpExpertRecord
 )
 CacheMessage = FlushCache | SaveCache
-# Each gets a `Reply`.
+# Messages with a `Reply`.
 CallMessage = CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

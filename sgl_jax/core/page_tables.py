@@ -1,7 +1,7 @@
 """Page tables of the rows, and their changes from one step to the next.
 
-Page tables are the largest input of a step, but few cells change between steps. So a plan carries
-only the changed cells (`PageChanges`), and the executor keeps the tables of all rows
+Page tables are the largest input of a step, but few cells change between steps. A plan therefore
+carries only the changed cells (`PageChanges`), and the executor keeps the tables of all rows
 (`PageTables`).
 """
 
@@ -15,9 +15,9 @@ from sgl_jax.core.engine_sizes import EngineSizes
 
 
 class PageChanges(NamedTuple):
-    """Cells of the page tables of all ranks, int32[dp_size, num_rows, groups, pages_per_row].
+    """Changed cells of the page tables, int32[dp_size, num_rows, groups, pages_per_row].
 
-    If a cell is listed twice, the last counts.
+    If a cell is listed twice, the last entry counts.
     """
 
     cells: NDArray[np.intp]  # [m] indices into the flattened tables
@@ -27,7 +27,7 @@ class PageChanges(NamedTuple):
     def listing(
         sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[Sequence[int]]]
     ) -> "PageChanges":
-        """Changes that put `pages` into the first columns of rows.
+        """Return the changes that put `pages` into the first columns of rows.
 
         `pages` maps (rank, row) to the page ids of each group.
         """
@@ -48,8 +48,8 @@ NO_PAGE_CHANGES = PageChanges(np.zeros(0, np.intp), np.zeros(0, np.int32))
 class PageTables:
     """The page tables of all rows of all ranks; all cells are 0 at first.
 
-    `pages` is int32[dp_size, num_rows, groups, pages_per_row], 0 beyond a row's last page and for
-    pages that a sliding window has left behind.
+    `pages` is int32[dp_size, num_rows, groups, pages_per_row]. Cells after a row's last page and
+    before its sliding window are 0.
     """
 
     def __init__(self, sizes: EngineSizes) -> None:
@@ -57,5 +57,5 @@ class PageTables:
         self.pages: NDArray[np.int32] = np.zeros(shape, np.int32)
 
     def apply(self, changes: PageChanges) -> None:
-        """Apply the changes of a plan. Every launched plan's must be applied, in launch order."""
+        """Apply the changes of a plan; call once for every launched plan, in launch order."""
         self.pages.reshape(-1)[changes.cells] = changes.pages

@@ -1,4 +1,4 @@
-"""Progress of an engine's long work: loading, compiling. Logged here, and sent with heartbeats.
+"""Progress of an engine's long work (loading, compiling), logged and sent with heartbeats.
 
 The phases of a start, in order:
 
@@ -67,8 +67,8 @@ class Phase:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more as done, up to the total. Every tenth of the total is logged, but at
-        most a line a second."""
+        """Count `count` more units as done, up to the total. Logs every tenth of the total, but at
+        most one line per second."""
         with self._lock:
             self._done = min(self._done + count, self._total)
             now = self._clock()
@@ -97,7 +97,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: PhaseName, total: int, unit: str) -> Iterator[Phase]:
-        """A phase that ends with this context; `total` counts `unit`, a plural noun."""
+        """Report a phase until this context ends; `total` counts `unit`, a plural noun."""
         phase = Phase(name, total, unit)
         self._phases.append(phase)
         try:
@@ -108,7 +108,7 @@ class Progress:
 
     @property
     def report(self) -> PhaseReport | None:
-        """The phase that began last, of those under way; None if there is none."""
+        """Return the active phase that began last, or None."""
         try:
             return self._phases[-1].report
         except IndexError:  # another thread may end the phase at any time

@@ -1,4 +1,4 @@
-"""Shapes of a recurrent layer, which stands in place of an attention layer."""
+"""Shapes of a recurrent layer, which replaces an attention layer."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ class GatedDeltaConfig:
 
     num_key_heads: int
     num_value_heads: int  # a multiple of num_key_heads; value heads of one key head are adjacent
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # per head
+    value_dim: int  # per head
     conv_size: int  # width in tokens of the causal convolution of queries, keys and values
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Return the number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def key_head_channels(self) -> int:
-        """Convolved channels of a key head: its query, its key, the values of its value heads."""
+        """Return the convolved channels of a key head: query, key and all its value heads."""
         return 2 * self.key_dim + self.group * self.value_dim
 
     @property
@@ -28,16 +28,16 @@ class GatedDeltaConfig:
         return self.num_key_heads * self.key_head_channels
 
 
-# Elements in the last dimension of a tile of TPU memory.
+# Elements in the last dimension of a TPU memory tile.
 _LANES = 128
 
 
 def conv_state_shape(width: int, channels: int) -> tuple[int, int]:
-    """Shape of a convolution's state, which holds its last `width` - 1 inputs one after the other.
+    """Return the shape of a convolution's state: its last `width` - 1 inputs in order.
 
-    If `channels` is a multiple of 128, each input is split into rows of 128: a TPU can then move a
-    state as it is. For [width - 1, channels] its compiler would choose another layout, and copy all
-    states to it in each step.
+    If `channels` is a multiple of 128, each input is split into rows of 128, so that a TPU can move
+    a state without a copy. For [width - 1, channels] the compiler would choose a different layout
+    and copy all states to it in each step.
     """
     rows_each = channels // _LANES if channels % _LANES == 0 else 1
     return (width - 1) * rows_each, channels // rows_each

@@ -12,11 +12,11 @@ MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_USER_CHARS = 256
-MAX_OWNER_CHARS = 4096  # prefix by which the server separates the sessions of its callers
+MAX_OWNER_CHARS = 4096  # prefix that separates the sessions of different callers
 INT32 = 2**31  # bound of counts and offsets, exclusive
 MIN_PRIORITY, MAX_PRIORITY = -INT32, INT32 - 1
-MAX_CHOICES = 128  # answers to one prompt
-MAX_REQUESTS_PER_CALL = 1024  # engine requests of one HTTP request: prompts times answers to each
+MAX_CHOICES = 128  # outputs per prompt
+MAX_REQUESTS_PER_CALL = 1024  # engine requests per HTTP request: prompts times choices
 
 
 def check_rid(rid: str, param: str = "rid") -> None:
@@ -29,9 +29,9 @@ def check_session_id(session_id: str, param: str = "session_id") -> None:
 
 
 def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """The namespace in either field, which are two names for it; "" if neither is set.
+    """Return the namespace from either field, or "" if neither is set.
 
-    Raises `InvalidRequestError` if the two differ.
+    Raises `InvalidRequestError` if both are set and differ.
     """
     if extra_key and cache_salt and extra_key != cache_salt:
         raise InvalidRequestError(
@@ -42,9 +42,9 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
 
 
 def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """The value of field `name` for each prompt, from a list of values or one value for all.
+    """Return the value of field `name` for each prompt, from a list or one value for all.
 
-    Raises `InvalidRequestError` if the list has not `num_prompts` entries.
+    Raises `InvalidRequestError` if the list does not have `num_prompts` entries.
     """
     each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
     if len(each) != num_prompts:
@@ -53,7 +53,7 @@ def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
 
 
 def check_num_requests(num_prompts: int, num_choices: int, param: str) -> None:
-    """Check the number of engine requests that one HTTP request makes."""
+    """Raise InvalidRequestError if one HTTP request makes too many engine requests, or none."""
     if not 1 <= num_prompts * num_choices <= MAX_REQUESTS_PER_CALL:
         raise InvalidRequestError(
             f"prompts times n must be 1 to {MAX_REQUESTS_PER_CALL}, "

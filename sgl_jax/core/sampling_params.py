@@ -1,8 +1,8 @@
-"""Sampling parameters of a request, and their ranges.
+"""Sampling parameters of a request and their ranges.
 
-The request bodies of all HTTP APIs and `SamplingParams.checked` use the same ranges (`RANGES`).
-The device computes in float32, so `checked` also replaces values too close to a limit for float32
-by that limit.
+The request bodies of all HTTP APIs and `SamplingParams.checked` use the same ranges (`RANGES`). The
+device computes in float32: values too close to a limit for float32 are replaced by the limit in
+`checked`.
 """
 
 import math
@@ -17,18 +17,18 @@ from sgl_jax.core.grammar import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, Grammar
 from sgl_jax.core.request_limits import INT32
 from sgl_jax.core.seeds import RANDOM_SEED
 
-# These limits are shapes of the compiled step: the device keeps this many entries per request.
-MAX_STOP_TOKEN_IDS = 16  # of a request, beside the model's own end tokens
+# These limits are array sizes in the compiled step: entries per request on the device.
+MAX_STOP_TOKEN_IDS = 16  # per request, in addition to the model's end tokens
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_IDS = 64
 MAX_STOP_STRINGS = 16
 
-# Below this, logits divided by the temperature may overflow float32, and only the likeliest token
-# has a chance: sampling is greedy.
+# Below this, logits divided by the temperature may overflow float32, and only the most likely token
+# can be sampled: sampling is greedy.
 MIN_TEMPERATURE = 1e-6
-# The likeliest of n tokens has a probability of at least 1 / n, so with a vocabulary of up to ten
-# million, every smaller top_p keeps the same set of tokens. In float32, 1e-46 would be 0.
+# The most likely of n tokens has a probability of at least 1 / n. So with up to ten million tokens,
+# every smaller top_p keeps the same set. In float32, 1e-46 would be 0.
 MIN_TOP_P = 1e-7
 
 
@@ -58,7 +58,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "top_k": Range(-1, INT32 - 1),
         "top_p": Range(0.0, 1.0, is_low_open=True),
         "min_p": Range(0.0, 1.0),
-        # Positive logits are divided by it and negative ones multiplied, before the temperature.
+        # Divides positive logits and multiplies negative logits, before the temperature.
         "repetition_penalty": Range(1e-4, 1e4),
         "frequency_penalty": Range(-2.0, 2.0),
         "presence_penalty": Range(-2.0, 2.0),
@@ -69,34 +69,34 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters of one request; defaults leave the model's distribution untouched.
+    """Sampling parameters of one request; defaults leave the model's distribution unchanged.
 
     Args:
-        max_new_tokens: tokens to generate at most; None: as many as the context allows; 0: compute
-            (and perhaps score) the prompt only.
+        max_new_tokens: maximum tokens to generate; None: as many as the context allows; 0: only
+            compute (and perhaps score) the prompt.
         min_new_tokens: stop tokens cannot be sampled before this many tokens are generated.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; -1 and 0 keep all.
-        top_p: keep the smallest set of tokens whose probability reaches top_p.
-        min_p: drop tokens less likely than min_p times the most likely one.
+        top_p: keep the smallest set of tokens with a total probability of at least top_p.
+        min_p: drop tokens less likely than min_p times the most likely token.
         repetition_penalty: above 1 discourages tokens of the prompt and the output (CTRL paper,
             arXiv 1909.05858).
         frequency_penalty: subtracted once per earlier occurrence in the output.
         presence_penalty: subtracted once if the token occurred in the output.
-        logit_bias: token id -> added to its logit.
+        logit_bias: token id -> value added to its logit.
         seed: the same request with the same seed gets the same output, independent of the batch;
             None and -1 draw a seed.
         stop: strings that end the output.
-        stop_token_ids: token ids that end the output, beside the model's own.
+        stop_token_ids: token ids that end the output, in addition to the model's end tokens.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         no_stop_trim: keep the stop string or stop token in the text.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: omit special tokens from the text.
         json_schema, regex, ebnf, structural_tag: grammar that constrains the output, at most one of
             them (`core/grammar.py`). The output ends where the grammar does, with the model's
             end-of-sequence token, also with `ignore_eos`.
         reasoning: marks of the reasoning that may precede the constrained text
             (`Grammar.reasoning`).
-        json_part: a schema that the grammar contains (`Grammar.json_part`).
+        json_part: a schema inside the grammar (`Grammar.json_part`).
     """
 
     max_new_tokens: int | None = None
@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def grammar(self) -> Grammar | None:
-        """Return the constraint of the output."""
+        """Return the grammar that constrains the output, or None."""
         for kind in GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:
@@ -132,14 +132,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":
-        """Check all ranges, and convert to the form of the engine.
+        """Check all ranges and return the parameters in the engine's form.
 
-        There, a temperature below `MIN_TEMPERATURE` is 0 (greedy), `top_p` is at least `MIN_TOP_P`,
-        a random seed is None, and `stop_token_ids` outside the vocabulary, which are never
-        generated, are left out.
+        In that form, a temperature below `MIN_TEMPERATURE` is 0 (greedy), `top_p` is at least
+        `MIN_TOP_P`, and a random seed is None. `stop_token_ids` outside the vocabulary are dropped:
+        they are never generated.
 
         Raises:
-            InvalidRequestError: names the first field that is outside its range.
+            InvalidRequestError: names the first field outside its range.
         """
         self._check_logit_bias(vocab_size)
         self._check_grammar()

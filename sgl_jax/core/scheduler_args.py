@@ -1,4 +1,4 @@
-"""The settings of a scheduler."""
+"""Settings of a scheduler."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sgl_jax.core.shares import DEFAULT_PART
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """The settings of a scheduler, which a recording holds."""
+    """Settings of a scheduler, stored in a recording of its events."""
 
     # Memory
     disable_radix_cache: bool = setting(False, "cache no prefixes between requests")
@@ -158,30 +158,30 @@ class SchedulerArgs:
             raise ValueError("--priority-aging-s needs --enable-priority-scheduling")
 
     def importance(self, priority: int) -> int:
-        """`priority`, negated where lower values are more important; 0 if priorities are off."""
+        """Return `priority`, negated if lower is more important; 0 if priorities are off."""
         if not self.enable_priority_scheduling:
             return 0
         return -priority if self.schedule_low_priority_values_first else priority
 
     def for_scheduler(self) -> "SchedulerArgs":
-        """A copy with the scheduler's settings only, and so without secrets."""
+        """Return a copy with only the scheduler's settings, and therefore without secrets."""
         names = [field.name for field in dataclasses.fields(SchedulerArgs)]
         settings = {name: getattr(self, name) for name in names}
         return SchedulerArgs(**settings | {"tenant_share": self.share_part})
 
     @property
     def share_part(self) -> float:
-        """`tenant_share`, or its default."""
+        """Return `tenant_share` or its default."""
         if self.tenant_share is not None:
             return self.tenant_share
         return DEFAULT_PART if self.has_tenants else 1.0
 
     @property
     def has_tenants(self) -> bool:
-        """True if tenants have shares by default."""
+        """Return True if tenants have shares by default."""
         return self.fair_share == "tokens"
 
     @property
     def retract_interval(self) -> int:
-        """Steps from one forced retract to the next; 0: never."""
+        """Return the number of steps between forced retracts; 0: never."""
         return self.test_retract_interval if self.test_retract else 0

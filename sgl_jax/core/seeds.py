@@ -1,4 +1,4 @@
-"""Seeds of the choices of a request, derived from its seed as `jax.random.fold_in` does."""
+"""Seeds of a request's choices, derived from its seed as `jax.random.fold_in` does."""
 
 RANDOM_SEED = -1  # in a request: draw a seed, as other engines do
 
@@ -9,8 +9,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def choice_seed(seed: int, choice: int) -> int:
     """Return the int64 seed of choice number `choice` of a request with this int64 seed.
 
-    The first choice has the request's seed. Any other has the two words of `jax.random.fold_in` of
-    the key (high word, low word) and the number, so no two seeds have choices in common.
+    The first choice has the request's seed. Any other choice has the two words of `fold_in` of the
+    key (high word, low word) and the number, so different seeds have no choices in common.
     """
     if choice == 0:
         return seed

@@ -1,4 +1,4 @@
-"""All settings of a server; the scheduler's are a class of their own."""
+"""All settings of a server. The scheduler's settings are in `SchedulerArgs`."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ _HOST_PATTERN = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class ServerArgs(SchedulerArgs):
-    """Settings of one server. Names of flags follow SGLang: `--max-total-tokens` and so on."""
+    """Settings of one server. Flag names follow SGLang: `--max-total-tokens` and so on."""
 
     # Model
     model_path: str = setting("", "folder of the model in Hugging Face or orbax layout")
@@ -456,14 +456,14 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def store_timeout_s(self) -> float | None:
-        """Return seconds that a request waits for the store at most; None: until its prefix has
-        come."""
+        """Return the maximum seconds that a request waits for the store; None: until its prefix
+        arrives."""
         is_timed = self.hicache_storage_prefetch_policy == "timeout"
         return self.hicache_storage_prefetch_timeout if is_timed else None
 
     @property
     def storage_folder(self) -> Path | None:
-        """Return the folder of the store of blocks."""
+        """Return the folder of the block store, or None."""
         if self.hicache_storage_dir is None:
             return None if self.restore_cache is None else Path(self.restore_cache) / "blocks"
         return Path(self.hicache_storage_dir)
@@ -478,7 +478,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def has_key_file(self) -> bool:
-        """Return True if each key of a file is a tenant."""
+        """Return True if keys come from a file, in which each key is a tenant."""
         return self.api_key_file is not None or self.admin_api_key_file is not None
 
     @property
@@ -500,7 +500,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def num_hosts(self) -> int:
-        """1 until the platform was read (`hosts.group.with_group`), unless the flag is given."""
+        """Return `nnodes`; 1 until `hosts.group.with_group` has read the platform, if not set."""
         return self.nnodes or 1
 
     @property
@@ -510,15 +510,14 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def places_experts(self) -> bool:
-        """Return True if experts are not dealt out in order, each to one chip."""
+        """Return True unless experts are distributed in order, each to one chip."""
         return self.ep_num_redundant_experts > 0 or self.init_expert_location != "trivial"
 
     @property
     def has_draft_layer(self) -> bool:
-        """Return True if a layer drafts; NEXTN is SGLang's name for MTP."""
         return self.speculative_algorithm in ("MTP", "NEXTN", "EAGLE3")
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return tokens drafted per request and step; 0 without speculative decoding."""
+        """Return the tokens drafted per request and step; 0 without speculative decoding."""
         return 0 if self.speculative_algorithm == "none" else self.speculative_num_draft_tokens

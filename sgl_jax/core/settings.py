@@ -1,6 +1,6 @@
-"""Settings as fields of dataclasses: each field states a default, a range and a help text.
+"""Settings as dataclass fields with a default, a range and a help text.
 
-`core/command_line.py` makes the flags from them.
+`core/command_line.py` builds the flags from them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ def setting(
     env: str | None = None,
     secret: bool = False,
 ) -> Any:
-    """Make the dataclass field of a setting.
+    """Return the dataclass field of a setting.
 
     Args:
-        help: meaning of the value, as shown on the command line and in the docs.
-        choices: the allowed values of a text.
-        bounds: the allowed numbers, both ends included; upper bounds are far beyond useful values,
-            to catch typing errors.
+        help: meaning of the value, shown on the command line and in the docs.
+        choices: allowed values of a string.
+        bounds: allowed numbers, both ends included; upper bounds are far above useful values, to
+            catch typing errors.
         env: environment variable that replaces the default on the command line.
         secret: never show the value.
     """
@@ -32,11 +32,11 @@ def setting(
 
 
 def check_settings(settings: Any) -> None:
-    """Raise ValueError, with the flag's name, for a value outside its bounds or choices."""
+    """Raise ValueError with the flag's name if a value is outside its bounds or choices."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         bounds, choices = field.metadata["bounds"], field.metadata["choices"]
-        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:  # nor NaN
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:  # also rejects NaN
             raise ValueError(f"{flag(field.name)} must be in {list(bounds)}, got {value}")
         if choices and value not in choices:
             raise ValueError(
@@ -45,5 +45,5 @@ def check_settings(settings: Any) -> None:
 
 
 def flag(name: str) -> str:
-    """The name of a setting on the command line."""
+    """Return the name of a setting on the command line."""
     return "--" + name.replace("_", "-")

@@ -1,57 +1,57 @@
-"""Shares of a total, such as the places of the queue, by which no tenant can exhaust it."""
+"""Per-tenant shares of a total, such as queue capacity, so that no tenant can exhaust it."""
 
 from collections import Counter
 
-# The default part of the rest, after all others have theirs, that a tenant may hold.
+# Default part of the units not held by other tenants that one tenant may hold.
 DEFAULT_PART = 0.75
 
 
 def tenant_text(tenant: str) -> str:
-    """A tenant in a message to its clients; "" are all that have no share of their own."""
+    """Name a tenant in a message to its clients; "" stands for all pooled tenants."""
     return f"tenant {tenant!r}" if tenant else "the clients without a key of their own"
 
 
 class Shares:
-    """Counts the units of a total that each tenant holds, and limits how many more it may take.
+    """Counts the units of a total held by each tenant, and limits further units.
 
-    A tenant may hold `part` of the units that others do not hold, and at least one. So a tenant
-    that is alone leaves some units to the next one, and tenants that take all they can get end with
-    equal shares. With a part of 1 only the total is a limit.
+    A tenant may hold `part` of the units not held by other tenants, and at least one. A single
+    tenant thus leaves some units for the next tenant, and tenants that take as many as possible
+    converge to equal shares. With a part of 1, only the total is a limit.
     """
 
     def __init__(self, total: int, part: float, most_kept: int | None = None) -> None:
-        """`most_kept`: units that a tenant leaves to others at most."""
+        """Share `total` units; a tenant leaves at most `most_kept` to other tenants."""
         self.total = total
         self._part = part
         self._most_kept = total if most_kept is None else most_kept
-        self._held: Counter[str] = Counter()  # by tenant, none with 0
+        self._held: Counter[str] = Counter()  # units by tenant, without zero entries
         self.num_held = 0
 
     def held_by(self, tenant: str) -> int:
         return self._held[tenant]
 
     def add(self, tenant: str, change: int) -> None:
-        """Count that a tenant holds `change` units more, or fewer if it is negative."""
+        """Add `change` units to the tenant's count; negative to subtract."""
         self.num_held += change
         self._held[tenant] += change
         if not self._held[tenant]:
             del self._held[tenant]
 
     def most(self, tenant: str) -> int:
-        """Units that the tenant may hold beside the present ones of others."""
+        """Return the units that the tenant may hold, given the present units of other tenants."""
         return self._most_of(self.total - (self.num_held - self._held[tenant]))
 
     @property
     def most_alone(self) -> int:
-        """Units that a tenant may hold while others hold none."""
+        """Return the units that a tenant may hold while no other tenant holds any."""
         return self._most_of(self.total)
 
     def may_add(self, tenant: str, num_units: int) -> bool:
-        """Return whether the tenant may hold so many units more."""
+        """Return True if the tenant may hold `num_units` more."""
         return self._held[tenant] + num_units <= self.most(tenant)
 
     def larger_than(self, num_units: int) -> list[str]:
-        """The tenants that hold more than so many units, those with most first."""
+        """Return the tenants with more than `num_units` units, largest first."""
         larger = [tenant for tenant, held in self._held.items() if held > num_units]
         return sorted(larger, key=lambda tenant: -self._held[tenant])
 

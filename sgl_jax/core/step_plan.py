@@ -1,20 +1,20 @@
 """The contract between the scheduler, which plans steps, and the executor, which runs them.
 
 A step is one launch on the device. For each data-parallel rank it lists rows: one token for each
-running request (decode), then prefill chunks. The tokens themselves are not in the plan: the
-executor keeps a *token table* on the device, `tokens[row, position]`. A request's admission
-(`RowAdmission`) fills in the prompt, and each step appends the tokens that it samples. So the host
-can plan and launch the next step before it has read the sampled tokens: this is the token relay.
+running request (decode), then prefill chunks. The plan does not contain the tokens: the executor
+keeps a *token table* on the device, `tokens[row, position]`. A request's admission (`RowAdmission`)
+fills in the prompt, and each step appends the tokens it samples. So the host can plan and launch
+the next step before it has read the sampled tokens: this is the token relay.
 
-A decode row may also have k drafts: guesses of the tokens that follow, mostly made by the step
-itself from the token table. The step samples a token at each draft's position too, and keeps the
-sampled tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens. If
-the next step is planned before the result is read, the host has no exact length of the row: the
-plan marks the row (`relayed`), and the executor uses the length that it keeps on the device.
+A decode row may also have k drafts: guesses of the next tokens, usually computed by the step from
+the token table. The step also samples a token at each draft's position, and keeps the sampled
+tokens up to the first that differs from its draft. So a row gains 1 to 1 + k tokens. If the next
+step is planned before the result is read, the host does not have the exact length of the row: the
+plan marks the row (`relayed`), and the executor uses the length on the device.
 
-Every array in a plan is a fresh copy, or a part of one made for all ranks (so it need not be
-contiguous). The scheduler never writes to it after the launch, so the executor may pass it to the
-device without a copy.
+Every array in a plan is a fresh copy, or a part of one made for all ranks (and therefore not
+necessarily contiguous). The scheduler never writes to it after the launch, so the executor may pass
+it to the device without a copy.
 """
 
 from collections.abc import Sequence
@@ -30,19 +30,18 @@ from sgl_jax.core.sampling_params import SamplingParams
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-# Rows or pages as an index into arrays: numpy converts any other type on each use.
+# Rows or pages as an array index: numpy converts any other type on each use.
 IntpArray = NDArray[np.intp]
 RowIndex = IntpArray
 
 
 def mask_words(vocab_size: int) -> int:
-    """Return the length of a token mask in 32-bit words: bit i of the mask is set if token i is
-    allowed."""
+    """Return the length of a token mask in 32-bit words; bit i is set if token i is allowed."""
     return -(-vocab_size // 32)
 
 
 class RowAdmission(NamedTuple):
-    """A request gets a row; has everything that the device needs about it, sent once.
+    """A request gets a row. Carries everything about the request that the device needs, sent once.
 
     After a retract the request is admitted again, to any row, with its generated tokens as part of
     `tokens`. `prompt_len` is still the length of the original prompt, so that penalties and
@@ -50,54 +49,53 @@ class RowAdmission(NamedTuple):
     """
 
     row: int
-    tokens: Int32Array  # [n], the prompt, then the output, from position `start` on
+    tokens: Int32Array  # [n] prompt and output from position `start` on
     prompt_len: int
     sampling: SamplingParams
-    seed: int  # int64; drawn by the scheduler if the request brought none
-    stop_token_ids: tuple[int, ...]  # all that end the request, the model's own included
-    # Tokens already in the row's token table, from the session's previous turn.
+    seed: int  # int64; drawn by the scheduler if the request has none
+    stop_token_ids: tuple[int, ...]  # all ids that end the request, including the model's
+    # Number of tokens already in the row's token table, from the session's previous turn.
     start: int = 0
-    # Tokens whose log-probabilities are reported at each position, besides the sampled one's.
+    # Tokens with log-probabilities reported at each position, besides the sampled token.
     logprob_ids: tuple[int, ...] = ()
 
 
 class StatePlan(NamedTuple):
     """Recurrent states that a rank's rows read and write in a step; n rows as in `RankPlan`.
 
-    The slots of kept states (snapshots) come first, then each row's own (`EngineSizes.own_slot`). A
-    row has two halves of own slots: a step reads the half that the previous step wrote, and writes
-    the other, so the state before a step is still there after it.
+    The slots of kept states (snapshots) come first, then the slots of each row
+    (`EngineSizes.own_slot`). A row has two halves of slots: a step reads the half that the previous
+    step wrote and writes the other, so that the state before a step still exists after it.
     """
 
     # [n] slot of the state before the row's first query; NO_SLOT: the slot its last step wrote.
     sources: Int32Array
-    halves: Int32Array  # [n] 0 or 1: the half of the row's own slots that the step writes
+    halves: Int32Array  # [n] 0 or 1: the half of the row's slots that the step writes
     # [m, 3] states to keep: index of the row in the plan, length in tokens, slot of a snapshot.
     # The step writes a snapshot if it computes, and keeps, the last token of that length.
     snapshots: Int32Array
 
     @classmethod
     def from_nothing(cls, num_rows: int) -> "StatePlan":
-        """Return the plan of `num_rows` rows that start from the empty state and keep no
-        snapshots."""
+        """Return the plan of rows that start from the empty state and keep no snapshot."""
         zeros = np.zeros(num_rows, np.int32)
         return cls(zeros, zeros, np.zeros((0, 3), np.int32))
 
 
 NO_SLOT = -1
 NO_DRAFT = -1
-NON_FINITE = -2  # in place of a row's first new token
+NON_FINITE = -2  # replaces a row's first new token
 
 
 class RankPlan(NamedTuple):
-    """The rows of one rank in one step. Row order: `num_decode` decode rows, then prefill chunks.
+    """The rows of one rank in one step: `num_decode` decode rows, then prefill chunks.
 
-    With n rows: row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
+    With n rows, row i computes positions [kv_starts[i], kv_starts[i] + q_lens[i]) of its request,
     and reads the KV of all earlier positions from the pages in its page table. If `samples[i]`, the
     step samples the token at position kv_starts[i] + q_lens[i] and writes it to the token table.
 
-    A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow it, and
-    a token is sampled after each query. If `relayed[i]`, kv_starts[i] is only a lower bound of that
+    A decode row's first query is the last token of its request; q_lens[i] - 1 drafts follow, and a
+    token is sampled after each query. If `relayed[i]`, kv_starts[i] is only a lower bound of the
     last token's position: the executor uses the row's length on the device.
     """
 
@@ -105,28 +103,28 @@ class RankPlan(NamedTuple):
     kv_starts: Int32Array  # [n]
     q_lens: Int32Array  # [n], 1 + drafts for decode rows
     samples: BoolArray  # [n]
-    num_pages: int  # columns of the page tables that the longest of the rows may use
+    num_pages: int  # page-table columns that the longest row may use
     num_decode: int
     relayed: BoolArray  # [n] False for prefill rows
     admissions: tuple[RowAdmission, ...] = ()
-    # [n] the number of each row's last queries that report prompt log-probabilities: 0 for decode
-    # rows, and at most EngineSizes.max_prompt_logprob_tokens in all; None: all 0.
+    # [n] number of each row's last queries that report prompt log-probabilities: 0 for decode rows,
+    # in total at most EngineSizes.max_prompt_logprob_tokens; None: all 0.
     num_scored: Int32Array | None = None
-    return_logprob: bool = False  # True if any row reports its sampled token's log-probability
-    top_logprobs_num: int = 0  # likeliest tokens reported besides it, the most of any row
-    num_logprob_ids: int = 0  # `logprob_ids` reported besides it, the most of any row
+    return_logprob: bool = False  # True if any row reports the sampled token
+    top_logprobs_num: int = 0  # most likely tokens to report, maximum over rows
+    num_logprob_ids: int = 0  # `logprob_ids` to report, maximum over rows
     states: StatePlan | None = None  # only for models with recurrent layers
-    # [num_decode, max_draft_tokens] drafts that the host has chosen for decode rows; NO_DRAFT
-    # where the step makes its own. None: it makes all of them.
+    # [num_decode, max_draft_tokens] drafts chosen by the host for decode rows; NO_DRAFT where the
+    # step computes the draft. None: the step computes all drafts.
     drafts: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of this rank in this step."""
+        """Return the number of query tokens of this rank in this step."""
         return int(self.q_lens.sum())
 
     def known_drafts(self, index: int) -> list[int]:
-        """Return the drafts in `drafts` of the row at `index`."""
+        """Return the host's drafts for the row at `index`, without padding."""
         if self.drafts is None or index >= self.num_decode:
             return []
         drafts: list[int] = self.drafts[index, : self.q_lens[index] - 1].tolist()
@@ -141,13 +139,13 @@ class RankPlan(NamedTuple):
 
 
 class PageTransfer(NamedTuple):
-    """Contents that move between pages of a rank's device pools and blocks in the host's memory.
+    """Contents moved between pages of a rank's device pools and blocks in host memory.
 
-    `pages[p][i]` belongs to `blocks[p][i]`, for each pool p of the rank.
+    `pages[p][i]` corresponds to `blocks[p][i]`, for each pool p of the rank.
     """
 
     dp_rank: int
-    number: int  # of the transfer, by rank
+    number: int  # transfer number within the rank
     pages: tuple[Int32Array, ...]
     blocks: tuple[Int32Array, ...]
 
@@ -156,14 +154,14 @@ class PageTransfer(NamedTuple):
 class StepPlan:
     """One step over all ranks; `ranks[r]` has zero rows if rank r has nothing to do.
 
-    `page_changes` has the changes since the previous step was planned, of all rows, not only the
-    step's.
+    `page_changes` has the changes of all rows, not only the step's, since the previous step was
+    planned.
 
-    `is_masked` is set if a grammar constrains a row that samples. The step then samples only when
+    If a grammar constrains a sampling row, `is_masked` is set. The step then samples only when
     `Executor.draw` is called, since the allowed tokens depend on the previous token.
 
-    `saved` are pages that were evicted while the step was planned, and that it may overwrite: they
-    are copied to the host before it runs.
+    `saved` lists pages that were evicted while the step was planned and may be overwritten by it:
+    they are copied to host memory before it runs.
     """
 
     step_id: int
@@ -176,48 +174,48 @@ class StepPlan:
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of the *next* tokens of one prefill chunk's last m = num_scored queries.
 
-    Entry j belongs to position kv_start + q_len - m + j + 1; the last entry of the prompt's last
+    Entry j belongs to position kv_start + q_len - m + j + 1. The last entry of the prompt's last
     chunk predicts the first generated token and is not a prompt token.
     """
 
-    logprobs: Float32Array  # [m] of the token that actually follows
+    logprobs: Float32Array  # [m] log-probability of the actual next token
     top_ids: Int32Array  # [m, MAX_TOP_LOGPROBS]
     top_logprobs: Float32Array  # [m, MAX_TOP_LOGPROBS]
-    id_logprobs: Float32Array | None = None  # [m, MAX_LOGPROB_IDS], the row's own come first
+    id_logprobs: Float32Array | None = None  # [m, MAX_LOGPROB_IDS], the row's first
 
 
 class RankResult(NamedTuple):
     """New tokens of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens.
 
-    `tokens[i]` begins with the new tokens of row i; the rest is -1, and all of it if the row did
-    not sample. Optional fields are None unless the plan requests them.
+    `tokens[i]` begins with the new tokens of row i and is padded with -1. If the row did not
+    sample, all entries are -1. Optional fields are None unless the plan requests them.
 
-    A row whose results are not finite has NON_FINITE and no token, whether it samples or not. That
-    is a row with a logit that is NaN or +inf, or with all logits -inf: after a token that it keeps,
-    in a position that it scores, or of the first draft of a draft layer. The logits are the model's
-    own, before the request's penalties, biases and masks. In a chunk of a prompt, the hidden states
-    of all its tokens count, too.
+    A row with non-finite results has NON_FINITE and no token, even if it does not sample.
+    Non-finite means a logit that is NaN or +inf, or all logits -inf: after a token that the row
+    keeps, in a position that it scores, or for the first draft of a draft layer. These are the
+    model's logits, before the request's penalties, biases and masks. In a chunk of a prompt, the
+    hidden states of all its tokens are checked, too.
     """
 
     tokens: Int32Array  # [n, w]
     logprobs: Float32Array | None = None  # [n, w]
     top_ids: Int32Array | None = None  # [n, w, MAX_TOP_LOGPROBS], most likely first
     top_logprobs: Float32Array | None = None  # [n, w, MAX_TOP_LOGPROBS]
-    id_logprobs: Float32Array | None = None  # [n, w, MAX_LOGPROB_IDS], each row's own come first
-    # Index of a row in the plan -> its values, for rows with `num_scored` above 0.
+    id_logprobs: Float32Array | None = None  # [n, w, MAX_LOGPROB_IDS], each row's first
+    # Index of a row in the plan -> values, for rows with `num_scored` above 0.
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
 
 
-# A launched step whose result has not been read; only the executor that made it looks inside.
+# A launched step with an unread result; opaque to all but the executor that created it.
 StepHandle: TypeAlias = Any
 
 
 class Executor(Protocol):
     """The scheduler's view of the device.
 
-    Steps run in launch order. `launch` returns before the step has finished; `result` waits for
-    it. Results must be read in launch order, each exactly once. After the launch of a masked step,
-    `draw` must be called before any other launch, and before its result is read.
+    Steps run in launch order. `launch` returns before the step has finished; `result` waits for it.
+    Results must be read in launch order, each exactly once. After the launch of a masked step,
+    `draw` must be called before any other launch and before its result is read.
     """
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -236,5 +234,5 @@ class Executor(Protocol):
         ...
 
     def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """Wait for a step, and return the results of each rank."""
+        """Wait for a step and return the results of each rank."""
         ...

@@ -1,30 +1,30 @@
-"""Halves of surrogate pairs in text, which no UTF-8 has: each becomes U+FFFD.
+"""Replace lone halves of surrogate pairs, which UTF-8 cannot encode, with U+FFFD.
 
-A program that cuts text between the two halves of a character beyond U+FFFF sends such a half: as
-an escape in JSON (`\\ud83d`), or encoded as if it were a character.
+A program that cuts text between the two halves of a character above U+FFFF sends a lone half, as an
+escape in JSON (`\\ud83d`) or encoded as if it were a character.
 """
 
 import re
 from collections.abc import Iterator
 
 REPLACEMENT = "\ufffd"
-# Without `\\`, each backslash begins an escape.
+# After `\\` is removed, each backslash begins an escape.
 _ESCAPED_HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD]...))"
 )
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 _HALF = re.compile("[\ud800-\udfff]")
-# Other threads run between two slices.
+# Other threads can run between two slices.
 _SLICE_BYTES = 2**20
 _PAIR_BYTES = 12
 _MAX_REPLACED = 2**17
 
 
 def replace_in_json(data: bytes | bytearray) -> tuple[bytearray, int]:
-    """Return JSON with at most `_MAX_REPLACED` halves of pairs replaced, and their number.
+    """Return JSON with at most `_MAX_REPLACED` lone halves replaced, and their number.
 
-    The length stays.
+    The length does not change.
     """
     changed, num_replaced = bytearray(data), 0
     for half, replacement, searched in (
@@ -48,11 +48,11 @@ def _found(half: re.Pattern[bytes], data: bytes | bytearray) -> Iterator[re.Matc
 
 
 def replace_in_json_text(text: str) -> str:
-    """Return text that is JSON, or its beginning, with each half of a pair replaced."""
+    """Return JSON text, or the beginning of one, with each lone half replaced."""
     replaced, _ = replace_in_json(replace_in_text(text).encode())
     return replaced.decode()
 
 
 def replace_in_text(text: str) -> str:
-    """Return text with each half of a pair replaced."""
+    """Return text with each lone half replaced."""
     return _HALF.sub(REPLACEMENT, text)

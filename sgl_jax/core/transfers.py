@@ -1,8 +1,8 @@
-"""Transfers of KV pages and states between the devices and the host's memory.
+"""Transfers of KV pages and states between the devices and host memory.
 
-The scheduler plans a transfer and numbers it within its rank; the executor runs it beside the steps
-and reports its end (`TransferEnd`). Pages are ids in a rank's pools on the device, blocks ids in
-its pools in the host's memory; a block holds as much as a page.
+The scheduler plans a transfer and numbers it within its rank. The executor runs it in parallel to
+the steps and reports its end (`TransferEnd`). Pages are ids in a rank's device pools, and blocks
+are ids in its host pools; a block has the size of a page.
 """
 
 from typing import NamedTuple
@@ -16,32 +16,32 @@ Keys = NDArray[np.uint8]  # [n, bytes of a key]
 
 
 class StoreTransfer(NamedTuple):
-    """Contents that move between blocks of a rank in the host's memory and the store behind it.
+    """Contents moved between blocks of a rank in host memory and the store.
 
     `keys[p][i]` names the contents of `blocks[p][i]`, for each pool p of the rank. A search moves
-    nothing, and has keys alone. A load that follows a search has the search's number.
+    nothing and has only keys. A load that follows a search has the search's number.
     """
 
     dp_rank: int
-    number: int  # of the transfer, by rank
+    number: int  # transfer number within the rank
     keys: tuple[Keys, ...]
     blocks: tuple[Int32Array, ...]
-    is_awaited: bool = False  # by a request
-    # Set by the engine, of its monotonic clock: a load ends then with the blocks that it has.
+    is_awaited: bool = False  # a request waits for it
+    # Set by the engine, by its monotonic clock: a load ends then with the blocks loaded so far.
     end_s: float | None = None
 
 
 class TransferEnd(NamedTuple):
     """A transfer has ended: all its blocks hold their pages' contents, or a fetch can be placed.
 
-    For a search and a load, `found` has a flag for each key of each pool: the store has it, and its
-    block holds the contents.
+    For a search and a load, `found` has a flag for each key of each pool: the store has the key, or
+    the block holds its contents.
     """
 
     dp_rank: int
     number: int
     succeeded: bool
-    seconds: float = 0.0  # from its beginning
+    seconds: float = 0.0  # since its start
     found: tuple[BoolArray, ...] = ()
 
 
@@ -51,10 +51,10 @@ class Transfers(NamedTuple):
     Every list is executed before any step that is launched afterwards.
     """
 
-    placed: tuple[PageTransfer, ...] = ()  # fetches that have arrived: write them to their pages
-    dropped: tuple[PageTransfer, ...] = ()  # fetches that nothing will read
+    placed: tuple[PageTransfer, ...] = ()  # complete fetches: write them to their pages
+    dropped: tuple[PageTransfer, ...] = ()  # fetches that are no longer needed
     copies: tuple[PageTransfer, ...] = ()  # pages -> blocks
-    fetches: tuple[PageTransfer, ...] = ()  # blocks -> beside the pools, until they are placed
+    fetches: tuple[PageTransfer, ...] = ()  # blocks -> staging arrays on the device, until placed
     searches: tuple[StoreTransfer, ...] = ()  # in the store
     loads: tuple[StoreTransfer, ...] = ()  # store -> blocks
     puts: tuple[StoreTransfer, ...] = ()  # blocks -> store
