@@ -1,1 +1,1 @@
-"""Runs step plans on a mesh of devices."""
+"""Run step plans on a mesh of devices."""

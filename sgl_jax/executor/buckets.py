@@ -1,41 +1,41 @@
-"""The few shapes that steps are padded to, so that all programs can be compiled before ready.
+"""The few shapes to which steps are padded, so that all programs can be compiled at start-up.
 
-A shape is a number of query tokens and the rows that go with it: never more rows than tokens,
-since every row has at least one. So a batch of pure decode lands in a shape with as many rows as
-tokens, and mixed batches share the shapes above it. On a CPU, decode rows that all draft have
-shapes with fewer rows than tokens, since each row costs a draft layer as much as a token does.
+A shape is a number of query tokens and a number of rows. It never has more rows than tokens, since
+every row has at least one token. A pure decode batch uses a shape with as many rows as tokens, and
+mixed batches share the larger shapes. On a CPU, decode rows with drafts have shapes with fewer rows
+than tokens, since a row costs a draft layer as much as a token.
 """
 
 from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
 
-# Every shape costs two seconds of compilation on a CPU. The scheduler plans steps that fill a
-# shape where it can, so few of them do.
+# Every shape costs two seconds of compilation on a CPU. Few shapes suffice, because the scheduler
+# plans steps that fill a shape where it can.
 _CPU_TOKENS = (2, 8, 32, 128, 512)
-# With drafts also shapes of so many rows, all of them drafting.
+# Rows of further shapes with drafts; all rows draft.
 _CPU_DRAFTING_ROWS = (1, 4, 16)
-# Fewer tokens than this cost an accelerator the same: it waits for the weights.
+# Fewer tokens cost an accelerator the same: it is bound by reading weights.
 _ACCELERATOR_MIN_TOKENS = 8
 _PROMPT_LOGPROB_TOKENS = 128
 
 
 class StepLimits(NamedTuple):
-    """The most that one rank does in one step."""
+    """The limits of one rank in one step."""
 
     rows: int
-    chunk_tokens: int  # of prompts
-    prompt_logprob_tokens: int  # of these, with log-probabilities reported
-    draft_tokens: int = 0  # of one row
+    chunk_tokens: int  # prompt tokens
+    prompt_logprob_tokens: int  # prompt tokens with log-probabilities reported
+    draft_tokens: int = 0  # per row
 
     @property
     def decode_tokens(self) -> int:
-        """Query tokens of a full batch of decode rows, all of them drafting."""
+        """Return the query tokens of a full batch of decode rows that all draft."""
         return self.rows * (1 + self.draft_tokens)
 
     @property
     def tokens(self) -> int:
-        """Query tokens in all: decode rows take nothing from the prompts' share."""
+        """Return the total query tokens: decode rows do not reduce the prompts' share."""
         return self.chunk_tokens + self.decode_tokens
 
 
@@ -47,30 +47,30 @@ class Bucket(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """All shapes of an engine, smallest first: each has a program."""
+    """All shapes of an engine, smallest first, with one program each."""
 
     all: tuple[Bucket, ...]
 
     def for_any_rows(self) -> tuple[int, ...]:
-        """Token sizes of the shapes that hold as many rows as tokens, or the most that exist."""
+        """Return the token sizes of shapes with as many rows as tokens, or the maximum rows."""
         most = self.all[-1].rows
         return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, most))
 
     def smallest(self, tokens: int, rows: int) -> Bucket:
-        """The smallest shape for `tokens` query tokens of `rows` rows."""
+        """Return the smallest shape for `tokens` query tokens of `rows` rows."""
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 
 
 def step_limits(args: ServerArgs) -> StepLimits:
-    """One rank's limits of a step, from resolved arguments."""
+    """Return one rank's limits of a step, from resolved arguments."""
     rows, chunk = -(-args.max_running_requests // args.dp_size), args.chunked_prefill_size
     return StepLimits(rows, chunk, min(_PROMPT_LOGPROB_TOKENS, chunk), args.num_draft_tokens)
 
 
 def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
-    """Shapes up to `limits`, which are themselves a shape.
+    """Return shapes up to `limits`.
 
-    So are a full batch of decode, drafting or not, and a full chunk alone.
+    `limits`, a full decode batch (with and without drafts) and a full chunk have exact shapes.
     """
     size = _ACCELERATOR_MIN_TOKENS
     shapes = []

@@ -1,5 +1,4 @@
-"""Compilations: counted at start, beside the engine's loop and in it, which is a defect; and run
-beside it."""
+"""Background compilation, and counts of compilations: at start, in the background, in the loop."""
 
 import logging
 import threading
@@ -17,12 +16,12 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileWatch:
-    """Counts the process's compilations, loads from the persistent cache among them.
+    """Counts the process's compilations, including loads from the persistent cache.
 
     Attributes:
-        num_at_start: until `arm`.
-        num_beside_loop: within `beside_loop`.
-        num_in_loop: all others from `arm` to `disarm`; each is logged as a defect.
+        num_at_start: compilations until `arm`.
+        num_beside_loop: compilations within `beside_loop`.
+        num_in_loop: all other compilations from `arm` to `disarm`; each is logged as a defect.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class CompileWatch:
         self._num_before_arm = 0
         self._armed = False
         self._threads_beside: set[int] = set()
-        # jax keeps listeners for the life of the process; this one must not keep the engine.
+        # jax keeps listeners until the process ends; this one must not keep the engine alive.
         watch_ref = weakref.ref(self)
 
         def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -41,18 +40,18 @@ class CompileWatch:
         jax.monitoring.register_event_duration_secs_listener(listen)
 
     def arm(self) -> None:
-        """From here on a compilation is a defect, unless it runs beside the loop."""
+        """Count compilations from now on as defects, except within `beside_loop`."""
         self.num_at_start = self._num_before_arm
         self._armed = True
 
     def disarm(self) -> bool:
-        """Stop counting defects. Returns whether they were counted."""
+        """Stop counting defects; return True if they were counted."""
         was_armed, self._armed = self._armed, False
         return was_armed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Compilations within are expected and not counted as defects."""
+        """Do not count compilations in this context as defects."""
         was_armed = self.disarm()
         try:
             yield
@@ -61,7 +60,7 @@ class CompileWatch:
 
     @contextmanager
     def beside_loop(self) -> Iterator[None]:
-        """This thread's compilations within delay no step."""
+        """Count this thread's compilations in this context as background compilations."""
         own = threading.get_ident()
         self._threads_beside.add(own)
         try:
@@ -84,10 +83,10 @@ class CompileWatch:
 
 
 class BackgroundCompilation:
-    """Runs `jobs`, each of which compiles some programs, one after the other on a thread.
+    """Runs `jobs`, each of which compiles some programs, in order on one thread.
 
     Attributes:
-        error: of the first job that failed; None if none has failed.
+        error: the error of the first failed job; None if none has failed.
     """
 
     def __init__(
@@ -98,17 +97,17 @@ class BackgroundCompilation:
         self._watch = watch
         self._progress = progress
         self._is_closed = False
-        # One thread leaves the host's other cores to the loop.
+        # One thread: the host's other cores are left to the loop.
         self._thread = threading.Thread(target=self._run, name="compile")
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """True when every job has ended, with success or an error."""
+        """Return True when every job has ended, with success or an error."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Start no further job. The one that runs cannot be interrupted, and is not waited for."""
+        """Start no further job. A running job cannot be interrupted and is not waited for."""
         self._is_closed = True
 
     def _run(self) -> None:
@@ -122,6 +121,6 @@ class BackgroundCompilation:
                     return
                 try:
                     job()
-                except Exception as error:  # of any type: the compiler's, the devices' memory
+                except Exception as error:  # of the compiler, or out of memory
                     self.error = self.error or f"{type(error).__name__}: {error}"
                 phase.advance()

@@ -1,10 +1,10 @@
-"""The settings that depend on the device, where the user leaves them open."""
+"""Defaults of the settings that depend on the device."""
 
 import dataclasses
 
 from sgl_jax.core.server_args import ServerArgs
 
-# With smaller pages the TPU's attention waits for its instructions (docs/inside/kernels.md).
+# With smaller pages, attention on a TPU is bound by instructions (docs/inside/kernels.md).
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
 _CPU_CHUNK_TOKENS = 512
@@ -14,7 +14,7 @@ _ACCELERATOR_RUNNING_REQUESTS = 256
 
 
 def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
-    """`args` with a value for each setting that depends on the device."""
+    """Return `args` with a value for each setting that depends on the device."""
     on_cpu = platform == "cpu"
     backend = args.attention_backend
     if backend == "auto":
@@ -24,14 +24,14 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
             "--attention-backend pallas runs on a TPU and is simulated on a CPU; on a gpu "
             "choose xla"
         )
-    # XLA on the CPU is some 30 times slower in bfloat16.
+    # XLA on a CPU is about 30 times slower in bfloat16.
     dtype = ("float32" if on_cpu else "bfloat16") if args.dtype == "auto" else args.dtype
     return dataclasses.replace(
         args,
         device=platform,
         dtype=dtype,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
-        # On a CPU, steps and the compiler would take each other's cores and threads.
+        # On a CPU, steps and the compiler would compete for cores and threads.
         warmup=("all" if on_cpu else "plain") if args.warmup == "auto" else args.warmup,
         attention_backend=backend,
         page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),

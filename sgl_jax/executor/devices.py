@@ -1,7 +1,7 @@
-"""Choosing the platform, its devices and the mesh over them, and where compiled programs are kept.
+"""Choose the platform, its devices, the mesh over them, and the folder of compiled programs.
 
-Owns the process-wide jax settings an engine needs; they are made here, once, before the first
-device is touched. Never holds an array.
+Sets the process-wide jax settings of an engine once, before the first device is touched. Never
+holds an array.
 """
 
 import logging
@@ -22,14 +22,14 @@ from sgl_jax.layers.mesh_axes import MESH_AXES
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_TIMEOUT_S = 10  # for the other hosts to leave, too
-_MOST_SEARCHED = 16  # chips of a rank: orders of more take too long to try
+_LEAVE_TIMEOUT_S = 10  # until all hosts have left
+_MOST_SEARCHED = 16  # chips of a rank: searching orders of more takes too long
 
 
 def make_mesh(args: ServerArgs) -> Mesh:
-    """The mesh ('data', 'tensor') of dp x tp devices for `args`.
+    """Return the mesh ('data', 'tensor') of dp x tp devices for `args`.
 
-    On the CPU the devices are made to order. Raises RuntimeError if there are too few.
+    On a CPU, as many devices as needed are created. Raises RuntimeError if there are too few.
     """
     _request_platform(args)
     try:
@@ -44,8 +44,8 @@ def make_mesh(args: ServerArgs) -> Mesh:
 
 
 def check_devices(num_devices: int, num_hosts: int, dp_size: int, tp_size: int) -> None:
-    """Raise ValueError if an engine of dp x tp devices cannot run on all `num_devices` of so many
-    hosts: they are too few, or a host would have chips without a part of the mesh."""
+    """Raise ValueError unless an engine of dp x tp devices can run on `num_devices` of `num_hosts`
+    hosts. With several hosts, the mesh must use all devices."""
     needed = dp_size * tp_size
     if needed > num_devices or (num_hosts > 1 and needed != num_devices):
         each = " (all of several hosts)" if needed < num_devices else ""
@@ -56,15 +56,15 @@ def check_devices(num_devices: int, num_hosts: int, dp_size: int, tp_size: int) 
 
 
 def join_hosts(args: ServerArgs, address: str, port: int) -> None:
-    """Make the devices of all hosts of `args` one set, which every host sees.
+    """Connect the hosts of `args`, so that every host sees the devices of all hosts.
 
-    Call it before the first device is touched. jax's coordinator runs on host 0, at `address` and
+    Call this before the first device is touched. jax's coordinator runs on host 0, at `address` and
     `port`. Raises RuntimeError if the hosts do not find each other in time.
     """
     _request_platform(args)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # A lost host is found by the channel of commands (hosts/channel.py), which gives the reason;
-    # jax would abort host 0. It would also catch SIGTERM, which the server process handles.
+    # The command channel (hosts/channel.py) detects a lost host and reports the reason; jax would
+    # abort host 0. jax would also catch SIGTERM, which the server process handles.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)
     host = f"[{address}]" if ":" in address else address
@@ -79,15 +79,15 @@ def join_hosts(args: ServerArgs, address: str, port: int) -> None:
 
 
 def leave_hosts() -> None:
-    """Undo `join_hosts`, on all hosts together; a host that ends without it aborts the others."""
+    """Undo `join_hosts` on all hosts together; a host that exits without this aborts the rest."""
     jax.distributed.shutdown()
 
 
 def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
-    """The mesh ('data', 'tensor') over the first dp x tp of `devices`.
+    """Return the mesh ('data', 'tensor') over the first dp x tp of `devices`.
 
-    When that is a whole slice of TPUs, the chips of one rank are neighbours on its interconnect, in
-    the order of a ring. They lie on one host if each host has room for whole ranks.
+    If that is a whole slice of TPUs, the chips of one rank are adjacent on its interconnect, in
+    ring order. They are on one host if whole ranks fit on each host.
     """
     if len(devices) == dp_size * tp_size > 1 and devices[0].platform == "tpu":
         parts = _by_host(devices)
@@ -112,9 +112,9 @@ def _by_host(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def _in_ring(devices: list[Any]) -> list[Any]:
-    """The devices in an order in which each is connected to the next, and the last to the first.
+    """Return the devices as a ring of connected devices.
 
-    In the given order if there is none, or if they are too many to search.
+    Returns the given order if there is no ring, or if there are too many devices to search.
     """
 
     def connected(one: Any, other: Any) -> bool:
@@ -132,13 +132,13 @@ def _in_ring(devices: list[Any]) -> list[Any]:
 
 
 def platform_of(mesh: Mesh) -> str:
-    """The platform of the mesh's devices: 'cpu', 'tpu' or 'gpu'."""
+    """Return the platform of the mesh's devices: 'cpu', 'tpu' or 'gpu'."""
     return str(mesh.devices.flat[0].platform)
 
 
 def _request_platform(args: ServerArgs) -> None:
-    """Set jax's platform and number of CPU devices; no effect once a device was touched."""
-    if args.device == "cpu":  # keep jax from taking hold of an accelerator it will not use
+    """Set jax's platform and number of CPU devices; no effect after a device was touched."""
+    if args.device == "cpu":  # do not initialize an unused accelerator
         jax.config.update("jax_platforms", "cpu")
     if args.num_host_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
         "XLA_FLAGS", ""
@@ -146,17 +146,17 @@ def _request_platform(args: ServerArgs) -> None:
         try:
             jax.config.update("jax_num_cpu_devices", args.num_host_devices)
         except RuntimeError:
-            # Another part of the process started jax already; make_mesh counts its devices.
+            # Other code in the process has started jax; make_mesh counts its devices.
             logger.debug("jax is running already; its CPU devices stay as they are")
 
 
 def set_compilation_cache(directory: str | None) -> Path | None:
-    """Keep compiled programs in `directory`; None is this user's own folder, 'none' keeps none.
+    """Keep compiled programs in `directory`; None: a private folder of this user; 'none': no cache.
 
-    The folder holds machine code that later starts load, so it must belong to this user and be
-    closed to others; raises PermissionError if it is not.
+    The folder holds machine code that later starts load, so it must belong to this user and not be
+    writable by other users. Raises PermissionError otherwise.
     """
-    # jax reads these settings once, at its first compilation, unless it is reset.
+    # jax reads these settings once, at its first compilation, unless the cache is reset.
     compilation_cache.reset_cache()
     if directory == "none":
         jax.config.update("jax_compilation_cache_dir", None)
@@ -171,7 +171,7 @@ def set_compilation_cache(directory: str | None) -> Path | None:
             "others; name another with --compilation-cache-dir, or 'none'"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
-    # Every program counts towards a fast restart, however small.
+    # Small programs, too, shorten a restart.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path

@@ -1,8 +1,8 @@
-"""Every setting of an engine, resolved from its arguments, its model and its platform alone.
+"""All settings of an engine, resolved from its arguments, its model and its platform.
 
-No code after this reads "auto" or 0 as "decide for me". It touches no device and makes no array, so
-a planner decides the same for chips it does not have. Only the number of KV pages stays open: the
-devices' memory decides it.
+No later code interprets "auto" or 0 as a default. Touches no device and makes no array, so that a
+planner gets the same result for absent chips. Only the number of KV pages remains open: it depends
+on the devices' memory.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 _UNROLLED_LAYERS = 4
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
-_KV_VERSION = "sgl_jax KV 1"  # another one for each change of the values in pages
+_KV_VERSION = "sgl_jax KV 1"  # change it whenever the values in pages change
 
 
 class EngineConfig(NamedTuple):
@@ -57,20 +57,20 @@ class EngineConfig(NamedTuple):
     args: ServerArgs  # with a value for each setting that may be "auto" or 0
     platform: str  # "cpu", "gpu" or "tpu"
     model: ModelConfig
-    groups: tuple[CacheGroup, ...]  # of the model's layers
-    pool_layouts: tuple[KVPoolLayout, ...]  # of the pools of pages that these name
-    state_layout: StatePoolLayout | None  # of recurrent layers, whose pool is the last
+    groups: tuple[CacheGroup, ...]  # cache groups of the model's layers
+    pool_layouts: tuple[KVPoolLayout, ...]  # one for each pool of pages of `groups`
+    state_layout: StatePoolLayout | None  # pool of recurrent states, after the pools of pages
     limits: StepLimits
     buckets: Buckets
-    placement: ExpertPlacement | None  # of experts; None: in order
+    placement: ExpertPlacement | None  # expert placement; None: in order
 
     @classmethod
     def resolve(cls, args: ServerArgs, model: ModelConfig, platform: str) -> "EngineConfig":
-        """Decide the open settings of `args`, for "cpu", "gpu" or "tpu".
+        """Resolve the open settings of `args` for "cpu", "gpu" or "tpu".
 
-        Raises ValueError for a context beyond the model's, heads that cannot be dealt out, experts
-        to be dealt out that are not there, a backend that the platform lacks, or pages of a size or
-        number that the attention kernel cannot read.
+        Raises ValueError if the context exceeds the model's, heads or experts cannot be
+        distributed, the model has no experts to distribute, the platform lacks the backend, or the
+        attention kernel cannot read pages of this size or number.
         """
         if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
@@ -103,18 +103,18 @@ class EngineConfig(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type of weights and activations."""
+        """Return the dtype of weights and activations."""
         return jnp.dtype(self.args.dtype)
 
     @property
     def context_len(self) -> int:
-        """The most tokens of a request."""
+        """Return the maximum number of tokens of a request."""
         assert self.args.context_length is not None, "resolved"
         return self.args.context_length
 
     @property
     def pages_per_row(self) -> int:
-        """Pages of a request of the full context."""
+        """Return the number of pages of a request of the full context."""
         return -(-self.context_len // self.args.page_size)
 
     @property
@@ -147,18 +147,18 @@ class EngineConfig(NamedTuple):
             separates_layers=self.platform == "cpu"
             and not simulates
             and self.args.weight_sharding == "replicated",
-            # docs/measurements/planning.md has the figures. Within a turn the compiler prefetches a
-            # layer's weights while the layer before it computes.
+            # Within an iteration, the compiler prefetches a layer's weights while the previous
+            # layer computes. Figures are in docs/measurements/planning.md.
             unrolled_layers=self._unrolled_layers,
-            # Cheapest: the next layer's norm adds an exchanged result to the residual, and a
-            # product adds its own if no exchange follows it.
+            # Cheapest: the next layer's norm adds an all-reduced result to the residual, and a
+            # matmul adds its result itself if no all-reduce follows.
             defers_sum=on_tpu and self.args.tp_size > 1,
             splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
 
     @property
     def _unrolled_layers(self) -> int:
-        # The kernels of latents take a minute to compile for each layer of a turn.
+        # The latent attention kernels take a minute to compile for each unrolled layer.
         return _UNROLLED_LAYERS if self.platform == "tpu" and self.model.latent is None else 1
 
     @property
@@ -167,36 +167,36 @@ class EngineConfig(NamedTuple):
 
     @property
     def _has_kv_scales(self) -> bool:
-        """True if the cache has scales, from a file or from the checkpoint."""
+        """Return True if the cache has scales, from a file or from the checkpoint."""
         if self.args.kv_cache_scales is not None:
             return True
         return self.args.kv_cache_dtype == _EIGHT_BITS and _stores_kv_scales(self.model)
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:
-        """The settings that were open in `given`, with their values."""
+        """Return the settings that differ from `given`, with their values."""
         own, theirs = dataclasses.asdict(self.args), dataclasses.asdict(given)
         return {name: value for name, value in own.items() if value != theirs[name]}
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes of the largest step's logits, float32, and of a block of rows being drawn.
+        """Return the bytes of the largest step's float32 logits and of sampling one block of rows.
 
-        Several chips share the logits, so the rest is free for other temporaries. Drawing takes at
-        most six arrays of the block's logits: changed, with noise, probabilities, and twice the
-        counts of tokens in prompts and in outputs.
+        Several chips share the logits, which leaves room for other temporaries. Sampling takes at
+        most six arrays of the block's logits: modified, with noise, probabilities, and twice the
+        token counts of prompts and outputs.
         """
         num_drawn = self.limits.decode_tokens
         return 4 * self.model.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
     @property
     def pools(self) -> KVPools:
-        """The pools of a rank, their numbers of pages still open."""
+        """Return the pools of a rank, without their numbers of pages."""
         sizes = self._sizes(self.limits.rows, ())
         in_pools = [
             [group for group in self.groups if group.pool == pool]
             for pool in range(len(self.pool_layouts))
         ]
-        # Admission counts each request's pages of the first pool alone.
+        # Admission counts only pages of the first pool.
         resting = [sum(map(sizes.resting_pages, groups)) for groups in in_pools[1:]]
         chunk_pages = sizes.pages_for(sizes.max_chunk_tokens)
         return KVPools(
@@ -222,8 +222,8 @@ class EngineConfig(NamedTuple):
 
     @property
     def snapshot_interval(self) -> int:
-        """Tokens between a path's snapshots: `--recurrent-snapshot-interval`, or the fewest for
-        which snapshots take no more memory than the path's KV."""
+        """Return the tokens between a path's snapshots: `--recurrent-snapshot-interval`, or the
+        minimum for which snapshots take no more memory than the path's KV."""
         if self.state_layout is None:
             return 0
         interval = self.args.recurrent_snapshot_interval
@@ -239,13 +239,13 @@ class EngineConfig(NamedTuple):
 
     @property
     def tail_interval(self) -> int:
-        """Tokens between a generating row's snapshots, of which it keeps the last."""
+        """Return the tokens between a generating row's snapshots; only the last is kept."""
         if self.state_layout is None:
             return 0
-        return max(self.args.page_size, CHUNK_TOKENS)  # both powers of two
+        return max(self.args.page_size, CHUNK_TOKENS)  # both are powers of two
 
     def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
-        """The scheduler's limits, with pools of `pool_pages` on each rank."""
+        """Return the scheduler's limits, with pools of `pool_pages` on each rank."""
         num_rows = self.limits.rows
         if len(pool_pages) > 1:
             num_rows = max(self.pools.rows_within([num - 1 for num in pool_pages]), 1)
@@ -276,7 +276,7 @@ class EngineConfig(NamedTuple):
 
     @property
     def page_bytes(self) -> list[int]:
-        """Bytes of a page of each pool, or of a slot of the pool of states."""
+        """Return the bytes of a page of each pool, then of a slot of the pool of states."""
         page_bytes = [layout.page_bytes for layout in self.pool_layouts]
         if self.state_layout is not None:
             page_bytes.append(self.state_layout.slot_bytes)
@@ -284,8 +284,8 @@ class EngineConfig(NamedTuple):
 
     @property
     def kv_layout(self) -> str:
-        """All that decides about the contents of a page but weights and tokens, as text: blocks of
-        another text are not read."""
+        """Return text with everything that determines a page's contents except weights and tokens;
+        blocks stored under a different text are not read."""
         return " ".join(
             [
                 f"{_KV_VERSION} tp {self.args.tp_size} page {self.args.page_size}",
@@ -295,7 +295,7 @@ class EngineConfig(NamedTuple):
         )
 
     def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks of each pool of a rank in the host's memory."""
+        """Return the blocks of each pool of a rank in host memory."""
         if not self.args.enable_hierarchical_cache or max(pool_pages, default=0) < 2:
             return ()
         ratio = self.args.hicache_ratio
@@ -307,14 +307,14 @@ class EngineConfig(NamedTuple):
         return tuple(1 + max(int((num - 1) * ratio), 1) for num in pool_pages)
 
     def host_bytes(self, sizes: EngineSizes, num_hosts: int) -> int:
-        """Bytes of all blocks in the memory of each of `num_hosts` hosts."""
+        """Return the bytes of all blocks in the memory of each of `num_hosts` hosts."""
         of_rank = sum(
             num * each for num, each in zip(sizes.host_blocks, self.page_bytes, strict=True)
         )
         return of_rank * sizes.dp_size // num_hosts
 
     def warnings(self, sizes: EngineSizes) -> list[str]:
-        """Warnings to users about settings that work, but not well."""
+        """Return warnings about settings that work, but not well."""
         texts = []
         unscaled = self.args.kv_cache_dtype == _EIGHT_BITS and not self._has_kv_scales
         if unscaled and self.model.latent is None:
@@ -338,15 +338,15 @@ class EngineConfig(NamedTuple):
         return texts
 
     def _max_step_snapshots(self, num_rows: int) -> int:
-        """A row may cross one interval, or two with drafts, whose range is shorter than it; the
-        prompts' chunk may cross some, and adds an end and a branch."""
+        """Bound the snapshots of a step. A row may cross one interval, or two with drafts (fewer
+        than an interval). The prompt chunk may cross several, and adds an end and a branch."""
         if self.state_layout is None:
             return 0
         of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
         return of_rows + self.limits.chunk_tokens // self.snapshot_interval + 2
 
     def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[StepState, jax.Array]:
-        """State and row parameters of the engine as `jax.ShapeDtypeStruct`, with shardings."""
+        """Return the engine's state and row parameters as sharded `jax.ShapeDtypeStruct`s."""
         sizes = self.sizes(pool_pages)
         num_rows = sizes.dp_size * sizes.num_rows
 
@@ -387,7 +387,7 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
 
 
 def _pool_layout(args: ServerArgs, model: ModelConfig, num_layers: int) -> KVPoolLayout:
-    """The layout of a pool with so many of the model's layers."""
+    """Return the layout of a pool with `num_layers` of the model's layers."""
     own = model.latent
     return KVPoolLayout(
         num_layers=num_layers,

@@ -1,8 +1,8 @@
 """A record of how often the routers of a model's layers chose each expert.
 
-Steps count on the device, and never start from 0 again: so a record is a difference, and a step's
-program needs no switch. Counts are of 32 bits, and wrap: a record is right if no rank's tokens
-chose one expert of one layer 2**32 times.
+Steps count on the device and never reset the counts: a record is a difference, and the step program
+needs no switch. Counts are 32 bits and wrap: a record is correct if the tokens of no rank chose one
+expert of one layer 2**32 times.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-# uint32 [ranks, layers, experts] so far; None: the programs do not count.
+# uint32[ranks, layers, experts] counts so far; None: the programs do not count.
 ReadCounts = Callable[[], NDArray[np.uint32] | None]
 
 
 class ExpertRecorder:
-    """At most one record at a time."""
+    """Records experts, at most one record at a time."""
 
     def __init__(self, read: ReadCounts) -> None:
         self._read = read
@@ -23,7 +23,7 @@ class ExpertRecorder:
         self._recorded: NDArray[np.int64] | None = None
 
     def start(self) -> None:
-        """Start a record. Raises RuntimeError if there is one, or nothing is counted."""
+        """Start a record. Raises RuntimeError if one is running, or nothing is counted."""
         if self._before is not None:
             raise RuntimeError("a record of experts runs already")
         self._before = self._read()
@@ -33,15 +33,15 @@ class ExpertRecorder:
             )
 
     def stop(self) -> None:
-        """End the record. Raises RuntimeError if there is none."""
+        """End the record. Raises RuntimeError if none is running."""
         if self._before is None:
             raise RuntimeError("no record of experts runs")
         self._recorded, self._before = self.counts(), None
 
     def counts(self) -> NDArray[np.int64]:
-        """int64 [layers, experts] of the record that runs, or of the last one: tokens that chose
-        each expert, prompts and outputs alike, without cached ones. Raises RuntimeError if there
-        was none."""
+        """Return int64[layers, experts] of the current or last record: prompt and output tokens
+        that chose each expert, without cached tokens. Raises RuntimeError if there was no record.
+        """
         if self._before is None:
             if self._recorded is None:
                 raise RuntimeError("no experts were recorded")
@@ -52,6 +52,6 @@ class ExpertRecorder:
         return counts
 
     def after_reset(self) -> None:
-        """Continue a record without its counts so far, which the devices have lost."""
+        """Continue a record after the devices have lost its counts so far."""
         if self._before is not None:
             self._before = np.zeros_like(self._before)

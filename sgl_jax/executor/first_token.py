@@ -1,7 +1,7 @@
-"""The last steps of a warm-up: one greedy token on each rank, as a request would draw it.
+"""The last steps of a warm-up: sample one greedy token on each rank, as for a request.
 
-A program that compiles may still compute nonsense: weights overflow, a kernel reads beyond its
-pages. Log-probabilities that are NaN or infinite show this before a client sees it.
+A program that compiles may still compute wrong results, e.g. if weights overflow or a kernel reads
+beyond its pages. NaN or infinite log-probabilities reveal this before a client is affected.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ SHORT_PROMPT = 4
 
 
 def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> StepPlan:
-    """On each rank a prompt in row 1 and the first pages, which later requests overwrite.
+    """Plan a prompt on each rank in row 1 and the first pages, which later requests overwrite.
 
-    It has `num_tokens`, or as many as a step and the context hold. If pages lack, some are written
-    more than once.
+    The prompt has `num_tokens`, or as many as a step and the context hold. If there are too few
+    pages, some are written more than once.
     """
     length = min(num_tokens, sizes.max_chunk_tokens, sizes.max_context_len - 1)
     num_pages = sizes.pages_for(length)
@@ -44,7 +44,7 @@ def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> Step
         return_logprob=True,
         states=StatePlan.from_nothing(1) if sizes.state_group is not None else None,
     )
-    # Groups that share a pool have pages of their own.
+    # Groups that share a pool have different pages.
     listed = [
         []
         if group.is_recurrent
@@ -59,7 +59,7 @@ def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> Step
 
 
 def check_first_token(results: Sequence[RankResult], vocab_size: int, model_path: str) -> None:
-    """Raise ValueError if a rank drew no token, or its logits were not finite."""
+    """Raise ValueError if a rank sampled no token, or its logits were not finite."""
     for rank, result in enumerate(results):
         token = int(result.tokens[0, 0])
         assert result.logprobs is not None, "the plan requests them"

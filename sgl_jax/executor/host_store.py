@@ -1,12 +1,12 @@
-"""The contents of the host's blocks, and the programs and the thread that move them.
+"""The contents of the host blocks, and the programs and the thread that move them.
 
-A copy is gathered from the pools on the devices, in the order of the steps, and a thread then
-writes it to its blocks. The same thread reads the blocks of a fetch and puts them on the devices,
-beside the pools; once they are there, and the scheduler places them, a program writes them to their
-pages. So no step waits for the link. The thread takes one transfer after another: the hosts of one
-engine therefore read and write blocks in the same order.
+A copy is gathered from the device pools, in step order, and a thread then writes it to its blocks.
+The same thread reads the blocks of a fetch and uploads them to staging arrays on the devices. When
+the upload is complete and the scheduler places the fetch, a program writes the arrays to their
+pages. So no step waits for the link. The thread runs one transfer at a time, so all hosts of an
+engine read and write blocks in the same order.
 
-Each host has the blocks of its own devices' parts of the pages.
+Each host stores the parts of pages that its devices hold.
 """
 
 import logging
@@ -35,32 +35,32 @@ from sgl_jax.mem_cache.device_pool import LayerStates
 
 logger = logging.getLogger(__name__)
 
-# One run of a program moves so many bytes of a rank at most, and so many pages.
+# Limits of one program run per rank.
 _PIECE_BYTES = 64 << 20
 _MAX_PIECE_PAGES = 64
-# Copies that a failed step left must end before its pools are new.
+# Copies left by a failed step must end before its pools are replaced.
 _DEVICE_LIMIT_S = 60.0
-_NUM_TIMED = 3  # fetches: the first may take longer
+_NUM_TIMED = 3  # timed fetches; the first may take longer
 
-# The arrays of a pool: [layers, dp * pages, ...] each.
+# The arrays of a pool, each [layers, dp * pages, ...].
 Arrays: TypeAlias = tuple[jax.Array, ...]
-Bytes: TypeAlias = NDArray[Any]  # as unsigned integers of the elements' size
+Bytes: TypeAlias = NDArray[Any]  # unsigned integers of the element size
 
 
 class _Piece(NamedTuple):
-    """Values of one pool that a run of a program moves: pages int32[n], and their values."""
+    """Values of one pool moved by one program run."""
 
     pool: int
-    pages: Int32Array
-    values: Arrays  # [dp * piece pages, layers, ...]: each page in one part, as in its block
+    pages: Int32Array  # [n]
+    values: Arrays  # [dp * piece pages, layers, ...]: each page is contiguous, as in its block
 
 
 class HostStore:
-    """The blocks on this host of a mesh's pools.
+    """The blocks on this host for the pools of a mesh.
 
     Args:
         state: shapes of the tables and pools, see `EngineConfig.state_shapes`.
-        sizes: of the engine, with `host_blocks`.
+        sizes: the engine's sizes, with `host_blocks`.
         mesh: ('data', 'tensor').
     """
 
@@ -79,37 +79,36 @@ class HostStore:
     def open_store(
         self, store: BlockStore, fingerprint: str, awaited_limit_s: float | None
     ) -> None:
-        """Put a store behind the host's memory; arguments as of `StoreTransfers`."""
+        """Attach a block store as the tier below host memory; arguments as in `StoreTransfers`."""
         self._behind = StoreTransfers(
             store, self._pools, fingerprint, self._ended.put, awaited_limit_s
         )
 
     @property
     def has_store(self) -> bool:
-        """True with a store behind the host's memory."""
+        """Return True if a block store is attached."""
         return self._behind is not None
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint in the store's keys."""
+        """Return the fingerprint in the store's keys."""
         assert self._behind is not None, "there is a store"
         return self._behind.fingerprint
 
     def set_fingerprint(self, fingerprint: str) -> None:
-        """Other weights are served."""
+        """Set the fingerprint after a change of weights."""
         assert self._behind is not None
         self._behind.fingerprint = fingerprint
 
     def compile(self) -> None:
-        """Compile all programs."""
         for pool in self._pools:
             pool.compile()
 
     def measure(self, state: StepState) -> tuple[StepState, float]:
-        """Fetch a prefix of about a piece on the first rank, in place of its first pages.
+        """Time fetches of a prefix of about one piece to the first pages of the first rank.
 
-        Nothing else may be on its way. Returns the state in place of `state`, which is donated, and
-        the tokens a second: 0 if no layer attends to all tokens.
+        No other transfer may be in flight. Returns the new state (`state` is donated) and the
+        tokens per second, 0 if no layer attends to all tokens.
         """
         num_pages, listed = self._timed_pages()
         if num_pages == 0:
@@ -127,10 +126,9 @@ class HostStore:
         return state, num_pages * self._sizes.page_size / min(seconds)
 
     def measure_store(self) -> float:
-        """Put that prefix into the store, and load it.
+        """Put the same prefix into the store and load it; return the tokens per second.
 
-        Returns the tokens a second, 0 without a measurement. The store may read them from a memory
-        of its own, faster than others.
+        Returns 0 without a measurement. The store may serve this prefix from a faster cache.
         """
         num_pages, listed = self._timed_pages()
         if self._behind is None or num_pages == 0:
@@ -146,7 +144,7 @@ class HostStore:
         return num_pages * self._sizes.page_size / end.seconds if has_all else 0.0
 
     def _timed_pages(self) -> tuple[int, tuple[Int32Array, ...]]:
-        """The pages of a prefix of about a piece: their number, and their ids in each pool."""
+        """Return the number of pages of a prefix of about one piece, and its ids in each pool."""
         full = [group.pool for group in self._sizes.groups if group.sliding_window is None]
         counts = [full.count(pool) for pool in range(len(self._pools))]
         pieces = [pool.piece_pages for pool in self._pools]
@@ -156,7 +154,7 @@ class HostStore:
         return num_pages, tuple(np.arange(count * num_pages, dtype=np.int32) for count in counts)
 
     def transfer(self, state: StepState, transfers: Transfers) -> StepState:
-        """Begin transfers; returns the state in place of `state`, which is donated."""
+        """Begin transfers; return the new state. `state` is donated."""
         for move in transfers.placed:
             state = self._place(state, move)
         for move in transfers.dropped:
@@ -169,7 +167,7 @@ class HostStore:
         return state
 
     def copy(self, state: StepState, moves: Sequence[PageTransfer]) -> None:
-        """Begin copies of the pages' values after all steps that were launched."""
+        """Begin copying the values of pages, ordered after all launched steps."""
         arrays = _pools_of(state)
         for move in moves:
             pieces = [
@@ -186,7 +184,7 @@ class HostStore:
             self._start(move, partial(self._save, pieces))
 
     def ended(self) -> list[TransferEnd]:
-        """The transfers that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         self._jobs = [job for job in self._jobs if not job.done()]
         found = []
         while not self._ended.empty():
@@ -194,7 +192,7 @@ class HostStore:
         return found
 
     def look_at_store(self) -> list[bool]:
-        """The answers of the store since the last call: `StoreTransfers.look`."""
+        """Return the store's results since the last call, see `StoreTransfers.look`."""
         return self._behind.look(time.monotonic()) if self._behind is not None else []
 
     def give_up_store(self) -> None:
@@ -203,20 +201,20 @@ class HostStore:
             self._behind.give_up()
 
     def reset(self) -> None:
-        """Wait for the transfers of the devices, give up the store's, and forget all."""
+        """Wait for device transfers, fail the store's transfers, and drop all records."""
         self.wait()
         self.give_up_store()
         self._fetches.clear()
         self.ended()
 
     def wait(self) -> None:
-        """Wait for all transfers of the devices. Raises RuntimeError if they do not end."""
+        """Wait for all device transfers. Raises RuntimeError if they do not end in time."""
         _, running = wait(self._jobs, _DEVICE_LIMIT_S)
         if running:
             raise RuntimeError(f"transfers of a device did not end within {_DEVICE_LIMIT_S:.0f} s")
 
     def close(self) -> None:
-        """Wait for all transfers, and for the store's for a while. Cannot be used again."""
+        """Wait for all device transfers, and a limited time for the store's. Final."""
         self._thread.shutdown()
         if self._behind is not None:
             self._behind.close()
@@ -228,7 +226,7 @@ class HostStore:
                 result = job(move)
                 succeeded = True
                 return result
-            except Exception:  # of any type: the host's or the devices' memory is short
+            except Exception:  # such as too little memory on host or device
                 logger.exception("transfer %d of rank %d failed", move.number, move.dp_rank)
                 raise
             finally:
@@ -240,7 +238,7 @@ class HostStore:
         return future
 
     def _cut(self, move: PageTransfer) -> Iterator[tuple[int, Int32Array, Int32Array]]:
-        """The pieces of a transfer: the pool, its pages, and their blocks."""
+        """Yield the pieces of a transfer: pool, pages and blocks."""
         for number, pool in enumerate(self._pools):
             pages, blocks = move.pages[number], move.blocks[number]
             for first in range(0, len(pages), pool.piece_pages):
@@ -270,13 +268,13 @@ class HostStore:
 
 
 class _Pool:
-    """The blocks of one pool: for each device here and each array, [blocks, layers, ...]."""
+    """The blocks of one pool: [blocks, layers, ...] for each local device and each array."""
 
     def __init__(self, shapes: Sequence[Any], num_blocks: int, mesh: Mesh) -> None:
         self._shapes = tuple(shapes)
         self._mesh = mesh
         self._dp_size = mesh.shape["data"]
-        self._num_pages = shapes[0].shape[1] // self._dp_size  # of a rank
+        self._num_pages = shapes[0].shape[1] // self._dp_size  # per rank
         page_bytes = sum(
             math.prod(each.shape) * each.dtype.itemsize // each.shape[1] for each in shapes
         )
@@ -305,7 +303,7 @@ class _Pool:
     # -- programs ---------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compile the programs that read and write the devices' pools."""
+        """Compile the programs that read and write the device pools."""
 
         def gather(pools: Arrays, ids: jax.Array) -> Arrays:
             taken = [jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools]
@@ -343,13 +341,13 @@ class _Pool:
         return NamedSharding(self._mesh, spec)
 
     def _ids(self, dp_rank: int, pages: Int32Array) -> Int32Array:
-        """The pages of one rank, padded with ids past the pool's end, like all other ranks' ids."""
+        """Return a rank's pages, padded with ids past the pool's end; other ranks: only padding."""
         ids = np.full((self._dp_size, self.piece_pages), self._num_pages, np.int32)
         ids[dp_rank, : len(pages)] = pages
         return ids
 
     def gather(self, pools: Arrays, dp_rank: int, pages: Int32Array) -> Arrays:
-        """The values of a rank's pages, on their way to this host."""
+        """Return the values of a rank's pages and start copying them to this host."""
         if self._gather is None:
             self.compile()
         values: Arrays = self._gather(pools, self._ids(dp_rank, pages))
@@ -360,7 +358,7 @@ class _Pool:
         return values
 
     def scatter(self, pools: Arrays, dp_rank: int, pages: Int32Array, values: Arrays) -> Arrays:
-        """The pools, donated, with `values` in a rank's pages."""
+        """Return the pools with `values` in a rank's pages. `pools` are donated."""
         if self._scatter is None:
             self.compile()
         written: Arrays = self._scatter(pools, self._ids(dp_rank, pages), values)
@@ -369,8 +367,7 @@ class _Pool:
     # -- blocks, on the thread of their transfer ----------------------------------------------
 
     def _parts(self, dp_rank: int, block: int) -> list[Bytes]:
-        """The arrays of a block, of this host's devices in the order of the mesh: ids may have
-        another one."""
+        """Return a block's arrays on this host's devices, in mesh order (not by device id)."""
         own = [device for device, rank in self._ranks.items() if rank == dp_rank]
         return [
             self._stored[index, device][block]
@@ -379,11 +376,11 @@ class _Pool:
         ]
 
     def value(self, dp_rank: int, block: int) -> bytes:
-        """The contents of a rank's block."""
+        """Return the contents of a rank's block."""
         return b"".join(part.tobytes() for part in self._parts(dp_rank, block))
 
     def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        """Write the contents of a rank's block; False if they have not its size."""
+        """Write the contents of a rank's block; return False if the size does not match."""
         parts = self._parts(dp_rank, block)
         if len(value) != sum(part.nbytes for part in parts):
             return False
@@ -403,7 +400,7 @@ class _Pool:
                     stored[blocks] = own[: len(blocks)]
 
     def read(self, dp_rank: int, blocks: Int32Array) -> Arrays:
-        """A piece that begins with a rank's blocks, on the devices."""
+        """Upload a piece that begins with a rank's blocks."""
         return tuple(
             self._read(index, piece, dp_rank, blocks) for index, piece in enumerate(self._values)
         )
@@ -417,7 +414,7 @@ class _Pool:
             stored = self._stored[index, device]
             if self._ranks[device] == dp_rank:
                 own = np.empty(sharding.shard_shape(piece.shape), stored.dtype)
-                # In this mode alone, the values are copied but once.
+                # Only in this mode, numpy copies the values once.
                 np.take(stored, blocks, axis=0, out=own[: len(blocks)], mode="clip")
                 parts.append(jax.device_put(own.view(piece.dtype), device))
             else:
@@ -425,7 +422,7 @@ class _Pool:
         return jax.make_array_from_single_device_arrays(piece.shape, sharding, parts)
 
     def _padded(self, index: int, piece: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """The part of a device of another rank, which is not read: made once."""
+        """Return the unused part of a device of another rank, created once."""
         if (index, device) not in self._padding:
             sharding: Any = piece.sharding
             zeros = np.zeros(sharding.shard_shape(piece.shape), piece.dtype)
@@ -434,7 +431,7 @@ class _Pool:
 
 
 def _pools_of(state: Any) -> list[Any]:
-    """The arrays of each pool, or their shapes: of pages, then of recurrent layers' states."""
+    """Return each pool's arrays or shapes: pools of pages, then of recurrent states."""
     pools: list[Any] = [(pool,) for pool in state.kv_pools]
     if state.states is not None:
         pools.append(tuple(state.states.layers))

@@ -1,8 +1,8 @@
-"""Drafts of the next step, made by a draft layer at the end of a step.
+"""Drafts of the next step, computed by a draft layer at the end of a step.
 
-They stay in the token table, past each row's last token: there the next step reads them, and there
-its verified tokens replace them. A row without room for drafts, or that has just been admitted, has
-some tokens there; any token is a draft, since a step verifies each.
+They are stored in the token table after each row's last token. There the next step reads them, and
+its verified tokens replace them. A row that has no room for drafts, or was just admitted, has
+arbitrary tokens there; any token is a valid draft, since a step verifies each.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ _Tables = tuple[jax.Array, tuple[jax.Array, ...]]  # the token table and the poo
 
 
 class DraftRows(NamedTuple):
-    """The B rows of a step that is drawn."""
+    """The B rows of a step whose tokens are sampled."""
 
-    rows: jax.Array  # int32[B] lines of the token table
-    lasts: jax.Array  # int32[B] position of each row's last query that counts
-    samples: jax.Array  # bool[B] rows that have drawn a token, and so get drafts
-    token_rows: jax.Array  # int32[T] line of the token table of each query
+    rows: jax.Array  # int32[B] rows of the token table
+    lasts: jax.Array  # int32[B] position of each row's last accepted query
+    samples: jax.Array  # bool[B] rows that have sampled a token, and so get drafts
+    token_rows: jax.Array  # int32[T] row of the token table of each query
 
 
 def draft_tokens(
@@ -39,30 +39,28 @@ def draft_tokens(
     drafted: DraftRows,
     num_drafts: int,
 ) -> tuple[_Tables, jax.Array]:
-    """Write each row's `num_drafts` drafts behind its last token; also return, bool[B], whether the
+    """Write `num_drafts` drafts after each row's last token; also return, as bool[B], whether the
     logits of its first draft are finite. Later drafts follow guesses, which may be any token.
 
-    The layer's KV is written for all queries of the step. Then each pass covers a position a row,
-    the first its last query's; the next step writes the KV of the positions after it again, from
-    the model's own hidden states.
-
-    A draft is drawn as its token will be, with the same parameters and noise: so it is the more
-    often right, the more alike the distributions are, at any temperature.
+    The layer's KV is written for all queries of the step. Then each pass computes one position per
+    row, starting at its last query. The next step overwrites the KV of later positions, computed
+    from the model's hidden states. A draft is sampled with the parameters and noise of its token,
+    so its acceptance depends only on how similar the distributions are, at any temperature.
 
     Args:
-        model: with a draft layer.
-        tables: the token table int32[num_rows, max_context_len], with the tokens just drawn; and
-            the KV pools, as in `StepState`.
+        model: a model with a draft layer.
+        tables: the token table int32[num_rows, max_context_len], with the tokens just sampled, and
+            the KV pools (`StepState.kv_pools`).
         row_params: int32[num_rows, packed_width] sampling parameters of all rows.
-        batches: of the step, for each cache group.
-        hidden: [T, hidden_size] of the step's queries, the model's `draft_hidden`.
+        batches: the step's batch for each cache group.
+        hidden: [T, hidden_size] `draft_hidden` of the model for the step's queries.
         drafted: the step's rows.
         num_drafts: static, at least 1.
     """
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
-    # The compiler leaves out all of this that makes no KV: attention and feed-forward.
+    # Only the KV is used: the compiler removes attention and feed-forward.
     _, kv_pools = model.draft(after, hidden, batches, kv_pools)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
     hidden = hidden.at[places].get(mode="clip")
@@ -70,7 +68,7 @@ def draft_tokens(
 
     def draft_next(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         hidden, tokens, is_finite, table, *pools = carry
-        # No request has a token past the table, but padding of its last page.
+        # Positions past the table are only padding of a request's last page.
         positions = jnp.minimum(drafted.lasts + number, most - 1)
         one_each = AttentionBatch.build(
             *(batch.page_table, positions, jnp.minimum(batch.q_lens, 1)),

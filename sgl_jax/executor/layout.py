@@ -1,11 +1,11 @@
-"""The place of each (rank, row) of a step in the arrays that go to the device and come back.
+"""The place of each (rank, row) of a step in the arrays to and from the device.
 
-Arrays are laid out `[rank 0 | padding | rank 1 | padding ...]`, sharded over 'data', so that each
-rank sees its own rows alone. Everything about a step's rows passes through here, both ways; only
-this file writes and reads a rank's control words.
+Arrays are laid out `[rank 0 | padding | rank 1 | padding ...]` and sharded over 'data', so that
+each rank sees only its rows. Everything about a step's rows passes through this file in both
+directions, and only this file writes and reads a rank's control words.
 
-Never keeps an array: each step makes its uploads afresh, because on the CPU jax may read numpy
-memory in place, and later.
+Never reuses an array: each step allocates its uploads, because on a CPU jax may read numpy memory
+in place, and later.
 """
 
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-# Words of a row: rows, kv_starts, q_lens, samples, relayed and num_scored of `RankPlan`, and a word
-# for each draft it may have.
+# Words of a row: rows, kv_starts, q_lens, samples, relayed and num_scored of `RankPlan`, and one
+# word per possible draft.
 _NUM_ROW_WORDS = 6
-_NUM_STATE_WORDS = 2  # of a row in models with recurrent layers: source, half
-_NUM_SNAPSHOT_WORDS = 3  # of each snapshot: row, length, slot
+_NUM_STATE_WORDS = 2  # per row with recurrent layers: source, half
+_NUM_SNAPSHOT_WORDS = 3  # per snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
 
 
 class StepInput(NamedTuple):
-    """All that one step uploads."""
+    """All uploads of one step."""
 
     controls: Int32Array  # [dp, control_words]
-    page_tables: Int32Array  # [dp * B, groups * pages], of one group after another
+    page_tables: Int32Array  # [dp * B, groups * pages], group by group
 
 
 class RankControls(NamedTuple):
-    """One rank's control words, as the step sees them on the device."""
+    """One rank's control words on the device."""
 
     rows: jax.Array  # int32[B], 0 for padding
     kv_starts: jax.Array  # int32[B]
@@ -62,9 +62,9 @@ class RankControls(NamedTuple):
     num_scored: jax.Array  # int32[B]
     num_decode: jax.Array  # int32[]
     returns_logprobs: jax.Array  # bool[]
-    any_scored: jax.Array  # bool[] whether any row of any rank is scored
-    states: "StateControls | None"  # of models with recurrent layers
-    drafts: jax.Array  # int32[B, max_drafts], NO_DRAFT where the step guesses
+    any_scored: jax.Array  # bool[] True if any row of any rank is scored
+    states: "StateControls | None"  # None without recurrent layers
+    drafts: jax.Array  # int32[B, max_drafts], NO_DRAFT where the step computes it
 
 
 class StateControls(NamedTuple):
@@ -72,24 +72,24 @@ class StateControls(NamedTuple):
 
     sources: jax.Array  # int32[B]
     halves: jax.Array  # int32[B]
-    snapshots: jax.Array  # int32[S, 3], slot 0 for none
+    snapshots: jax.Array  # int32[S, 3] row, length, slot; slot 0: none
 
 
 class StepOutput(NamedTuple):
     """A step's results for B rows; log-probabilities are zeros if not requested.
 
-    Few arrays, since the host makes and frees an object for each in every step.
+    There are few arrays, since the host creates and frees an object for each in every step.
     """
 
     tokens: jax.Array  # int32[B, 1 + max_draft_tokens], as `RankResult.tokens`
-    logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], by `pack_logprobs`
-    # int32[S, n] of the scored queries' successors, row after row: S is max_prompt_logprob_tokens,
-    # or all of the step's queries if these are fewer.
+    logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], see `pack_logprobs`
+    # int32[S, n] for the successors of the scored queries, row by row: S is the minimum of
+    # max_prompt_logprob_tokens and the step's queries.
     prompt_logprobs: jax.Array
 
 
 def pack_logprobs(values: LogprobArrays) -> jax.Array:
-    """The values at each position side by side, as words int32[..., n]; traced inside the step."""
+    """Concatenate the values at each position as words int32[..., n]; traced inside the step."""
     floats = values.logprobs[..., None], values.top_logprobs, values.id_logprobs
     words = [lax.bitcast_convert_type(each, jnp.int32) for each in floats]
     return jnp.concatenate([*words, values.top_ids], axis=-1)
@@ -97,14 +97,14 @@ def pack_logprobs(values: LogprobArrays) -> jax.Array:
 
 @dataclass(frozen=True)
 class DPLayout:
-    """The arrays of a step with `rows_per_rank` rows (padding included) on each of `dp_size`."""
+    """The arrays of a step with `rows_per_rank` rows, including padding, on each rank."""
 
     dp_size: int
     rows_per_rank: int
     pages_per_row: int
-    num_groups: int  # of layers, each with a page table
-    max_snapshots: int | None = None  # of a rank in a step; None: the model has no states
-    max_drafts: int = 0  # of a row
+    num_groups: int  # cache groups, with one page table each
+    max_snapshots: int | None = None  # per rank and step; None: the model has no states
+    max_drafts: int = 0  # per row
 
     @cached_property
     def _row_words(self) -> int:
@@ -113,17 +113,17 @@ class DPLayout:
 
     @cached_property
     def control_words(self) -> int:
-        """Control words of one rank."""
+        """Return the number of control words of one rank."""
         snapshot_words = _NUM_SNAPSHOT_WORDS * (self.max_snapshots or 0)
         return self._row_words * self.rows_per_rank + snapshot_words + _NUM_RANK_WORDS
 
     @cached_property
     def page_tables_shape(self) -> tuple[int, int]:
-        """The shape of all ranks' page tables together."""
+        """Return the shape of all ranks' page tables together."""
         return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
 
     def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:
-        """Fresh arrays with every rank's rows in place; padding rows are row 0 with no tokens.
+        """Return new arrays with every rank's rows; padding rows are row 0 with no tokens.
 
         `tables` must include the plan's page changes.
         """
@@ -131,7 +131,7 @@ class DPLayout:
         end_of_rows = self._row_words * self.rows_per_rank
         by_row = controls[:, :end_of_rows].reshape(self.dp_size, self._row_words, -1)
         of_snapshots = controls[:, end_of_rows:-_NUM_RANK_WORDS]
-        # Zeroed by the operating system as pages are touched: the unused width costs nothing.
+        # The operating system zeroes memory when it is touched: unused columns cost nothing.
         page_tables = np.zeros(self.page_tables_shape, np.int32)
         by_group = page_tables.reshape(
             self.dp_size, self.rows_per_rank, self.num_groups, self.pages_per_row
@@ -167,7 +167,7 @@ class DPLayout:
         return StepInput(controls, page_tables)
 
     def pack_masks(self, masks: Sequence[Int32Array]) -> Int32Array:
-        """Each rank's masks int32[n, 1 + max_drafts, words] in place: [dp * B, ...]."""
+        """Return the masks of all ranks, each int32[n, 1 + max_drafts, words], as [dp * B, ...]."""
         shape = masks[0].shape[1:]
         packed = np.zeros((self.dp_size, self.rows_per_rank, *shape), np.int32)
         for rank, own in enumerate(masks):
@@ -175,7 +175,7 @@ class DPLayout:
         return packed.reshape(-1, *shape)
 
     def unpack_controls(self, words: jax.Array) -> RankControls:
-        """One rank's words int32[control_words], by name; traced inside the step."""
+        """Unpack one rank's words int32[control_words]; traced inside the step."""
         end_of_rows = self._row_words * self.rows_per_rank
         by_row = words[:end_of_rows].reshape(self._row_words, self.rows_per_rank)
         states = None
@@ -198,14 +198,14 @@ class DPLayout:
         )
 
     def split_groups(self, page_tables: jax.Array) -> tuple[jax.Array, ...]:
-        """One rank's page tables int32[B, groups * pages], a table [B, pages] for each group."""
+        """Split a rank's page tables int32[B, groups * pages] into one [B, pages] per group."""
         return tuple(jnp.split(page_tables, self.num_groups, axis=1))
 
     def unpack_output(
         self, ranks: Sequence[RankPlan], output: StepOutput
     ) -> tuple[RankResult, ...]:
-        """Each rank's samples, in plan order. Waits for the step to finish, and fetches only the
-        results that the plan requests."""
+        """Return each rank's samples in plan order. Waits for the step to finish, and fetches only
+        the results that the plan requests."""
         num_rows = [len(plan.rows) for plan in ranks]
         tokens = np.asarray(output.tokens).reshape(self.dp_size, self.rows_per_rank, -1)
         results = [RankResult(own[:n]) for own, n in zip(tokens, num_rows, strict=True)]
@@ -225,12 +225,12 @@ class DPLayout:
     def _fetch(
         self, ranks: Sequence[RankPlan], words: jax.Array, counts: Sequence[int]
     ) -> list[PromptLogprobs]:
-        """Each rank's values on the host: of its rows, or of the prompts' tokens it scored."""
+        """Fetch each rank's values: of its rows, or of the prompt tokens it scored."""
         names_tokens = any(plan.num_logprob_ids for plan in ranks)
         return [_unpack(own, names_tokens) for own in self.split(np.asarray(words), counts)]
 
     def split(self, values: NDArray[_Scalar], num_rows: Sequence[int]) -> list[NDArray[_Scalar]]:
-        """Each rank's first `num_rows[rank]` entries of values [dp * n, ...], padding left out."""
+        """Return each rank's first `num_rows[rank]` entries of values [dp * n, ...]."""
         per_rank = values.reshape(self.dp_size, -1, *values.shape[1:])
         return [per_rank[rank, :n] for rank, n in enumerate(num_rows)]
 
@@ -252,7 +252,7 @@ def _write_rows(
 ) -> None:
     """Write a rank's rows to their words, [words, B], and page tables, [B, groups, pages].
 
-    `pages` int32[num_rows, groups, pages_per_row] are the rank's in `PageTables`; the first
+    `pages` is the rank's int32[num_rows, groups, pages_per_row] in `PageTables`. The first
     `num_pages` of each group are written.
     """
     assert len(rows) <= by_row.shape[1] == len(page_tables)
@@ -272,7 +272,7 @@ def _write_rows(
 
 
 def _unpack(words: Int32Array, names_tokens: bool) -> PromptLogprobs:
-    """Undo `pack_logprobs` on the host; values of named tokens are left out unless requested."""
+    """Undo `pack_logprobs` on the host; values of named tokens are omitted unless requested."""
     floats: Float32Array = words.view(np.float32)
     own, top, named = floats[..., 0], floats[..., 1 : 1 + MAX_TOP_LOGPROBS], None
     if names_tokens:
@@ -281,7 +281,7 @@ def _unpack(words: Int32Array, names_tokens: bool) -> PromptLogprobs:
 
 
 def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptLogprobs]:
-    """Cut one rank's values into its scored rows, by plan index."""
+    """Split one rank's values by scored row, keyed by plan index."""
     ends = np.cumsum(num_scored)
     rows = {}
     for i in np.flatnonzero(num_scored).tolist():

@@ -1,7 +1,7 @@
-"""The executor: runs step plans on the devices, for the scheduler that makes them.
+"""The executor: runs the scheduler's step plans on the devices.
 
-Owns the mesh, the weights, the KV pool and the row tables, and is the only one to touch them. It
-runs plans as they stand, without requests, owners of pages or sessions.
+Owns the mesh, the weights, the KV pool and the row tables, and has exclusive access to them. It
+runs plans as given, without any notion of requests, page owners or sessions.
 """
 
 import hashlib
@@ -62,16 +62,16 @@ from sgl_jax.models.served import served_config
 
 logger = logging.getLogger(__name__)
 
-_NUM_TIMED = 3  # steps: the first may take longer
+_NUM_TIMED = 3  # timed steps; the first may take longer
 
 
 class WeightsError(ValueError):
-    """Other weights could not be loaded; the engine keeps the old ones."""
+    """The new weights could not be loaded; the engine keeps the old weights."""
 
 
 @dataclass
 class LaunchedStep:
-    """A step on its way: its plan, and the layout of its output.
+    """A step in flight: its plan and the layout of its output.
 
     Attributes:
         output: None until `draw` of a masked step.
@@ -86,7 +86,7 @@ class LaunchedStep:
 
     @property
     def has_ended(self) -> bool:
-        """Return True once its result can be read without waiting."""
+        """Return True once the result can be read without waiting."""
         tokens: Any = None if self.output is None else self.output.tokens
         return tokens is not None and bool(tokens.is_ready())
 
@@ -101,16 +101,16 @@ class ModelExecutor(Executor):
 
     Attributes:
         sizes: the limits of plans.
-        info: the model and the settings, for people to read.
-        prefill_rate, fetch_rate, store_rate: prompt tokens that a rank computes, tokens that it
-            fetches from the host's memory, and tokens that it loads from the store behind it, in a
-            second, as measured by `warm_up`; else 0.
+        info: a human-readable description of the model and the settings.
+        prefill_rate: prompt tokens per second that a rank computes, measured by `warm_up`; else 0.
+        fetch_rate: tokens per second that a rank fetches from host memory, measured or 0.
+        store_rate: tokens per second that a rank loads from the block store, measured or 0.
         profiler: traces the devices.
         expert_recorder: counts how often experts are chosen.
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """Choose devices, load weights, make the pool. Compiles no step; see `warm_up`."""
+        """Choose devices, load weights, allocate the pools. Compiles no step; see `warm_up`."""
         self._progress = progress or Progress()
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
@@ -181,8 +181,8 @@ class ModelExecutor(Executor):
         }
 
     def compile_counts(self) -> dict[str, int]:
-        """Compilations until `warm_up` ended, beside the loop since then, and in it: each of these
-        is a defect. Without warm-up nothing is counted."""
+        """Return the compilations until `warm_up` ended, in the background since then, and in the
+        loop (each a defect). Without warm-up nothing is counted."""
         return {
             "compiles_at_start": self._watch.num_at_start,
             "compiles_in_background": self._watch.num_beside_loop,
@@ -190,8 +190,8 @@ class ModelExecutor(Executor):
         }
 
     def warm_up(self) -> None:
-        """Compile the programs that `--warmup` names and run each once, on nothing but the null
-        row and page; then draw a token. Raises ValueError if the model's logits are not finite."""
+        """Compile the programs that `--warmup` names, run each once on only the null row and page,
+        then sample a token. Raises ValueError if the model's logits are not finite."""
         if self._warmup == "none":
             logger.warning("no warm-up: the first step of each shape will compile")
             return
@@ -218,7 +218,7 @@ class ModelExecutor(Executor):
         self._watch.arm()
 
     def _measure_rates(self, host_store: HostStore) -> None:
-        """Time the longest prompt of a step, a fetch and a load, which overwrite pages."""
+        """Time the longest prompt of a step, a fetch and a load. Overwrites pages."""
         plan = first_token_plan(self.sizes, self.sizes.max_chunk_tokens)
         seconds = []
         for _ in range(_NUM_TIMED):
@@ -235,9 +235,9 @@ class ModelExecutor(Executor):
         )
 
     def start_background(self) -> bool:
-        """Start to compile, beside the loop, the programs that `warm_up` left; False if none.
+        """Start compiling the programs that `warm_up` skipped; return False if there are none.
 
-        If True, no masked step may be launched before `background_end` returns a text.
+        If True, no masked step may be launched before `background_end` returns a string.
         """
         if self._warmup != "plain":
             return False
@@ -246,7 +246,7 @@ class ModelExecutor(Executor):
         return True
 
     def background_end(self) -> str | None:
-        """ "" if the background compilation succeeded, else its error; None while it runs."""
+        """Return "" if background compilation succeeded, else its error; None while it runs."""
         if self._background is None or not self._background.is_done:
             return None
         return self._background.error or ""
@@ -254,8 +254,8 @@ class ModelExecutor(Executor):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
 
-        Raises ValueError, having done nothing, if the plan exceeds `sizes`. After any other
-        error the device's state is lost: call `reset` and admit every request again.
+        Raises ValueError, without any effect, if the plan exceeds `sizes`. After any other error
+        the device's state is lost: call `reset` and admit every request again.
         """
         check_plan(plan, self.sizes)
         self._page_tables.apply(plan.page_changes)
@@ -272,9 +272,9 @@ class ModelExecutor(Executor):
         return launched
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
-        """Draw a masked step's tokens; see `Executor.draw`.
+        """Sample the tokens of a masked step; see `Executor.draw`.
 
-        Raises RuntimeError if it was drawn, or is not the step launched last.
+        Raises RuntimeError if they were sampled already, or if this is not the step launched last.
         """
         if not self._in_flight or self._in_flight[-1] is not handle or handle.undrawn is None:
             raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
@@ -291,7 +291,7 @@ class ModelExecutor(Executor):
     def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
         """Wait for a step and return each rank's samples.
 
-        Raises RuntimeError if an earlier step's result was not read yet, or this one's was.
+        Raises RuntimeError if this result was already read, or an earlier step's was not.
         """
         if not self._in_flight or self._in_flight[0] is not handle:
             raise RuntimeError(
@@ -304,25 +304,25 @@ class ModelExecutor(Executor):
         return results
 
     def transfer(self, transfers: Transfers) -> None:
-        """Begin transfers between the devices and the host's memory; return while they run.
+        """Begin transfers between the devices and host memory; return while they run.
 
-        After an error the device's state is lost, as after a failed launch.
+        After an error the device's state is lost: call `reset` and admit every request again.
         """
         if self._host_store is not None:
             self._state = self._host_store.transfer(self._state, transfers)
 
     def look_at_store(self) -> list[bool]:
-        """Return the answers of the store since the last call: `StoreTransfers.look`."""
+        """Return the store's results since the last call, see `StoreTransfers.look`."""
         return [] if self._host_store is None else self._host_store.look_at_store()
 
     def give_up_store(self) -> None:
-        """End all transfers of the store now, as failed; the ends can be taken then."""
+        """End all transfers of the store now, as failed; `ended_transfers` then returns them."""
         if self._host_store is not None:
             self._host_store.give_up_store()
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
-        """Renew the keys of stored KV after a change of the weights. If KV of the old ones is kept,
-        all that is stored from now on has keys that no later search has."""
+        """Renew the keys of stored KV after a change of the weights. If `keeps_kv`, KV of the old
+        weights stays in use, so new blocks get a key that no later engine looks up."""
         if self._host_store is not None and self._host_store.has_store:
             fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
             self._host_store.set_fingerprint(fingerprint)
@@ -333,7 +333,7 @@ class ModelExecutor(Executor):
         return self._host_store.fingerprint
 
     def _kv_fingerprint(self) -> str:
-        """Return a hash of all that decides about the contents of a block, but its tokens."""
+        """Return a hash of everything that determines a block's contents except its tokens."""
         weights = weights_fingerprint(self._weights)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
@@ -342,7 +342,7 @@ class ModelExecutor(Executor):
         return [] if self._host_store is None else self._host_store.ended()
 
     def reset(self) -> None:
-        """Start over after a failed step: empty pool and tables, nothing in flight."""
+        """Start over after a failed step, with empty pools and tables and nothing in flight."""
         self._in_flight.clear()
         if self._host_store is not None:
             self._host_store.reset()
@@ -350,22 +350,22 @@ class ModelExecutor(Executor):
             pass
 
     def check_model(self, model_path: str) -> None:
-        """Raise ModelConfigError, naming the differences, unless the present programs can serve
+        """Raise ModelConfigError, naming the differences, unless the compiled programs can serve
         the folder's weights."""
         check_same_model(self._model, _stored_model(model_path, "auto", self._args)[0])
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
-        """Compute with the weights of another folder, in the same shapes and places.
+        """Replace the weights by those in another folder, with the same shapes and shardings.
 
-        Nothing may be in flight. The old weights stay until all new ones are there, so both are on
-        the devices for a while.
+        Nothing may be in flight. The old weights stay until all new weights are loaded, so both are
+        on the devices for a while.
 
         Args:
-            give_up_kv: called if the devices have no room for both beside the pools. Then pools
-                and tables make room, and are new and empty afterwards, as after `reset`, whether
-                or not it succeeds.
+            give_up_kv: called if both do not fit next to the pools. Pools and tables are then
+                freed, and are new and empty afterwards, as after `reset`, even if loading fails.
 
-        Raises WeightsError, with the reason, if they could not be loaded: then the old ones stay.
+        Raises:
+            WeightsError: the weights could not be loaded; the old weights stay.
         """
         with self._watch.paused():
             failure = self._try_to_update(model_path)
@@ -379,14 +379,14 @@ class ModelExecutor(Executor):
         self.info["model_path"] = model_path
 
     def _try_to_update(self, model_path: str) -> _LoadFailure | None:
-        """Return the failure in words: an exception would keep the arrays that were loaded so far.
-        If one host fails, all do."""
+        """Return the failure as text: an exception would keep the arrays loaded so far. If one host
+        fails, all hosts do."""
         weights: tuple[jax.Array, ...] = ()
         failure = None
         try:
             params = self._load_params(model_path, detect_format(Path(model_path)))
             weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
-        except Exception as error:  # of any type: files, their contents, the devices' memory
+        except Exception as error:  # such as a bad file, or too little memory
             logger.exception("the weights in %r could not be loaded", model_path)
             reason = f"the weights in {model_path!r} could not be loaded: {error}"
             failure = _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
@@ -400,8 +400,8 @@ class ModelExecutor(Executor):
 
     @contextmanager
     def _without_state(self) -> Iterator[None]:
-        """Within, pools and tables are gone: there may not be room for two of them. Afterwards
-        there are new ones."""
+        """Free pools and tables in this context, and create new ones afterwards: there may not be
+        room for two of each."""
         self._page_tables = PageTables(self.sizes)
         del self._state, self._row_params
         yield
@@ -411,9 +411,9 @@ class ModelExecutor(Executor):
         self.expert_recorder.after_reset()
 
     def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
-        """Return seconds for `num_steps` runs of one plan's program with nothing between them.
+        """Return the seconds for `num_steps` back-to-back runs of one plan's program.
 
-        A yardstick for benchmarks: it overwrites KV and tokens of the plan's rows and pages, so
+        A baseline for benchmarks. It overwrites KV and tokens of the plan's rows and pages, so
         nothing may be running.
         """
         check_plan(plan, self.sizes)
@@ -431,11 +431,11 @@ class ModelExecutor(Executor):
         return time.perf_counter() - start
 
     def kv_absmax(self) -> Float32Array:
-        """Return the greatest |K| and |V| in the pools, [2, layers, kv_heads], copies of heads
-        included.
+        """Return the maximum |K| and |V| in the pools, [2, layers, kv_heads], with replicated
+        heads.
 
-        Includes tokens of the past, since `reset`, until others overwrite them; layers that share
-        a pool's layer share its value. Not for pools of 8 bits.
+        Includes past tokens since `reset` that have not been overwritten. Layers that share a
+        pool's layer share its value. Not for 8-bit pools.
         """
         of_pools = [
             np.asarray(kv_absmax(pool, layout, self._mesh))
@@ -452,7 +452,7 @@ class ModelExecutor(Executor):
         counts = self._state.expert_counts
         if counts is None:
             return None
-        if not counts.is_fully_addressable:  # each host has the counts of its own ranks
+        if not counts.is_fully_addressable:  # each host has only the counts of its ranks
             counts = multihost_utils.process_allgather(counts, tiled=True)
         return np.asarray(counts).view(np.uint32)
 
@@ -487,7 +487,7 @@ class ModelExecutor(Executor):
 
 
 def _stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[ModelConfig, str]:
-    """Return the model of a folder as its weights and `args` define it, and the weights' format.
+    """Return the model of a folder, as defined by its weights and `args`, and the weights' format.
 
     Raises ModelConfigError, or CheckpointError for weights that cannot be read.
     """

@@ -1,6 +1,6 @@
-"""Refusing plans that the compiled programs were not made for, before anything is touched.
+"""Reject plans that the compiled programs do not support, before any state changes.
 
-The device itself checks nothing: an index out of range would be clamped, or write elsewhere.
+The device checks nothing: an out-of-range index would be clamped, or write elsewhere.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from sgl_jax.core.step_plan import (
 def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
     """Raise ValueError, naming rank and limit, if `plan` exceeds `sizes`.
 
-    `kv_starts` is a lower bound for relayed rows, so `num_pages` is checked against it alone: the
-    scheduler reserves for the upper bound.
+    `kv_starts` is a lower bound for relayed rows, so `num_pages` is checked only against this
+    bound: the scheduler reserves for the upper bound.
     """
     if len(plan.ranks) != sizes.dp_size:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
@@ -99,10 +99,10 @@ def _row_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
 def _extremes(
     rows: Int32Array, kv_starts: Int32Array, q_lens: Int32Array, relayed: BoolArray, num_decode: int
 ) -> tuple[Any, ...]:
-    """Extremes over one or more rows.
+    """Compute extremes over one or more rows.
 
-    Returns the least row, start and length; the greatest row; the greatest end; the sum of lengths;
-    the greatest length of a decode row; and whether a chunk's row is relayed.
+    Returns (minimum row, start and length), maximum row, maximum end, sum of lengths, maximum
+    length of a decode row, and whether a chunk's row is relayed.
     """
     assert len(rows) == len(kv_starts) == len(q_lens) == len(relayed)
     least_row, least_start, least_len = rows[0], kv_starts[0], q_lens[0]
@@ -154,7 +154,7 @@ def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
         return f"{len(pages)} pages for {len(cells)} cells of the page tables"
     pages_per_row = -(-sizes.max_context_len // sizes.page_size)
     num_cells = sizes.dp_size * sizes.num_rows * len(sizes.groups) * pages_per_row
-    num_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])  # of each group
+    num_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])  # per group
     wrong = _first_wrong(cells, pages, num_cells, pages_per_row, num_pages)
     if wrong < 0:
         return None
@@ -168,7 +168,7 @@ def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
 def _first_wrong(
     cells: IntpArray, pages: Int32Array, num_cells: int, pages_per_row: int, num_pages: IntpArray
 ) -> int:
-    """The first change of a cell, or to a page, that there is not; -1 if all are there."""
+    """Return the index of the first change with an invalid cell or page, or -1."""
     assert len(cells) == len(pages)
     for i in range(len(cells)):
         group = cells[i] // pages_per_row % len(num_pages)

@@ -1,5 +1,4 @@
-"""The number of pages or states of each pool: from the arguments, the device's memory, or the
-machine's.
+"""The number of pages or states of each pool, from the arguments or from available memory.
 
 Decides and explains; makes no array.
 """
@@ -21,14 +20,14 @@ from sgl_jax.mem_cache.device_pool import KVPoolLayout
 
 logger = logging.getLogger(__name__)
 
-# A CPU run is for trying and testing: it takes this much for KV on its own account, and more only
-# so that one request of the full context fits.
+# CPU runs are for tests and experiments: by default they take this much for KV, and more only if
+# one request of the full context needs it.
 _CPU_DEFAULT_BYTES = 1 << 30
 _CPU_MEMORY_SHARE = 0.25
 
 
-# Pages of windows in the prefix cache, beside the running rows' own: one for so many pages of the
-# first pool. All windows take no more than so many times the first pool's bytes.
+# Window pages that the prefix cache may add: one per this many pages of the first pool. All windows
+# take at most this multiple of the first pool's bytes.
 # docs/measurements/eviction.md compares smaller shares.
 _CACHED_PER_WINDOW_PAGE = 2
 _MOST_WINDOW_BYTES = 3
@@ -38,37 +37,37 @@ _MOST_WINDOW_BYTES = 3
 # compares other shares. The states of running rows take at most as many bytes as these pages.
 _SNAPSHOT_BYTES = 0.75
 _MOST_OWN_BYTES = 1.0
-_ROW_SNAPSHOTS = 2  # that a row holds at once: its last, and one that may yet be taken back
+_ROW_SNAPSHOTS = 2  # per row: the last, and one that may still be undone
 
 
 class StateSizes(NamedTuple):
-    """The slots of recurrent layers' states: their size and number."""
+    """The size and number of slots for recurrent states."""
 
-    slot_bytes: int  # of one state: all recurrent layers, over all chips of a rank
-    row_slots: int  # that a row has for its own
+    slot_bytes: int  # bytes of one state: all recurrent layers, over all chips of a rank
+    row_slots: int  # slots of each row
     max_snapshots: int | None = None  # set by the user; None: a share of memory
-    # True if the arguments set the numbers of pages and rows: then memory is not divided here.
+    # True if the arguments set the numbers of pages and rows, so that memory is not divided here.
     is_given: bool = False
 
 
 class KVPools(NamedTuple):
-    """The pools of one rank, and how memory is divided among them; the null pages beside it.
+    """The pools of one rank and the division of memory among them; null pages are extra.
 
-    The first pool decides admission, and gets the memory that the others leave. Each of the others
+    The first pool decides admission and gets the memory that the other pools leave. Each other pool
     holds windows, and has pages for the windows of all rows at once, so that a row never waits for
-    one: if memory does not allow it, there are fewer rows.
+    one: if memory is too small for that, there are fewer rows.
     """
 
-    layouts: tuple[KVPoolLayout, ...]  # of each pool
-    num_tables: tuple[int, ...]  # cache groups whose pages each pool holds
-    resting_pages: tuple[int, ...]  # most pages of each that one row holds between steps
-    step_pages: tuple[int, ...]  # pages of each that the prompts of one step take together
-    num_rows: int  # at most
+    layouts: tuple[KVPoolLayout, ...]  # one per pool
+    num_tables: tuple[int, ...]  # cache groups in each pool
+    resting_pages: tuple[int, ...]  # maximum pages of each pool per row between steps
+    step_pages: tuple[int, ...]  # pages of each pool for the prompts of one step
+    num_rows: int  # maximum
     window_tokens_ratio: float | None = None  # tokens of another pool per token of the first
-    states: StateSizes | None = None  # of recurrent layers: a pool more, the last
+    states: StateSizes | None = None  # recurrent layers: an additional pool, the last
 
     def pages(self, num_first: int) -> tuple[int, ...]:
-        """Pages of each pool if the first has `num_first`."""
+        """Return the pages of each pool if the first has `num_first`."""
         others = range(1, len(self.layouts))
         pages = num_first, *(self._num_window_pages(pool, num_first) for pool in others)
         return pages if self.states is None else (*pages, self._num_snapshots(num_first))
@@ -88,28 +87,28 @@ class KVPools(NamedTuple):
         held = self.num_rows * self.resting_pages[pool] + self.step_pages[pool]
         first_bytes = num_first * self.layouts[0].page_bytes
         most = _MOST_WINDOW_BYTES * first_bytes // self.layouts[pool].page_bytes
-        least = self.resting_pages[pool] + self.step_pages[pool]  # of one row
+        least = self.resting_pages[pool] + self.step_pages[pool]  # for one row
         return max(least, min(most, held + num_first // _CACHED_PER_WINDOW_PAGE))
 
     def num_bytes(self, num_first: int) -> int:
-        """Bytes of all pools, whole, the null pages included."""
+        """Return the bytes of all pools, null pages included."""
         pages = self.pages(num_first)
         in_pages = sum(
             (num + 1) * layout.page_bytes for num, layout in zip(pages, self.layouts, strict=False)
         )
         if self.states is None:
             return in_pages
-        num_rows = max(self.rows_within(pages), 1) + 1  # and the null row
+        num_rows = max(self.rows_within(pages), 1) + 1  # plus the null row
         num_slots = pages[-1] + 1 + num_rows * self.states.row_slots
         return in_pages + num_slots * self.states.slot_bytes
 
     def num_that_fit(self, num_bytes: int) -> int:
-        """The most pages of the first pool that leave room for the others; -1 or less for none."""
+        """Return the maximum pages of the first pool if all pools take `num_bytes`; < 0: none."""
         most = num_bytes // self.layouts[0].page_bytes
         return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
     def rows_within(self, pages: Sequence[int]) -> int:
-        """Rows whose windows and states all find room at once, with pools of so many pages."""
+        """Return the number of rows whose windows and states all fit in pools of `pages`."""
         each = [
             (pages[pool] - self.step_pages[pool]) // self.resting_pages[pool]
             for pool in range(1, len(self.layouts))
@@ -120,7 +119,7 @@ class KVPools(NamedTuple):
         return min([self.num_rows, *each])
 
     def require_a_row(self, pages: Sequence[int]) -> None:
-        """Raise ValueError if pools of so many pages have no room for the windows of one row."""
+        """Raise ValueError if pools of `pages` have no room for the windows of one row."""
         if self.rows_within(pages) < 1:
             raise ValueError(
                 f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives sliding windows too few "
@@ -131,17 +130,17 @@ class KVPools(NamedTuple):
 def choose_pool_pages(
     args: ServerArgs, pools: KVPools, mesh: Mesh, pages_per_row: int, workspace_bytes: int
 ) -> tuple[int, ...]:
-    """Pages of each pool of one rank, null pages included. Called when the weights are there.
+    """Return the pages of each pool of one rank, null pages included. Call after loading weights.
 
     Args:
-        args: `max_total_tokens` decides if set; else the memory that is left does.
-        pools: of the rank.
+        args: `max_total_tokens` decides if set, else free memory.
+        pools: the pools of the rank.
         mesh: the devices in use.
-        pages_per_row: pages of a group that a request of the full context fills.
-        workspace_bytes: a step's temporary arrays on each device, beside weights and pages.
+        pages_per_row: pages of one group for a request of the full context.
+        workspace_bytes: a step's temporary arrays on each device, besides weights and pages.
 
     Raises:
-        RuntimeError: not even one page beside the null page fits.
+        RuntimeError: not even one page besides the null page fits.
         ValueError: `--swa-full-tokens-ratio` leaves windows too few pages.
     """
     layout, tables = pools.layouts[0], pools.num_tables[0]
@@ -156,7 +155,7 @@ def choose_pool_pages(
         num_first = min(filled, default, pools.num_that_fit(affordable))
         reason = "the share of this machine's memory that a CPU run takes"
     else:
-        # All there is: memory that requests leave free holds prefixes for later ones.
+        # All free memory: pages not used by requests cache prefixes.
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
@@ -185,13 +184,13 @@ def choose_pool_pages(
 
 
 def pages_that_fit(free_bytes: int, pools: KVPools, tp_size: int, workspace_bytes: int) -> int:
-    """Pages of the first pool, beside the null page, that leave room for the others in a device's
+    """Return the pages of the first pool, without the null page, if all pools share a device's
     `free_bytes`; 0 or less if there is no room."""
     return pools.num_that_fit((free_bytes - workspace_bytes) * tp_size)
 
 
 def _free_device_bytes(device: jax.Device, fraction: float) -> int:
-    """Bytes free within `fraction` of the device's memory."""
+    """Return the bytes free within `fraction` of the device's memory."""
     stats: dict[str, Any] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise RuntimeError(
@@ -201,7 +200,7 @@ def _free_device_bytes(device: jax.Device, fraction: float) -> int:
 
 
 def require_host_bytes(num_bytes: int) -> None:
-    """Raise RuntimeError if this host has not so much memory for blocks of prefixes."""
+    """Raise RuntimeError if this host has less than `num_bytes` of free memory."""
     available = _available_host_bytes()
     if num_bytes > available:
         raise RuntimeError(
@@ -212,12 +211,12 @@ def require_host_bytes(num_bytes: int) -> None:
 
 
 def _available_host_bytes() -> int:
-    """Memory this process could still take: the machine's, within a container's limit."""
+    """Return the memory available to this process, within a container's limit."""
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    else:  # not Linux: the whole memory is the best that is known
+    else:  # not Linux: only the total is available
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = (
         (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),

@@ -1,8 +1,8 @@
-"""Device traces, into folders that clients name.
+"""Device traces, written to folders that clients name.
 
-JAX opens the folder only when it writes a trace, and a trace that could not be written stays open
-for good: so a test file is written first. JAX writes `plugins/profile/TIME/HOST.xplane.pb` below
-the folder, for TensorBoard's profile plugin and xprof.
+JAX opens the folder only when it writes a trace, and a trace that cannot be written stays open
+forever, so a test file is written first. JAX writes `plugins/profile/TIME/HOST.xplane.pb` below the
+folder, for TensorBoard's profile plugin and xprof.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """At most one trace at a time."""
+    """Traces devices, at most one trace at a time."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._steps_left: int | None = None
 
     def start(self, folder: Path, num_steps: int | None = None) -> None:
-        """Trace into `folder`, which is made, until `stop`, or until `num_steps` have ended.
+        """Trace into `folder`, which is created, until `stop`, or until `num_steps` have ended.
 
-        Raises RuntimeError if a trace runs already, OSError if nothing can be written there; then
-        the folder is not made.
+        Raises RuntimeError if a trace is running, OSError (without creating the folder) if it is
+        not writable.
         """
         if self._folder is not None:
             raise RuntimeError(f"a trace into {str(self._folder)!r} runs already")
@@ -38,13 +38,13 @@ class Profiler:
             jax.profiler.start_trace(str(folder))
         except BaseException:
             for path in made:
-                with contextlib.suppress(OSError):  # others have put something there meanwhile
+                with contextlib.suppress(OSError):  # no longer empty
                     path.rmdir()
             raise
         self._folder, self._steps_left = folder, num_steps
 
     def after_step(self) -> None:
-        """Count a finished step; the trace ends after the last requested one."""
+        """Count a finished step; the trace ends after the last requested step."""
         if self._folder is None or self._steps_left is None:
             return
         self._steps_left -= 1
@@ -57,8 +57,8 @@ class Profiler:
             logger.error("the trace runs on, until it is stopped: %s", error)
 
     def stop(self) -> Path:
-        """Write the trace; its folder. Raises RuntimeError if none runs; OSError if it cannot be
-        written now, and then it runs on."""
+        """Write the trace and return its folder. Raises RuntimeError if none is running, OSError if
+        it cannot be written now; the trace then continues."""
         if self._folder is None:
             raise RuntimeError("no trace runs")
         _try_to_write(self._folder)
@@ -68,7 +68,7 @@ class Profiler:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises OSError if it cannot be made, or written to."""
+    """Raise OSError if the folder cannot be created or written."""
     make_private_folder(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")

@@ -1,7 +1,7 @@
-"""The compiled programs of an engine: one per bucket, and the one that admits rows.
+"""The compiled programs of an engine: one per bucket, and one to admit rows.
 
-Owns tracing, sharding, donation and compilation. Programs are compiled ahead of their first use
-and called directly, so that calling one can never compile.
+Owns tracing, sharding, donation and compilation. Programs are compiled ahead of their first use and
+called directly, so a call never compiles.
 """
 
 import os
@@ -28,14 +28,14 @@ from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, d
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
-# Arguments: weights, state (donated), row parameters, control words, page tables; of a step's
-# second half also the `Computed` of the first, and masks. Results: the state, and a `StepOutput`
-# or `Computed`.
+# Arguments: weights, state (donated), row parameters, control words, page tables; a step's second
+# half also takes the first half's `Computed` and masks. Results: the state, and a `StepOutput` or
+# `Computed`.
 StepProgram = Callable[..., tuple[StepState, Any]]
 AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piece -> tables
 
 _MAX_COMPILE_THREADS = 4
-# Logits are split by the vocabulary; hidden states and queries are the same on a rank's chips.
+# Logits are sharded by vocabulary; hidden states and queries are replicated on a rank's chips.
 _SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), *(P("data"),) * 3)
 _COMPUTED_SPECS: Any = Computed(*_SPECS)
 _OUTPUT_SPEC = P("data")
@@ -46,10 +46,10 @@ class Programs:
 
     Args:
         graphdef: `nnx.merge(graphdef, params)` is the model.
-        params: its weights, a tree of arrays that lie on the mesh as the model declares them, or
+        params: the model's weights, a tree of arrays sharded on the mesh as the model declares, or
             of `jax.ShapeDtypeStruct`s with shardings.
         state, row_params: shapes of the tables and pools, see `EngineConfig.state_shapes`.
-        sizes: of the engine.
+        sizes: the engine's sizes.
         mesh: ('data', 'tensor').
     """
 
@@ -66,7 +66,7 @@ class Programs:
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
-        # If ranks lie on several hosts, each host gets the results of all ranks.
+        # If ranks are on several hosts, each host gets the results of all ranks.
         spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._gathers_output = spans_hosts and sizes.dp_size > 1
         self._weights = tuple(
@@ -91,18 +91,18 @@ class Programs:
         )
 
     def step(self, bucket: Bucket) -> StepProgram:
-        """The step program of a bucket of padded sizes; compiles it on the first call."""
+        """Return the step program of a bucket of padded sizes, compiled on the first call."""
         if bucket not in self._steps:
             program: Any = self.compile_step(bucket)
             self._steps[bucket] = program
         return self._steps[bucket]
 
     def compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compile the step program of a bucket anew, to be inspected; its chips may be absent."""
+        """Compile a bucket's step program without caching it, for inspection; needs no chips."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
 
     def halves(self, bucket: Bucket) -> tuple[StepProgram, StepProgram]:
-        """The two programs of a masked step of a bucket; compiles them on the first call."""
+        """Return the two programs of a bucket's masked step, compiled on the first call."""
         if bucket not in self._halves:
             if bucket not in self._traced_halves:
                 self.trace_halves(bucket)
@@ -113,7 +113,7 @@ class Programs:
         return self._halves[bucket]
 
     def trace_halves(self, bucket: Bucket) -> None:
-        """Leave to `halves` no more than to compile them, which takes no interpreter lock."""
+        """Trace a masked step. `halves` then only compiles, which needs no interpreter lock."""
 
         def compute(model: CausalLM, state: StepState, _: jax.Array, given: RankStep) -> Any:
             return compute_step(model, state, given)
@@ -131,7 +131,7 @@ class Programs:
         self._traced_halves[bucket] = first, second
 
     def admit(self) -> AdmitProgram:
-        """The program that writes one piece of admissions, compiled now if it was not."""
+        """Return the program that writes one piece of admissions, compiled on the first call."""
         if self._admit is None:
 
             def admit(tables: DeviceRows, piece: jax.Array) -> DeviceRows:
@@ -150,7 +150,7 @@ class Programs:
     def compile_all(self, buckets: tuple[Bucket, ...], progress: Progress, *, masked: bool) -> None:
         """Compile everything; without `masked`, the programs of masked steps are only traced."""
         halves = self.halves if masked else self.trace_halves
-        # XLA compiles without the interpreter lock; the largest first, to end together.
+        # XLA compiles without the interpreter lock; largest first balances the threads.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
             jobs: list[Future[Any]] = [
                 pool.submit(make, bucket)
@@ -164,13 +164,13 @@ class Programs:
                     phase.advance()
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
-        """The program of one bucket before compilation, for the mesh's chips."""
+        """Lower the program of one bucket for the mesh's chips, without compiling it."""
         return self._lower(bucket, "step", run_step, _OUTPUT_SPEC)
 
     def _lower(
         self, bucket: Bucket, name: str, run: Callable[..., Any], out_specs: Any, *rest: Any
     ) -> jax.stages.Lowered:
-        """One of the functions in `step.py`, with the shapes of its arguments after `RankStep`."""
+        """Lower a function of `step.py`; `rest` are its argument shapes after `RankStep`."""
         layout = self.layout(bucket)
         gathers = self._gathers_output and out_specs == _OUTPUT_SPEC
         out_specs = P() if gathers else out_specs
@@ -217,17 +217,17 @@ class Programs:
             mesh=self._mesh,
             in_specs=jax.tree.map(_spec_of, arguments),
             out_specs=out_specs,
-            check_vma=False,  # all chips of a rank compute the same tokens, unproven
+            check_vma=False,  # jax cannot prove that a rank's chips agree
         )
-        # Under the mesh kernels see which chip they are traced for, there or not.
+        # In the mesh context, kernels see the target chip, even if it is absent.
         with jax.set_mesh(self._mesh):
             return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
-        """XLA's options beside its defaults.
+        """Return XLA options that differ from the defaults.
 
-        XLA's newer code generator for CPUs makes decode 20% faster and prefill 3%, and takes
-        3 seconds a program instead of 2: only shapes of decode alone use it.
+        XLA's newer code generator for CPUs makes decode 20% faster and prefill 3%, and takes 3
+        seconds per program instead of 2: only pure decode shapes use it.
         """
         if platform_of(self._mesh) == "tpu":
             return self._tpu_options()
@@ -238,10 +238,10 @@ class Programs:
         return {}
 
     def _tpu_options(self) -> dict[str, bool | str]:
-        """The same for TPUs; docs/measurements/planning.md has the figures.
+        """Return XLA options for TPUs; figures are in docs/measurements/planning.md.
 
-        In loops a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, where arrays arrive in
-        tiles of 8, and so every step would begin with a copy of all layers' weights.
+        In loops, a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, but arrays arrive in
+        tiles of 8, so every step would begin with a copy of all layers' weights.
         """
         if self._mesh.devices.flat[0].device_kind == "TPU7x":
             return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}

@@ -1,8 +1,8 @@
-"""The device's tables of rows between steps: tokens, their number, and sampling parameters.
+"""The device's tables of rows between steps: tokens, lengths, and sampling parameters.
 
-Owns the program that fills a row when a request is admitted. Row 0 is the
-null row: padding writes there, and nothing reads it for a result. Admissions are cut into pieces
-of one fixed size, so the program is compiled once and a long prompt takes several launches of it.
+Owns the program that fills a row when a request is admitted. Row 0 is the null row: padding writes
+there, and no result reads it. Admissions are split into pieces of one fixed size, so the program is
+compiled once, and a long prompt takes several launches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ _TOKEN_WORDS = 3 * _PIECE_TOKENS
 
 
 class DeviceRows(NamedTuple):
-    """Device-resident, one block of rows per rank, sharded over 'data'."""
+    """Tables on the device, one block of rows per rank, sharded over 'data'."""
 
     tokens: jax.Array  # int32[dp * num_rows, max_context_len]
     lens: jax.Array  # int32[dp * num_rows]
@@ -32,16 +32,16 @@ def _line_words(max_stop_ids: int) -> int:
 
 
 def piece_words(max_stop_ids: int) -> int:
-    """Words of a piece for one rank."""
+    """Return the number of words of a piece for one rank."""
     return _TOKEN_WORDS + _PIECE_ROWS * _line_words(max_stop_ids)
 
 
 def cut_admissions(
     admissions: Sequence[Sequence[RowAdmission]], max_stop_ids: int
 ) -> Iterator[Int32Array]:
-    """Pieces int32[dp, piece_words(max_stop_ids)] that together admit all of `admissions[rank]`.
+    """Yield pieces int32[dp, piece_words(max_stop_ids)] that admit all of `admissions[rank]`.
 
-    Each is a fresh array. Unused entries of a piece write zeros to the null row.
+    Each piece is a new array. Unused entries write zeros to the null row.
     """
     flat = [_flatten(of_rank, max_stop_ids) for of_rank in admissions]
     num_pieces = max(
@@ -65,7 +65,7 @@ def empty_piece(dp_size: int, max_stop_ids: int) -> Int32Array:
 def _flatten(
     admissions: Sequence[RowAdmission], max_stop_ids: int
 ) -> tuple[Int32Array, Int32Array]:
-    """All tokens as [3, n] of row, position, token; all lines as [m, _line_words]."""
+    """Return all tokens as [3, n] (row, position, token) and all lines as [m, _line_words]."""
     num_tokens = [len(admission.tokens) for admission in admissions]
     entries = np.empty((3, sum(num_tokens)), np.int32)
     lines = np.empty((len(admissions), _line_words(max_stop_ids)), np.int32)
@@ -81,7 +81,7 @@ def _flatten(
 
 
 def write_piece(tables: DeviceRows, words: jax.Array) -> DeviceRows:
-    """One rank's tables with one piece's words int32[piece_words] written; traced."""
+    """Return one rank's tables with a piece's words int32[piece_words] written; traced."""
     rows, positions, tokens = words[:_TOKEN_WORDS].reshape(3, _PIECE_TOKENS)
     lines = words[_TOKEN_WORDS:].reshape(_PIECE_ROWS, -1)
     return DeviceRows(

@@ -1,8 +1,8 @@
-"""The slots of states that a step reads and writes, chosen on the device.
+"""The state slots that a step reads and writes, chosen on the device.
 
-The device is first to see how many drafts a row accepted, and so which of its states is current.
-So the device keeps, for each row, the slot of its state (`current`), and the host names a slot only
-where a row starts, or starts again.
+Only the device has the number of accepted drafts in time, which determines a row's current state.
+So it stores the slot of each row's state (`current`), and the host provides a slot only where a row
+starts, or starts again.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from sgl_jax.mem_cache.device_pool import LayerStates
 
 
 class RowStates(NamedTuple):
-    """The states of a rank's rows, and its snapshots."""
+    """The states of a rank's rows and its snapshots."""
 
     current: jax.Array  # int32[num_rows] slot of each row's state, valid once it has run
     layers: LayerStates
@@ -27,7 +27,7 @@ class RowStates(NamedTuple):
 def build_state_batch(
     states: RowStates, controls: RankControls, num_tokens: int, sizes: EngineSizes
 ) -> StateBatch:
-    """The slots and chunks of a step of `num_tokens` tokens, padding included."""
+    """Return the slots and chunks of a step of `num_tokens` tokens, including padding."""
     plan = controls.states
     assert plan is not None, "the model has recurrent layers"
     width = 1 + sizes.max_draft_tokens
@@ -49,9 +49,9 @@ def keep_states(
     """Record the slot of each row's state, and copy decode rows' states that become snapshots.
 
     Args:
-        states: after the step's layers.
-        controls, batch: of the step.
-        num_kept: int32[B] queries of each row that count: not the drafts that were refused.
+        states: the states after the step's layers.
+        controls, batch: the step's control words, and its slots and chunks.
+        num_kept: int32[B] accepted queries of each row, without rejected drafts.
     """
     assert controls.states is not None, "the model has recurrent layers"
     is_decode = jnp.arange(len(controls.rows)) < controls.num_decode
@@ -61,7 +61,7 @@ def keep_states(
         jnp.where(is_there, last, batch.slots_out[0])
     )
     kept_rows, lengths, slots = controls.states.snapshots.T
-    ahead = lengths - controls.kv_starts[kept_rows]  # the state after so many of the row's queries
+    ahead = lengths - controls.kv_starts[kept_rows]  # number of the row's queries before the state
     is_due = (slots > 0) & is_decode[kept_rows] & (ahead > 0) & (ahead <= num_kept[kept_rows])
     (due,) = jnp.nonzero(is_due, size=len(slots), fill_value=0)
 

@@ -1,11 +1,11 @@
-"""One step on the device, as one chip sees it: read tokens, draft, run the model, sample, record.
+"""One step on the device, as seen by one chip: read tokens, draft, run the model, sample.
 
-A function of arrays, traced once per bucket inside `jax.shard_map`: rows and page ids are the
-rank's own, and no rank reads another's. Every chip of a rank gets the drawn tokens, so that the
+A function of arrays, traced once per bucket inside `jax.shard_map`. Rows and page ids are local to
+the rank, and no rank reads another's. Every chip of a rank gets the sampled tokens, so that the
 token table stays equal on all of them.
 
-It has two halves, one program for most steps. Steps with grammars run them as two programs: the
-first runs while the host finds the allowed tokens, which depend on the token before.
+Most steps run both halves as one program. Steps with grammars run two programs: the first runs
+while the host computes the allowed tokens, which depend on the previous token.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
 
-# Positions whose logits are held at once when prompts are scored.
+# Positions scored at once, to bound the memory of logits.
 _SCORED_BLOCK = 32
 
 
@@ -39,17 +39,17 @@ class StepState(NamedTuple):
     token_table: jax.Array  # int32[num_rows, max_context_len]
     row_lens: jax.Array  # int32[num_rows] tokens of each row, valid once it has been admitted
     kv_pools: tuple[jax.Array, ...]  # [layers, pages, *page_shape] each, see `device_pool`
-    states: RowStates | None = None  # of models with recurrent layers
-    # int32[dp, layers, experts] tokens of a rank that chose each, where they are counted
+    states: RowStates | None = None  # None without recurrent layers
+    # int32[dp, layers, experts] tokens of a rank routed to each expert; None: not counted
     expert_counts: jax.Array | None = None
 
 
 class Computed(NamedTuple):
     """The results of a step's first half, for its second."""
 
-    logits: jax.Array  # float32[queries that may draw, columns of this chip]
+    logits: jax.Array  # float32[queries that may sample, columns of this chip]
     hidden: jax.Array  # [T, hidden_size] after all layers
-    draft_hidden: jax.Array | None  # and as the draft layer starts from it
+    draft_hidden: jax.Array | None  # hidden states that the draft layer starts from
     queries: "Queries"
 
 
@@ -59,26 +59,26 @@ class RankStep(NamedTuple):
     controls: RankControls  # this step's rows
     page_tables: Sequence[jax.Array]  # int32[B, pages], one for each cache group
     num_tokens: int  # T, the static number of query tokens, padding included
-    sizes: EngineSizes  # how many tokens are drafted and scored, and where states are
+    sizes: EngineSizes  # limits of drafted and scored tokens, and state slots
 
 
 def run_step(
     model: CausalLM, state: StepState, row_params: jax.Array, given: RankStep
 ) -> tuple[StepState, StepOutput]:
-    """One rank's step.
+    """Run one rank's step, both halves.
 
     Args:
         model: merged with this chip's weights.
-        state: tables and pool before the step.
+        state: tables and pools before the step.
         row_params: int32[num_rows, packed_width] sampling parameters of all rows.
-        given: as for both halves.
+        given: the step's inputs.
     """
     state, computed = compute_step(model, state, given)
     return draw_step(model, state, row_params, given, computed)
 
 
 def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
-    """The first half of a step: place drafts, run the model, compute logits where tokens are drawn.
+    """Run the first half: place drafts, run the model, compute logits where tokens are sampled.
 
     The returned state has the new KV, drafts and recurrent states.
     """
@@ -113,10 +113,10 @@ def draw_step(
     computed: Computed,
     masks: jax.Array | None = None,
 ) -> tuple[StepState, StepOutput]:
-    """The second half: tokens are drawn and recorded, and log-probabilities reported.
+    """Run the second half: sample and record tokens, and report log-probabilities.
 
-    `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens that each row may
-    draw next, and after each of its drafts; None: any.
+    `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens allowed for each
+    row next, and after each of its drafts; None: any.
     """
     queries = computed.queries
     given = _placed(given, queries)
@@ -159,14 +159,14 @@ def draw_step(
         )
         is_wrong |= controls.samples & ~is_finite
     scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
-    # From the written table: reading the old one here would keep a copy of it alive.
+    # From the new table: reading the old table here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
     )
     prompt_logprobs = _score_if_any(
         model, controls, computed.hidden, scored, successors, row_params
     )
-    # The likeliest token's log-probability is finite if, and only if, the row's logits are.
+    # The most likely token's log-probability is finite if, and only if, the row's logits are.
     is_wrong_score = scored.valid & ~jnp.isfinite(prompt_logprobs.top_logprobs[:, 0])
     is_wrong |= _any_of_row(is_wrong_score, scored.rows, len(is_wrong))
     by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
@@ -176,7 +176,7 @@ def draw_step(
     states = state.states
     if states is not None:
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
-        num_kept = controls.q_lens - queries.drafts + counts - 1  # of rows that decode
+        num_kept = controls.q_lens - queries.drafts + counts - 1  # for decode rows
         states = keep_states(states, controls, state_batch, num_kept)
     return StepState(token_table, row_lens, kv_pools, states, state.expert_counts), output
 
@@ -185,19 +185,19 @@ class Queries(NamedTuple):
     """The positions of B rows' queries, and their drafts."""
 
     kv_starts: jax.Array  # int32[B] position of each row's first query
-    drafts: jax.Array  # int32[B] how many of its queries are drafts: the last ones
-    new_starts: jax.Array  # int32[B] where its first new token goes, and its first draft lies
-    guesses: jax.Array | None  # int32[B, max_drafts]; None where nothing is drafted
+    drafts: jax.Array  # int32[B] number of drafts, each row's last queries
+    new_starts: jax.Array  # int32[B] position of the first new token and of the first draft
+    guesses: jax.Array | None  # int32[B, max_drafts]; None without speculation
 
 
 def _placed(given: RankStep, queries: Queries) -> RankStep:
-    """With the true starts of relayed rows, of which the plan has lower bounds."""
+    """Replace the lower bounds of relayed rows' starts by the true starts."""
     return given._replace(controls=given.controls._replace(kv_starts=queries.kv_starts))
 
 
 def _build_batch(given: RankStep) -> tuple[AttentionBatch, jax.Array]:
-    """Attention's batch with the first group's pages, and the row of each query token: padding
-    tokens read the null row."""
+    """Return the attention batch with the first group's pages, and the row of each query token.
+    Padding tokens read the null row."""
     controls = given.controls
     batch = AttentionBatch.build(
         given.page_tables[0],
@@ -215,21 +215,21 @@ def _by_group(batch: AttentionBatch, given: RankStep) -> tuple[AttentionBatch, .
 
 
 class _LastQueries(NamedTuple):
-    """The queries of a step whose logits are computed: some of the last ones of each row.
+    """The queries of a step that need logits: some of the last queries of each row.
 
-    A row that samples draws a token after its last query; a row with drafts, after each query from
-    its last known token on. A row whose prompt is scored needs the logits of its last queries.
-    S queries of B rows lie flat, row after row, so that logits are computed for no others.
+    A row that samples does so after its last query; a row with drafts, after each query from its
+    last known token on. A row with a scored prompt needs the logits of its last queries. S queries
+    of B rows are stored flat, row after row, so that only their logits are computed.
     """
 
-    rows: jax.Array  # int32[S] index among the step's rows; some row in range where not valid
+    rows: jax.Array  # int32[S] index among the step's rows; in range, but arbitrary if not valid
     tokens: jax.Array  # int32[S] index among the step's query tokens
     valid: jax.Array  # bool[S]
-    firsts: jax.Array  # int32[B] index of each row's first one among the S
+    firsts: jax.Array  # int32[B] index of each row's first query among the S
 
     @classmethod
     def build(cls, batch: AttentionBatch, counts: jax.Array, most: int) -> "_LastQueries":
-        """The last counts[i] queries of each row (int32[B]), at most `most` in all."""
+        """Select the last counts[i] queries of each row (int32[B]), at most `most` in total."""
         num_rows, num_tokens = counts.shape[0], batch.positions.shape[0]
         ends = jnp.cumsum(counts, dtype=jnp.int32)
         firsts = ends - counts
@@ -242,18 +242,18 @@ class _LastQueries(NamedTuple):
 
     @property
     def places(self) -> jax.Array:
-        """Each query's number among its row's, from 0 on: int32[S]; arbitrary where not valid."""
+        """Return each query's index within its row: int32[S]; arbitrary where not valid."""
         queries = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
         return queries - self.firsts[self.rows]
 
     def by_row(self, values: jax.Array, width: int) -> jax.Array:
-        """Values [S, ...] as [B, width, ...]; entries past a row's queries are arbitrary."""
+        """Return values [S, ...] as [B, width, ...]; entries past a row's queries are arbitrary."""
         index = self.firsts[:, None] + jnp.arange(width, dtype=jnp.int32)
         return values.at[index].get(mode="clip")
 
 
 def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQueries:
-    """The queries after which a token is drawn."""
+    """Return the queries after which a token is sampled."""
     controls = given.controls
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     most = controls.rows.shape[0] * (1 + given.sizes.max_draft_tokens)
@@ -261,7 +261,7 @@ def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQ
 
 
 def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[jax.Array, Queries]:
-    """Look up relayed lengths and drafts; the token table with the drafts in it."""
+    """Look up relayed lengths and drafts; return the token table with the drafts."""
     controls, max_drafts = given.controls, given.sizes.max_draft_tokens
     rows = controls.rows
     is_decode = jnp.arange(rows.shape[0]) < controls.num_decode
@@ -277,7 +277,7 @@ def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[
             guesses = propose_drafts(token_table, rows, new_starts, searched, max_drafts)
             guesses = jnp.where(is_guessed, guesses, controls.drafts)
             token_table = _write_tokens(token_table, rows, new_starts, guesses, drafts)
-        else:  # guesses lie there already
+        else:  # the guesses are already in the table
             num_given = jnp.where(is_guessed[:, 0], 0, drafts)
             given_drafts = jnp.maximum(controls.drafts, 0)
             token_table = _write_tokens(token_table, rows, new_starts, given_drafts, num_given)
@@ -293,9 +293,9 @@ def _write_tokens(
     tokens: jax.Array,
     counts: jax.Array,
 ) -> jax.Array:
-    """Put the first counts[i] of tokens[i] into the table from positions[i] on.
+    """Write the first counts[i] of tokens[i] to the table, starting at positions[i].
 
-    The rest goes to the null row, which no result is read from.
+    The rest goes to the null row, which no result reads.
     """
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_kept = ahead < counts[:, None]
@@ -312,13 +312,13 @@ def _score_if_any(
     successors: jax.Array,
     row_params: jax.Array,
 ) -> LogprobArrays:
-    """Log-probabilities of the `successors` of `scored` queries; zeros if no rank scores any."""
+    """Return log-probabilities of the `successors` of `scored` queries; zeros if no rank scores."""
 
     def score() -> LogprobArrays:
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
         return _score(model, hidden[scored.tokens], successors, ids)
 
-    # All ranks take the same branch, though one alone may score: logits are exchanged in it.
+    # All ranks take the same branch, even if only one scores: it exchanges logits.
     result: LogprobArrays = lax.cond(
         controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
     )
@@ -328,9 +328,9 @@ def _score_if_any(
 def _score(
     model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
 ) -> LogprobArrays:
-    """Log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
+    """Return log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
 
-    A block at a time: the logits of all would take too much memory.
+    Works block by block: the logits of all queries would take too much memory.
     """
     num_tokens = hidden.shape[0]
     block_size = min(num_tokens, _SCORED_BLOCK)
@@ -353,34 +353,33 @@ def _score(
 def _has_wrong_prompt(
     batch: AttentionBatch, controls: RankControls, hidden: jax.Array
 ) -> jax.Array:
-    """Return, for each row, whether its chunk of a prompt has a state in `hidden` [T, hidden_size]
-    that is not finite: bool[B]. Later tokens attend to it, even if no logits are computed now.
-    """
+    """Return bool[B]: True if a row's prompt chunk has a non-finite state in `hidden` [T,
+    hidden_size]. Later tokens attend to it, even if no logits are computed now."""
     is_wrong = batch.valid & ~jnp.all(jnp.isfinite(hidden), axis=-1)
     rows = jnp.arange(controls.rows.shape[0])
     return (rows >= controls.num_decode) & _any_of_row(is_wrong, batch.token_rows, len(rows))
 
 
 def _any_of_row(flags: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
-    """Return for each row whether any of `flags` bool[n] is set for it: bool[num_rows].
+    """Return bool[num_rows]: True if any of `flags` bool[n] is set for the row.
 
-    `rows` int32[n] are the flags' rows. One comparison of all pairs costs a TPU less than the small
-    operations of a sum over the flags and its differences.
+    `rows` int32[n] are the flags' rows. On a TPU, comparing all pairs is cheaper than the small
+    operations of a cumulative sum.
     """
     return jnp.any(flags & (rows == jnp.arange(num_rows)[:, None]), axis=1)
 
 
 def _count_accepted(drawn: jax.Array, drafted: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Leading drafts that equal the token drawn in their place: int32[B].
+    """Return int32[B], the number of leading drafts equal to the token sampled in their place.
 
-    The same token would be drawn after a query without drafts: the noise depends on seed and
-    position alone. So drafts change neither greedy nor random output (for drafts that are certain
-    guesses this is the rejection rule of arXiv 2211.17192, written as a draw).
+    The same token would be sampled after a query without drafts: the noise depends only on seed and
+    position. So drafts change neither greedy nor random output. For deterministic drafts this is
+    the rejection rule of arXiv 2211.17192, written as a draw.
 
     Args:
-        drawn: int32[B, 1 + K] tokens drawn, the first of them in the first draft's place.
+        drawn: int32[B, 1 + K] sampled tokens, starting in the first draft's place.
         drafted: int32[B, K] the drafts.
-        drafts: int32[B] how many of them each row has.
+        drafts: int32[B] number of drafts of each row.
     """
     num_drafts = drafted.shape[1]
     right = (drawn[:, :num_drafts] == drafted) & (jnp.arange(num_drafts) < drafts[:, None])

@@ -1,12 +1,12 @@
-"""Moves blocks between the host's memory and a store, on threads of its own.
+"""Move blocks between host memory and a block store on separate threads.
 
-So neither a step nor a transfer to or from the devices waits for a disk or a network. One thread
-searches, one runs the loads that requests await, and one puts and all else: no request waits for a
-put, nor for others' loads before it is known whether its own would be worth it.
+Neither a step nor a device transfer waits for a disk or a network. One thread searches, one runs
+the loads that requests wait for, and one runs puts and everything else. So a request waits neither
+for a put, nor for other requests' loads before its own search has ended.
 
-If a call fails or takes too long, the store is suspended: its transfers end as failed, at once,
-until a probe succeeds. A thread that hangs in a call is left behind, and touches no block when the
-call returns.
+If a call fails or takes too long, the store is suspended: its transfers fail immediately until a
+probe succeeds. A thread that hangs in a call is abandoned and touches no block when the call
+returns.
 """
 
 import logging
@@ -26,16 +26,16 @@ from sgl_jax.executor.block_stores.block_store import BlockStore, StoreBusyError
 
 logger = logging.getLogger(__name__)
 
-# A suspended store is probed so often.
+# Interval between probes of a suspended store.
 _REST_S = 30.0
 # A call that takes longer is overdue.
 _CALL_LIMIT_S = 10.0
-# Threads that hang in the store: with so many, it is not probed any more.
+# With this many threads hanging in the store, it is not probed any more.
 _MAX_HANGING = 8
-# The end waits so long for transfers, and so long for the store to close.
+# Limit for the transfers to end at close, and then for the store to close.
 _CLOSE_LIMIT_S = 10.0
 _POLL_S = 0.002
-# Values of so many blocks are read or written at once.
+# Blocks read or written per call.
 _BATCH = 16
 
 
@@ -45,16 +45,16 @@ class BlockContents(Protocol):
     def value(self, dp_rank: int, block: int) -> bytes: ...
 
     def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        """False if the value has not the size of a block; then nothing changes."""
+        """Write a block; return False, without a change, if the value has the wrong size."""
         ...
 
 
 class _GivenUpError(Exception):
-    """The transfer has ended before."""
+    """The transfer has already ended."""
 
 
 class _Lane:
-    """A thread, and since when it waits for the store, if it does."""
+    """A thread, and the start of its call to the store, if one is running."""
 
     def __init__(self, name: str, limit_s: float = _CALL_LIMIT_S) -> None:
         self.thread = DaemonThread(name)
@@ -62,7 +62,7 @@ class _Lane:
         self._since_s: float | None = None
 
     def call(self, ask: Callable[..., Any], *args: Any) -> Any:
-        """Call the store, on this thread."""
+        """Call the store on this thread."""
         self._since_s = time.monotonic()
         try:
             return ask(*args)
@@ -70,14 +70,14 @@ class _Lane:
             self._since_s = None
 
     def is_overdue(self, now_s: float) -> bool:
-        """Return whether a call takes longer than it may."""
+        """Return True if a call takes longer than its limit."""
         since_s = self._since_s
         return since_s is not None and since_s + self._limit_s < now_s
 
 
 class _Job:
-    """A transfer that has begun, with the store's keys: of the weights that were served as it was
-    planned. It ends once, on its thread or when it is given up; afterwards it touches no block."""
+    """A running transfer, with store keys for the weights served when it was planned. It ends once,
+    on its thread or when it is given up; afterwards it touches no block."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Job:
         self.has_ended = False
 
     def batches(self) -> Iterator[tuple[int, list[str], list[int], slice]]:
-        """The pool, keys and blocks of each part, and its place in the pool's list."""
+        """Yield the pool, keys and blocks of each part, and its slice of the pool's list."""
         for pool, (keys, blocks) in enumerate(zip(self.keys, self.blocks, strict=True)):
             for first in range(0, len(blocks), _BATCH):
                 part = slice(first, first + _BATCH)
@@ -104,7 +104,7 @@ class _Job:
 
     @contextmanager
     def using_blocks(self) -> Iterator[None]:
-        """Within, the blocks are the transfer's. Raises _GivenUpError if it has ended."""
+        """Hold the lock on the transfer's blocks. Raises _GivenUpError if it has ended."""
         with self._lock:
             if self.has_ended:
                 raise _GivenUpError
@@ -113,7 +113,7 @@ class _Job:
     def end(
         self, *, succeeded: bool, seconds: float = 0.0, found: Sequence[BoolArray] = ()
     ) -> None:
-        """State the end, unless it was stated before."""
+        """Report the end, unless it was reported before."""
         with self._lock:
             if not self.has_ended:
                 end = TransferEnd(self.dp_rank, self._number, succeeded, seconds, tuple(found))
@@ -131,12 +131,13 @@ class StoreTransfers:
     """The searches, loads and puts of an engine.
 
     Args:
-        store: that has the blocks.
-        pools: the blocks in the host's memory.
-        fingerprint: of the model, its weights and the layout: hexadecimal. May be replaced; later
-            transfers have the new one.
+        store: the block store.
+        pools: the blocks in host memory.
+        fingerprint: hexadecimal, of the model, its weights and the layout. If replaced, later
+            transfers use the new value.
         on_end: called with each end, on any thread.
-        awaited_limit_s: a call that a request awaits is overdue after so long; None: as others.
+        awaited_limit_s: seconds before a call that a request waits for is overdue; None: general
+            limit.
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class StoreTransfers:
         self._lanes = self._new_lanes()
         self._left_behind: list[DaemonThread] = []
         self._jobs: list[_Job] = []
-        self._lock = threading.Lock()  # of the following
-        self._probe: _Lane | None = None  # under way
-        self._probe_at_s: float | None = None  # the next; None unless the store is suspended
+        self._lock = threading.Lock()  # guards the fields below
+        self._probe: _Lane | None = None  # running probe
+        self._probe_at_s: float | None = None  # time of the next; None unless suspended
         self._answers: list[bool] = []
 
     def _new_lanes(self) -> _Lanes:
@@ -173,7 +174,7 @@ class StoreTransfers:
         loads: Sequence[StoreTransfer],
         puts: Sequence[StoreTransfer],
     ) -> None:
-        """Begin transfers: each thread runs its own in this order."""
+        """Begin transfers: each thread runs its transfers in this order."""
         self._jobs = [job for job in self._jobs if not job.has_ended]
         lanes = self._lanes
         for move in searches:
@@ -184,10 +185,10 @@ class StoreTransfers:
             self._start(move, self._put, lanes.others)
 
     def look(self, now_s: float) -> list[bool]:
-        """Suspend the store if a call is overdue, and probe it if that is due: to be called often.
+        """Suspend the store if a call is overdue, and probe it if a probe is due. Call often.
 
-        Returns, in order since the last look, False for each failed or overdue call, and True if a
-        probe succeeded and the store is in use again.
+        Returns the results since the last call, in order: False for each failed or overdue call,
+        True if a probe succeeded and the store is in use again.
         """
         if any(lane.is_overdue(now_s) for lane in self._lanes):
             self._suspend("a call of the store is overdue")
@@ -224,10 +225,10 @@ class StoreTransfers:
             answers += self.look(time.monotonic())
             time.sleep(_POLL_S)
         with self._lock:
-            self._answers = answers + self._answers  # for the next look
+            self._answers = answers + self._answers  # for the next `look`
 
     def close(self) -> None:
-        """Wait for the transfers, for a while. Cannot be used again."""
+        """Wait a limited time for the transfers. Cannot be used again."""
         end_s = time.monotonic() + _CLOSE_LIMIT_S
         while time.monotonic() < end_s and not all(job.has_ended for job in self._jobs):
             self.look(time.monotonic())
@@ -250,7 +251,7 @@ class StoreTransfers:
                 self._probe_at_s = time.monotonic() + _REST_S
 
     def _run_probe(self, lane: _Lane) -> None:
-        """Call the store as transfers do."""
+        """Call the store in the same way as transfers do."""
         key, value = f"{self.fingerprint}/{secrets.token_hex(16)}", secrets.token_bytes(16)
         answers = False
         try:
@@ -258,10 +259,10 @@ class StoreTransfers:
             lane.call(self._store.exists, [key])
             lane.call(self._store.get, [key])
             answers = True
-        except Exception:  # of any type, as in a transfer
+        except Exception:  # of any type
             logger.warning("the store still fails", exc_info=True)
         with self._lock:
-            if self._probe is lane:  # else it was overdue
+            if self._probe is lane:  # else the probe was overdue
                 self._probe = None
                 self._answers.append(answers)
                 if answers:
@@ -288,9 +289,9 @@ class StoreTransfers:
                 found, succeeded = transfer(job), True
         except _GivenUpError:
             return
-        except StoreBusyError as error:  # its blocks are put again when they are used
+        except StoreBusyError as error:  # blocks are put again when they are next used
             logger.warning("a transfer of the store failed: %s", error)
-        except Exception:  # of any type: a disk is full, a master has gone
+        except Exception:  # such as a full disk, or a lost master
             if job.has_ended:
                 return
             logger.exception("a transfer of the store failed")

@@ -1,4 +1,4 @@
-"""A fingerprint of weights: equal for equal arrays, wherever they lie."""
+"""A fingerprint of weights: equal for equal arrays, whatever their sharding."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Odd multipliers of two sums; positions differ by another (the golden ratio's).
+# Odd multipliers of two sums; the first is derived from the golden ratio.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
 
 
 def weights_fingerprint(weights: Sequence[jax.Array]) -> str:
-    """Hash the bits of all weights, in their order, as 32 hexadecimal digits.
+    """Hash the bits of all weights, in order, to 32 hexadecimal digits.
 
-    Two sums of each array's elements, weighted by their places, are computed on the devices modulo
-    2**32; a BLAKE2b hash is taken over shapes, dtypes and sums.
+    The devices compute two sums of each array's elements modulo 2**32, weighted by position. The
+    result is a BLAKE2b hash of shapes, dtypes and sums.
     """
     sums = jax.jit(lambda arrays: [_sums(array) for array in arrays])(list(weights))
     digest = hashlib.blake2b(digest_size=16)
@@ -34,7 +34,7 @@ def _sums(array: jax.Array) -> jax.Array:
     for axis, size in enumerate(array.shape):
         own = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
         place = place * jnp.uint32(size) + own
-    # Mixed, so that no two places have the same weight, and no weight is even.
+    # Mixed so that all positions have different, odd weights.
     sums = []
     for multiplier in _MULTIPLIERS:
         mixed = place * jnp.uint32(multiplier)

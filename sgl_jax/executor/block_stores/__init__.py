@@ -1,1 +1,1 @@
-"""Stores of blocks behind the host's memory: a folder, or a distributed store."""
+"""Block stores below host memory: a folder or a distributed store."""

@@ -1,34 +1,34 @@
-"""The protocol of a store of blocks, and the error of one that is busy."""
+"""The protocol of a block store, and the error of a busy store."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class StoreBusyError(OSError):
-    """A put came too early: the store serves searches and reads, but writes nothing just now."""
+    """A put came too early: the store serves searches and reads, but temporarily no writes."""
 
 
 class BlockStore(Protocol):
-    """Values of bytes by key, which may be lost at any time, but are never wrong.
+    """Byte values by key. Values may be lost at any time, but are never wrong.
 
-    A key is the text of a fingerprint (of the model, its weights and the layout of blocks), a slash
-    and a hexadecimal number. Equal keys have equal values. All methods may raise
-    OSError. Threads search, read and put at once.
+    A key is a fingerprint (of the model, its weights and the layout of blocks), a slash and a
+    hexadecimal number. Equal keys have equal values. All methods may raise OSError. Threads search,
+    read and put concurrently.
     """
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether `get` would probably find each key."""
+        """Return for each key whether `get` would probably find it."""
         ...
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the whole value of each key, None without one."""
+        """Return the complete value of each key, or None."""
         ...
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Keep each value, if there is room or others give way. After an error, values may be
-        missing. Raises `StoreBusyError` if they can be put again soon."""
+        """Store each value, if there is room or older values can be evicted. After an error, values
+        may be missing. Raises `StoreBusyError` if the put can be retried soon."""
         ...
 
     def close(self) -> None:
-        """Cannot be used afterwards."""
+        """Release all resources. The store cannot be used afterwards."""
         ...

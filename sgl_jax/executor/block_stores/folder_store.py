@@ -1,12 +1,12 @@
-"""A store of blocks in a folder: a file for each, with a checksum, least recently used given up.
+"""A block store in a folder: one file per block, evicted least recently used first.
 
-A file is written beside its place and then moved there, so it is whole or absent. A cut, changed or
-foreign file is found by its checksum, which covers the key: it is removed, and the block missing.
+A file is written to a temporary path and then renamed, so it is complete or absent. If a checksum
+over key and value detects a truncated, changed or foreign file, the file is removed.
 
-Engines that use one folder share its limit. The file `size` has the bytes of all blocks, and a lock
-on it is held while they change. A block is counted before it is written: so after an engine was
-killed, the count may be too high, but never too low. It is measured again at each start, and when
-all files of the last measurement are gone or were used again.
+Engines that use one folder share its limit. The file `size` contains the total bytes of all blocks
+and is locked while they change. A block is counted before it is written: if an engine was killed,
+the count may be too high, but never too low. It is measured at each start, and when all files of
+the last measurement are gone or were used again.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from sgl_jax.executor.block_stores.sealed import HEAD_BYTES, head, unsealed
 
 logger = logging.getLogger(__name__)
 
-# An engine that was stopped may hold the lock: puts fail then.
+# A suspended engine may hold the lock: puts fail then.
 _LOCK_LIMIT_S = 2.0
 _POLL_S = 0.002
 _KEY = re.compile(r"[0-9a-f]+/[0-9a-f]+")
 
 
 class _File(NamedTuple):
-    """A block's file, as of the last measurement."""
+    """A block's file at the last measurement."""
 
     mtime_ns: int
     path: Path
@@ -42,13 +42,13 @@ class _File(NamedTuple):
 
 
 class FolderStore:
-    """The blocks in `folder`, of `max_bytes` at most: see `BlockStore`.
+    """The blocks in `folder`, at most `max_bytes` in total; see `BlockStore`.
 
-    Several engines may use one folder. If their limits differ, the lowest counts.
+    Several engines may use one folder. If their limits differ, the lowest applies.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Raises OSError if the folder cannot be made, read or written."""
+        """Open the folder. Raises OSError if it cannot be created, read or written."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._oldest: deque[_File] = deque()  # least recently used first; read under the lock
@@ -59,15 +59,15 @@ class FolderStore:
                 count.write(self._make_room(self._measure(), 0))
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a file."""
+        """Return for each key whether it has a file."""
         return [self._path(key).exists() for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each key, if its file is whole."""
+        """Return the value of each key with a valid file, else None."""
         return [self._get(key) for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Write each value that is no larger than the store. Raises `StoreBusyError` while another
+        """Write each value that is not larger than the store. Raises `StoreBusyError` if another
         engine holds the lock."""
         for key, value in zip(keys, values, strict=True):
             if HEAD_BYTES + len(value) <= self._max_bytes:
@@ -123,7 +123,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _count(self) -> Iterator["_Count | None"]:
-        """Within, no other engine or thread changes the blocks; None if another does for long."""
+        """Lock the blocks and yield their count; yield None if another holder keeps the lock."""
         file = open_private(self._folder / "size", os.O_RDWR | os.O_CREAT)
         try:
             yield _Count(file) if _lock(file) else None
@@ -131,8 +131,8 @@ class FolderStore:
             os.close(file)
 
     def _measure(self) -> int:
-        """Find all blocks; return their bytes. Files that were not finished are removed: whoever
-        began one has been killed."""
+        """Find all blocks and return their total bytes. Removes unfinished files: their writers
+        have been killed."""
         for path in self._unfinished.iterdir():
             _remove(path)
         found = []
@@ -146,8 +146,8 @@ class FolderStore:
         return sum(file.size for file in found)
 
     def _make_room(self, num_bytes: int, size: int) -> int:
-        """Remove blocks for one of `size` bytes; return the bytes of the others, at first
-        `num_bytes`."""
+        """Remove blocks until one of `size` bytes fits; return the bytes of the rest. Initially,
+        the blocks take `num_bytes`."""
         is_measured = False
         while num_bytes + size > self._max_bytes:
             if self._oldest:
@@ -163,13 +163,13 @@ class FolderStore:
 
 
 class _Count:
-    """The bytes of all blocks of a folder, in a file that is locked."""
+    """The total bytes of a folder's blocks, in a locked file."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     def read(self) -> int | None:
-        """The count; None if the file is new or was damaged."""
+        """Return the count; None if the file is new or damaged."""
         data = os.pread(self._file, 32, 0)
         return int(data) if re.fullmatch(rb"[0-9]{20}", data) else None
 
@@ -178,7 +178,7 @@ class _Count:
 
 
 def _lock(file: int) -> bool:
-    """Lock an open file, until it is closed; False if another has locked it for long."""
+    """Lock an open file until it is closed; return False after a time-out."""
     end_s = time.monotonic() + _LOCK_LIMIT_S
     while True:
         try:
@@ -198,7 +198,7 @@ def _mtime_ns(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file; return its bytes, 0 if there was none."""
+    """Remove a file; return its size in bytes, 0 if it did not exist."""
     with contextlib.suppress(FileNotFoundError):
         size = path.stat().st_size
         path.unlink()

@@ -1,4 +1,4 @@
-"""Mooncake's distributed store as a store of blocks, by its own client.
+"""A block store in Mooncake's distributed store, accessed through its client.
 
 Needs the package `mooncake-transfer-engine-non-cuda` (the extra `mooncake`) and a running master.
 """
@@ -23,14 +23,14 @@ _DEFAULTS: dict[str, str | int] = {
 
 
 class MooncakeStore:
-    """The blocks in a Mooncake cluster: see `BlockStore`. It has replicas and eviction of its own.
+    """The blocks in a Mooncake cluster, which replicates and evicts them; see `BlockStore`.
 
     `settings` are the client's: `local_hostname`, `metadata_server`, `global_segment_size` and
     `local_buffer_size` in bytes, `protocol`, `device_name`, `master_server_address`.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Raises ValueError for an unknown setting, RuntimeError without package or master."""
+        """Connect. Raises ValueError for an unknown setting, RuntimeError if it fails."""
         unknown = sorted(set(settings) - set(_DEFAULTS))
         if unknown:
             raise ValueError(
@@ -50,24 +50,24 @@ class MooncakeStore:
             raise RuntimeError(f"Mooncake's store could not be set up: error {code}")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether the cluster has each key."""
+        """Return for each key whether the cluster has it."""
         return [found == 1 for found in self._store.batch_is_exist(list(keys))]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each key, None if the cluster has none."""
+        """Return the value of each key, or None."""
         found = self._store.get_batch(list(keys))
         return [self._checked(key, bytes(data)) for key, data in zip(keys, found, strict=True)]
 
     def _checked(self, key: str, data: bytes) -> bytes | None:
         value = unsealed(key, data)
         if data and value is None:
-            # While it is there, no whole block is put in its place.
+            # While it exists, the cluster accepts no other value for this key.
             code = self._store.remove(key)
             logger.warning("%s is no whole block of KV: removed with code %s", key, code)
         return value
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Put the values. Raises OSError if the cluster takes them not."""
+        """Put the values. Raises OSError if the cluster does not accept them."""
         sealed = [head(key, value) + value for key, value in zip(keys, values, strict=True)]
         code = self._store.put_batch(list(keys), sealed)
         if code != 0:

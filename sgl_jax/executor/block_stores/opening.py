@@ -1,4 +1,4 @@
-"""Opens the store that a server's settings name."""
+"""Open the block store named by a server's settings."""
 
 import json
 
@@ -11,7 +11,7 @@ from sgl_jax.executor.block_stores.mooncake_store import MooncakeStore
 def open_block_store(args: ServerArgs) -> BlockStore:
     """Open the store of `args.hicache_storage_backend`, which is not "none".
 
-    Raises ValueError or RuntimeError, naming the setting, if it cannot be used.
+    Raises ValueError or RuntimeError, naming the setting, if the store cannot be used.
     """
     if args.hicache_storage_backend == "file":
         folder = args.storage_folder

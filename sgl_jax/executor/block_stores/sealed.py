@@ -1,4 +1,4 @@
-"""Values with a checksum over their key and contents, as every store keeps them."""
+"""Values with a checksum over key and contents, the format of every block store."""
 
 import hashlib
 
@@ -8,13 +8,13 @@ HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
 
 
 def head(key: str, value: bytes) -> bytes:
-    """Return the bytes before a value: a mark of the format, and the checksum."""
+    """Return the header of a value: a format mark and the checksum."""
     digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES)
     digest.update(value)
     return _MAGIC + digest.digest()
 
 
 def unsealed(key: str, data: bytes) -> bytes | None:
-    """Return the value behind its head; None if it was cut or changed, or is another key's."""
+    """Return the value after its header; None if it is truncated, changed, or of another key."""
     value = data[HEAD_BYTES:]
     return value if data[:HEAD_BYTES] == head(key, value) else None
