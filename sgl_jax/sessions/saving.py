@@ -1,4 +1,4 @@
-"""Sessions as plain values, to be saved and opened again by another engine."""
+"""Sessions as plain values, saved by one engine and opened by another."""
 
 import msgspec
 
@@ -11,8 +11,8 @@ from sgl_jax.sessions.turns import NO_TOKENS
 
 
 class SavedSession(msgspec.Struct, frozen=True):
-    """A session without its turns in flight: `tokens` and `turns` of a streaming one, or the
-    `nodes` of a regular one, parents first."""
+    """A session without turns in flight: `tokens` and `turns` of a streaming session, or the
+    `nodes` of a regular session, parents first."""
 
     session_id: str
     streaming: bool
@@ -26,7 +26,7 @@ class SavedSession(msgspec.Struct, frozen=True):
 
 
 def save_session(session: Session) -> SavedSession:
-    """The session as it would be if its turns in flight had failed."""
+    """Return the session as if its turns in flight had failed."""
     is_streaming = isinstance(session, StreamingSession)
     return SavedSession(
         session_id=session.session_id,
@@ -42,7 +42,7 @@ def save_session(session: Session) -> SavedSession:
 
 
 def restore_session(saved: SavedSession) -> Session:
-    """The session that was saved. A client can no longer amend its last turn."""
+    """Return the saved session. A client can no longer amend its last turn."""
     opened = OpenSession(
         rid="",
         session_id=saved.session_id,

@@ -1,7 +1,7 @@
-"""Handles the calls about sessions, and keeps their histories and their memory consistent.
+"""Handle the calls about sessions, and keep histories and memory consistent.
 
-It decides the order of the changes when a session is opened, closed, forked or rolled back. A turn
-is a request like any other; the service uses only the fields in `TurnRequest`.
+Decides the order of changes when a session is opened, closed, forked or rolled back. A turn is an
+ordinary request; the service uses only the fields in `TurnRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +39,9 @@ class TurnRequest(Protocol):
     """A request of a session, waiting or running."""
 
     rid: str
-    tokens: Int32Array  # prompt and output, as of the last time it waited or when it ended
+    tokens: Int32Array  # prompt and output when it last waited, or at its end
     session: Session | None
-    kept_by: str | None  # id of the streaming session that keeps its lease
+    kept_by: str | None  # id of the streaming session that keeps the lease
     kept_len: int  # tokens that the session keeps if the turn fails
     lease: KVLease | None
     dp_rank: int | None
@@ -51,10 +51,10 @@ T = TypeVar("T", bound=TurnRequest)
 
 
 class ComposedTurn(NamedTuple, Generic[T]):
-    """A turn before it begins: its caller first ends the turns in flight that it replaces."""
+    """A turn before it begins. The caller first ends the turns in flight that it replaces."""
 
     session: Session
-    prompt: Int32Array  # with the history
+    prompt: Int32Array  # including the history
     displaced: list[str]  # idle sessions that close when it begins
     replaced: list[T]
 
@@ -64,9 +64,9 @@ class SessionService(Generic[T]):
 
     Args:
         memories: the memory of each rank.
-        requests: all requests in flight by id, also without a session.
+        requests: all requests in flight by id, including requests without a session.
         known_tokens: returns the prompt and the output so far of a request in flight.
-        args: its settings, with the limits of sessions.
+        args: the scheduler's settings, with the limits of sessions.
     """
 
     def __init__(
@@ -92,21 +92,21 @@ class SessionService(Generic[T]):
         except SessionsFullError as error:
             reason = {"status_code": error.status_code, "code": error.code}
             return Reply(rid=message.rid, ok=False, message=str(error), data=reason)
-        # Within one process, an id may be of a subclass of str, such as numpy's.
+        # Within one process, an id may be an instance of a str subclass, such as numpy's.
         return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data, enc_hook=str))
 
     def home_of(self, request: T) -> RankMemory | None:
-        """The memory with the lease of the request's session, if the request can continue it."""
+        """Return the memory with the lease of the request's session, None if not continued."""
         return None if request.kept_by is None else self._home(request.kept_by)
 
     def end_turn(self, request: T, *, succeeded: bool) -> None:
-        """Record the end of a turn's request. Its lease, if it had one, is released already."""
+        """Record the end of a turn's request. Its lease, if any, has been released."""
         if request.session is not None:
             request.session.end(request.rid, request.tokens if succeeded else None)
             self.store.note_use(request.session)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
-        """Turns in flight that continue tokens which `message` removes from an ended turn."""
+        """Return the turns in flight that continue tokens which `message` removes."""
         session = None if message.session is None else self.store.find(message.session.id)
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
@@ -124,32 +124,30 @@ class SessionService(Generic[T]):
             return
         turn = self._turn_of(session)
         if turn is not None and isinstance(session, StreamingSession):
-            # The running turn brought its whole conversation, so it needs none of the cut tokens;
-            # if it fails, the session keeps this part of its history.
+            # The running turn sent its whole conversation, so it does not need the cut tokens. If
+            # it fails, the session keeps this part of its history.
             turn.kept_len = session.kept_len()
         home = self._home(session.session_id)
         if home is not None:
             roll_back_lease(home, session.session_id, fitting)
 
     def compose_turn(self, message: GenerateRequest) -> ComposedTurn[T]:
-        """A turn that its session can take. Changes no session.
-
-        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
-        """
+        """Return a turn that its session can take. Changes no session. Raises `InvalidRequestError`
+        if the session cannot take the turn, `SessionsFullError`."""
         turn = turn_of(message)
         found = self.store.find(turn.id)
         replaced = [] if found is None else self._note_replaced(found, found.replaced_by(turn))
         return ComposedTurn(*self.store.compose_turn(message), replaced)
 
     def hold_turn(self, turn: ComposedTurn[T], message: GenerateRequest) -> None:
-        """Record that a turn, as composed, has arrived. It may still be refused, so it closes no
-        session and replaces no turn until `enter_turn`."""
+        """Record the arrival of a composed turn. It may still be refused, so it closes no session
+        and replaces no turn until `enter_turn`."""
         turn.session.hold(message, turn.prompt)
         self._note_turn(turn.session)
 
     def compose_held(self, request: T) -> ComposedTurn[T]:
-        """A held turn that can enter its session now. Changes no session, and raises as
-        `compose_turn`."""
+        """Return a held turn that can enter its session now. Changes no session. Raises
+        `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`."""
         session = request.session
         assert session is not None, "a held turn has a session"
         displaced = self.store.room_for_held(session, request.rid)
@@ -163,7 +161,7 @@ class SessionService(Generic[T]):
         self._note_turn(turn.session)
 
     def _note_replaced(self, session: Session, rids: Sequence[str]) -> list[T]:
-        """The turns in flight that are to be replaced, whose output so far the session gets."""
+        """Return the turns to replace, after recording their output so far in the session."""
         replaced = [self._requests[rid] for rid in rids]
         for request in replaced:
             assert isinstance(session, RegularSession)
@@ -177,12 +175,12 @@ class SessionService(Generic[T]):
             home.sessions.touch(session.session_id)
 
     def tick(self, now_s: float) -> None:
-        """Close sessions that have been idle longer than their time-out."""
+        """Close sessions idle for longer than their time-out."""
         for session_id in self.store.tick(now_s):
             self._close(session_id)
 
     def _close(self, session_id: str) -> None:
-        """Close a session and free its memory, at once or when the turn in flight ends."""
+        """Close a session and free its memory, now or when the turn in flight ends."""
         session = self.store.close(session_id)
         turn = self._turn_of(session)
         if turn is not None:
@@ -194,17 +192,17 @@ class SessionService(Generic[T]):
             release_idle_lease(home, session_id)
 
     def _displace(self, session_ids: Sequence[str]) -> None:
-        """Close idle sessions whose room another tenant takes."""
+        """Close idle sessions to make room for another tenant."""
         for session_id in session_ids:
             self._close(session_id)
         self.num_displaced += len(session_ids)
 
     def save(self) -> list[SavedSession]:
-        """All sessions but the ones about to close, opened first first."""
+        """Return all open sessions except closing ones, oldest first."""
         return [save_session(each) for each, _, is_closing in self.store.all() if not is_closing]
 
     def restore(self, saved: Sequence[SavedSession]) -> int:
-        """Open saved sessions; return how many found no room, or their id in use."""
+        """Open saved sessions; return the number without room or with an id in use."""
         return sum(not self.store.restore(restore_session(each)) for each in saved)
 
     def release_all(self) -> None:
@@ -214,7 +212,7 @@ class SessionService(Generic[T]):
                 release_idle_lease(memory, session_id)
 
     def open(self, message: OpenSession) -> dict[str, str]:
-        """Open a session, and return its id."""
+        """Open a session and return its id."""
         self._displace(self.store.open(message))
         return {"session_id": message.session_id}
 
@@ -228,7 +226,7 @@ class SessionService(Generic[T]):
         return Forked(message.new_session_id, session.num_tokens)
 
     def list_all(self, message: ListSessions) -> SessionList:
-        """All sessions, of all callers."""
+        """Return all sessions of all callers."""
         return SessionList([self._describe(*entry) for entry in self.store.all()])
 
     def roll_back(self, message: RollbackSession) -> RolledBack:
@@ -256,17 +254,17 @@ class SessionService(Generic[T]):
         )
 
     def _turn_of(self, session: Session) -> T | None:
-        """The turn in flight of a streaming session; a regular one keeps no lease."""
+        """Return a streaming session's turn in flight; a regular session keeps no lease."""
         rid = session.running if isinstance(session, StreamingSession) else None
         return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankMemory | None:
-        """The memory of the rank that holds the session's lease."""
+        """Return the memory of the rank that holds the session's lease."""
         return next((home for home in self._memories if home.sessions.holds(session_id)), None)
 
 
 def _num_cached(home: RankMemory, session_id: str) -> int:
-    """Tokens with KV in the session's lease, which is idle or lent to a running turn."""
+    """Return the tokens with KV in the session's lease, idle or in use by a running turn."""
     lease = home.sessions.idle_lease(session_id)
     if lease is not None:
         return lease.kv_committed_len

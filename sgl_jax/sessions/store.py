@@ -1,6 +1,6 @@
-"""The open sessions by id, and the rules of opening, closing and time-outs that all kinds share.
+"""The open sessions by id, and the rules of opening, closing and time-outs for all kinds.
 
-The store records when each session was last used, and which of them close as soon as a turn ends.
+The store records the last use of each session, and which sessions close as soon as a turn ends.
 `streaming.py` and `tree.py` apply turns to a conversation.
 """
 
@@ -20,27 +20,27 @@ from sgl_jax.sessions.tree import RegularSession
 from sgl_jax.sessions.turns import turn_of
 
 Session = StreamingSession | RegularSession
-# Checks of closed sessions are removed from the heap when it has more than twice as many checks as
-# there are sessions with a time-out, plus this number.
+# Checks of closed sessions are removed when the heap is larger than twice the number of sessions
+# with a time-out, plus this number.
 _MIN_SWEPT = 64
 
 
 class _Check(NamedTuple):
     """A time at which to check a session for its time-out, at or before the time-out itself.
 
-    It has the session's id rather than the session, so that a closed session can be freed.
+    Stores the session's id rather than the session, so that a closed session can be freed.
     """
 
     at_s: float
-    serial: int  # of the session's opening: the id may be opened again
+    serial: int  # identifies the opening: the id may be opened again
     session_id: str
 
 
 class SessionsFullError(RuntimeError):
-    """Too many sessions are open, or they hold too many tokens together.
+    """Too many sessions are open, or they hold too many tokens in total.
 
-    The request is valid and may succeed when sessions are closed. The HTTP layer sends a 503, or a
-    429 if only the tenant has too many.
+    The request is valid and may succeed later. The HTTP layer sends a 503, or a 429 if only the
+    tenant has too many.
     """
 
     def __init__(self, message: str, *, is_of_tenant: bool) -> None:
@@ -55,26 +55,25 @@ class SessionStore:
     Time comes only from ticks. They may be far apart while no session needs one, so the time of a
     use is the first tick after it.
 
-    `num_kept` counts the tokens that all sessions keep on the host. To keep it right,
-    every change of a session is followed by `note_use` or `recount`.
+    `num_kept` counts the tokens of all sessions in host memory. To keep it correct, call `note_use`
+    or `recount` after every change of a session.
 
-    A tenant that has used up its share may take room from one that holds more: from the idle
-    sessions without a time-out, used longest ago first, of the tenant with most that has enough of
-    them. The store chooses them, and the caller closes them.
+    A tenant at its limit may displace idle sessions without a time-out, least recently used first,
+    of the largest tenant with enough of them. The store chooses them, and the caller closes them.
     """
 
     def __init__(self, max_sessions: int, max_tokens: int, share_part: float = 1.0) -> None:
-        """`share_part`: as in `Shares`, of sessions and of tokens."""
+        """Limit sessions and tokens; a tenant may hold `share_part` of each (see `Shares`)."""
         self._opened = Shares(max_sessions, share_part)
         self._kept = Shares(max_tokens, share_part)
         self._sessions: dict[str, Session] = {}
         self._num_kept_of: dict[str, int] = {}  # tokens of each session
-        # Idle sessions without a time-out, by tenant, used longest ago first.
+        # Idle sessions without a time-out, by tenant, least recently used first.
         self._idle: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._used_at: dict[str, float] = {}
         self._used_since_tick: set[str] = set()
-        self._timed: dict[str, int] = {}  # serials of sessions with a time-out
-        # A heap with one check for each session with a time-out, and for some closed ones.
+        self._timed: dict[str, int] = {}  # serial numbers of sessions with a time-out
+        # A heap with one check per session with a time-out, and stale checks of closed sessions.
         self._checks: list[_Check] = []
         self._serials = itertools.count()
         self._closing: set[str] = set()
@@ -88,14 +87,12 @@ class SessionStore:
         return self._kept.num_held
 
     def needs_tick(self, now_s: float) -> bool:
-        """True if a tick is due: a session was used since the last one, or may have timed out."""
+        """Return True if a session was used since the last tick, or may have timed out."""
         return bool(self._used_since_tick) or (bool(self._checks) and self._checks[0].at_s < now_s)
 
     def open(self, opened: OpenSession) -> list[str]:
-        """Open a session; returns the ids of the sessions to close in its place.
-
-        Raises `InvalidRequestError` if its id is in use, `SessionsFullError`.
-        """
+        """Open a session; return the ids of the sessions to close in its place. Raises
+        `InvalidRequestError` if its id is in use, `SessionsFullError`."""
         self._require_free(opened.session_id)
         replaced = self._place_for(holder_of(opened.tenant))
         session = StreamingSession(opened) if opened.streaming else RegularSession(opened)
@@ -103,8 +100,8 @@ class SessionStore:
         return replaced
 
     def restore(self, session: Session) -> bool:
-        """Open a session that was saved; False, changing nothing, if it finds no room here, or its
-        id is in use."""
+        """Open a saved session. Without room, or with its id in use, change nothing and return
+        False."""
         is_known = session.session_id in self._sessions
         has_room = len(self._sessions) < self._opened.total
         if is_known or not has_room or self._kept.num_held + session.num_kept > self._kept.total:
@@ -113,11 +110,11 @@ class SessionStore:
         return True
 
     def find(self, session_id: str) -> Session | None:
-        """The session with this id, or None; it may be about to close."""
+        """Return the session with this id, or None; it may be closing."""
         return self._sessions.get(session_id)
 
     def get(self, session_id: str) -> Session:
-        """The session; raises `InvalidRequestError` if there is none, or it is about to close."""
+        """Return the session; raise `InvalidRequestError` if it does not exist or is closing."""
         session = self._sessions.get(session_id)
         if session is None or session_id in self._closing:
             raise InvalidRequestError(
@@ -126,8 +123,8 @@ class SessionStore:
         return session
 
     def idle_streaming(self, session_id: str) -> StreamingSession:
-        """The session; raises `InvalidRequestError` unless it is a streaming one without a turn in
-        flight."""
+        """Return the session; raise `InvalidRequestError` unless it is a streaming session without
+        a turn in flight."""
         session = self.get(session_id)
         if not isinstance(session, StreamingSession):
             raise InvalidRequestError(
@@ -141,8 +138,9 @@ class SessionStore:
         return session
 
     def fork(self, session: StreamingSession, message: ForkSession) -> list[str]:
-        """Open a session with the history of `session`, which no other replaces. Returns and raises
-        as `open`."""
+        """Open a session with the history of `session`, which stays open. Return the ids of
+        sessions to close. Raises `InvalidRequestError` if the new id is in use,
+        `SessionsFullError`."""
         self._require_free(message.new_session_id)
         holder = holder_of(message.tenant)
         num_tokens, source = session.num_tokens, session.session_id
@@ -152,8 +150,8 @@ class SessionStore:
         return list(dict.fromkeys(replaced))
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[str]]:
-        """The session of a turn, the turn's whole prompt, and the ids of sessions that the caller
-        must close for it. Changes nothing.
+        """Return a turn's session, its whole prompt, and the ids of sessions to close for it.
+        Changes nothing.
 
         Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
         """
@@ -171,16 +169,14 @@ class SessionStore:
         return session, whole, self._room_for(session.holder, num_added, num_needed)
 
     def room_for_held(self, session: Session, rid: str) -> list[str]:
-        """The ids of sessions that the caller must close for a held turn to enter. Changes nothing.
-
-        Raises `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`.
-        """
+        """Return the ids of sessions to close for a held turn to enter. Changes nothing. Raises
+        `InvalidRequestError` if the session cannot take the turn, `SessionsFullError`."""
         session.require_entry(rid)
         num_added = session.num_added(rid)
         return self._room_for(session.holder, num_added, session.num_tokens + num_added)
 
     def note_use(self, session: Session) -> None:
-        """A turn of `session` began or ended. Closes the session if it was to close after it."""
+        """Record the begin or end of a turn. Then closes the session if it is closing and idle."""
         self.recount(session)
         self._used_since_tick.add(session.session_id)
         self._idle[session.holder].pop(session.session_id, None)
@@ -190,13 +186,13 @@ class SessionStore:
             self._forget(session.session_id)
 
     def recount(self, session: Session) -> None:
-        """Update the count of kept tokens, after a change of a session's history."""
+        """Update the count of kept tokens after a change of a session's history."""
         change = session.num_kept - self._num_kept_of.get(session.session_id, 0)
         self._kept.add(session.holder, change)
         self._num_kept_of[session.session_id] = session.num_kept
 
     def close(self, session_id: str) -> Session:
-        """Close a session; if it has turns in flight, it takes no more and closes after them."""
+        """Close a session; if turns are in flight, it takes no more and closes after them."""
         session = self.get(session_id)
         if session.num_running:
             self._closing.add(session_id)
@@ -205,10 +201,10 @@ class SessionStore:
         return session
 
     def tick(self, now_s: float) -> list[str]:
-        """Set the time; returns the ids of sessions that have timed out, for the caller to close.
+        """Set the time; return the ids of timed-out sessions, for the caller to close.
 
         A use only postpones a session's time-out. So a session is checked again no earlier than the
-        time-out found by its last check, and a tick costs nothing for all other sessions.
+        time-out computed by its last check, and a tick costs nothing for all other sessions.
         """
         self._now_s = max(self._now_s, now_s)
         self._used_at.update(dict.fromkeys(self._used_since_tick, self._now_s))
@@ -229,16 +225,16 @@ class SessionStore:
         return expired
 
     def all(self) -> Iterator[tuple[Session, float, bool]]:
-        """For each session: the session, its idle time in seconds, and if it is about to close."""
+        """Yield each session with its idle time in seconds, and True if it is closing."""
         for session_id, session in self._sessions.items():
             yield session, self.idle_s(session), session_id in self._closing
 
     def newest(self) -> Iterator[Session]:
-        """The open sessions, opened last first."""
+        """Iterate over the open sessions, newest first."""
         return reversed(self._sessions.values())
 
     def idle_s(self, session: Session) -> float:
-        """Seconds since the last use of an open session; 0 while a turn runs."""
+        """Return the seconds since the last use of an open session; 0 while a turn runs."""
         session_id = session.session_id
         if session.num_running > 0 or session_id in self._used_since_tick:
             return 0.0
@@ -250,7 +246,7 @@ class SessionStore:
         self.note_use(session)
         if session.timeout_s is not None:
             serial = self._timed[session.session_id] = next(self._serials)
-            # Due at the next tick, which has the time of the opening.
+            # Due at the next tick, which sets the time of the opening.
             heapq.heappush(self._checks, _Check(-math.inf, serial, session.session_id))
 
     def _forget(self, session_id: str) -> None:
@@ -271,7 +267,7 @@ class SessionStore:
             heapq.heapify(self._checks)
 
     def _is_open(self, check: _Check) -> bool:
-        """True if the session is still open, and not another that was opened with the same id."""
+        """Return True if this session is still open, and not a later session with the same id."""
         return self._timed.get(check.session_id) == check.serial
 
     def _require_free(self, session_id: str) -> None:
@@ -281,10 +277,8 @@ class SessionStore:
             raise InvalidRequestError(f"session {session_id!r} exists already", "session_id")
 
     def _place_for(self, holder: str, source: str | None = None) -> list[str]:
-        """The sessions to close so that the tenant may open one, which may be a fork of `source`.
-
-        Raises `SessionsFullError`.
-        """
+        """Return the sessions to close so that the tenant may open one, perhaps a fork of `source`.
+        Raises `SessionsFullError`."""
         replaced = self._replaced_for(self._opened, holder, 1, lambda session_id: 1, source)
         if replaced is not None:
             return replaced
@@ -302,11 +296,11 @@ class SessionStore:
     def _room_for(
         self, holder: str, num_added: int, num_needed: int, source: str | None = None
     ) -> list[str]:
-        """The sessions to close so that one of the tenant may grow by `num_added` tokens to
-        `num_needed`. It may be a fork of `source`.
+        """Return the sessions to close so that a session of the tenant, perhaps a fork of `source`,
+        may grow by `num_added` tokens to `num_needed`.
 
-        Raises `SessionsFullError` if all sessions together, or the tenant's, would hold too many,
-        and `InvalidRequestError` if this one alone would.
+        Raises `SessionsFullError` if all sessions, or the tenant's, would hold too many tokens, and
+        `InvalidRequestError` if this session would by itself.
         """
         kept = self._kept
         if num_added <= 0:
@@ -344,8 +338,8 @@ class SessionStore:
         size_of: Callable[[str], int],
         spared: str | None,
     ) -> list[str] | None:
-        """Idle sessions to close so that a tenant may hold so many more units of `shares`; None if
-        no closing makes room for them.
+        """Return idle sessions to close so that a tenant may hold `num_added` more units of
+        `shares`, or None if that is impossible.
 
         Args:
             size_of: a session's units by its id.

@@ -1,4 +1,4 @@
-"""Streaming sessions: append-only conversations, each a list of tokens that grows by turns."""
+"""Streaming sessions: append-only conversations, each a list of tokens that turns extend."""
 
 from collections import deque
 from copy import copy
@@ -24,22 +24,22 @@ _ROLLBACKS_KEPT = 16
 class EndedTurn(NamedTuple):
     """A turn that succeeded."""
 
-    rid: str  # of its request
-    name: str  # the client's name for it
-    prompt_len: int  # tokens of its prompt, history included
+    rid: str  # request id
+    name: str  # the client's name for the turn
+    prompt_len: int  # tokens of the prompt, including the history
     num_tokens: int  # length of the history after it
 
 
 class _Replaced(NamedTuple):
-    """The end of the history that the last turn replaced, for an amendment that removes the turn.
+    """The part of the history that the last turn replaced, restored if the turn is removed.
 
-    A turn replaces part of the history if it brought a whole conversation that differs from it.
+    A turn replaces part of the history if it sent a whole conversation that differs from it.
     """
 
-    rid: str  # of the last turn
-    kept_len: int  # tokens of the history before it that it kept
+    rid: str  # request id of the last turn
+    kept_len: int  # tokens of the earlier history that it kept
     tokens: Int32Array  # the rest of that history
-    turns: list[EndedTurn]  # that had ended in the rest
+    turns: list[EndedTurn]  # turns that ended in the rest
 
 
 class StreamingSession:
@@ -50,50 +50,50 @@ class StreamingSession:
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
-        self.holder = holder_of(opened.tenant)  # the tenant in whose share it counts
+        self.holder = holder_of(opened.tenant)  # the tenant charged for this session
         self.tokens = NO_TOKENS
         self.turns: list[EndedTurn] = []
         self._replaced: _Replaced | None = None
         self.running: str | None = None  # request id of the turn in flight
-        self._name = ""  # of the running turn
-        # For people: the session and the number of turns that this began with, and the latest
-        # rollbacks, each with the turns kept and the turns undone.
+        self._name = ""  # name of the running turn
+        # For display: the forked session with its number of turns, and the latest rollbacks as
+        # (turns kept, turns undone).
         self.forked_from: tuple[str, int] | None = None
         self.rollbacks: deque[tuple[int, int]] = deque(maxlen=_ROLLBACKS_KEPT)
-        self._is_whole = False  # the running turn brought the whole conversation
+        self._is_whole = False  # the running turn sent the whole conversation
         self._pending: Int32Array = NO_TOKENS  # whole prompt of the running turn
         self._is_held = False  # the running turn has not entered
 
     def outline(self, most: int) -> list[TurnOutline]:
-        """The last turns, at most so many, oldest first; each continues the one before."""
+        """Return the last `most` turns, oldest first; each continues the previous one."""
         last = self.turns[-most:]
         return [TurnOutline(each.name, each.num_tokens, i - 1) for i, each in enumerate(last)]
 
     @property
     def num_tokens(self) -> int:
-        """Length of the history."""
+        """Return the length of the history."""
         return len(self.tokens)
 
     @property
     def num_kept(self) -> int:
-        """Tokens kept on the host: the history or the longer prompt of the running turn, and the
-        tokens that the last turn replaced."""
+        """Return the tokens in host memory: the history or the longer prompt of the running turn,
+        and the tokens that the last turn replaced."""
         replaced = 0 if self._replaced is None else len(self._replaced.tokens)
         num_pending = 0 if self._is_held else len(self._pending)
         return max(len(self.tokens), num_pending) + replaced
 
     @property
     def num_turns(self) -> int:
-        """Number of successful turns."""
+        """Return the number of successful turns."""
         return len(self.turns)
 
     @property
     def num_running(self) -> int:
-        """Turns in flight: 1 or 0."""
+        """Return the number of turns in flight, 0 or 1."""
         return int(self.running is not None)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
-        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
+        """Return the whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         if self.running is not None:
             raise InvalidRequestError(
                 f"session {self.session_id!r} has request {self._name!r} in flight",
@@ -104,38 +104,38 @@ class StreamingSession:
         return append_turn(NO_TOKENS if turn.is_whole else self.tokens, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
-        """No turn is ever replaced: a streaming session takes none while one runs."""
+        """Return no turns: a streaming session takes no turn while one runs."""
         return []
 
     def hold(self, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn arrives, with the prompt that `compose` made; it counts as no kept tokens until it
-        enters."""
+        """Record the arrival of a turn with the prompt from `compose`. Until it enters, it does not
+        count towards `num_kept`."""
         self.running, self._name, self._pending = message.rid, turn_name(message), prompt
         self._is_whole, self._is_held = turn_of(message).is_whole, True
 
     def replaced_by_held(self, rid: str) -> list[str]:
-        """No turn is ever replaced."""
+        """Return no turns: a streaming session takes no turn while one runs."""
         return []
 
     def require_entry(self, rid: str) -> None:
-        """A held turn can always enter: no other one may arrive before it ends."""
+        """Do nothing: a held turn can always enter, since no other may arrive before it ends."""
 
     def num_added(self, rid: str) -> int:
-        """Tokens by which a held turn is longer than the history; may be negative."""
+        """Return the tokens by which a held turn exceeds the history; may be negative."""
         return len(self._pending) - len(self.tokens)
 
     def enter(self, rid: str) -> None:
-        """The held turn starts."""
+        """Start the held turn."""
         self._is_held = False
 
     def kept_len(self) -> int:
-        """Length of the common prefix of the running turn's prompt and the history."""
+        """Return the length of the common prefix of the running turn's prompt and the history."""
         size = min(len(self.tokens), len(self._pending))
         differing = np.flatnonzero(self.tokens[:size] != self._pending[:size])
         return int(differing[0]) if len(differing) else size
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
-        """Record the end of the running turn: `tokens` are all its tokens, or None if it failed."""
+        """Record the end of the running turn with all its `tokens`, or None if it failed."""
         assert self.running == rid, f"{rid} is not the turn in flight of {self.session_id}"
         if tokens is not None:
             kept = self.kept_len()
@@ -149,10 +149,8 @@ class StreamingSession:
         self._is_held = False
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """The running turn, if its prompt has tokens that `message` removes from the turn before.
-
-        A turn that brought its whole conversation has no tokens from the session.
-        """
+        """Return the running turn if its prompt has tokens that `message` removes from the turn
+        before. A turn that sent its whole conversation has no tokens from the session."""
         if self.running is None or self._is_whole or self._len_after(message) == self.num_tokens:
             return []
         return [self.running]
@@ -160,9 +158,9 @@ class StreamingSession:
     def amend(self, message: StopRequest | AbortRequest) -> int | None:
         """Cut the last turn to the tokens that its client received, or remove it.
 
-        No running turn may be built on it. If one with its whole conversation runs, `kept_len`
-        changes. Returns the number of tokens whose KV is still valid for the session, or None if
-        nothing changes, as when another turn has succeeded since.
+        No running turn may be built on it. If a turn with its whole conversation runs, `kept_len`
+        changes. Returns the number of tokens with KV still valid for the session, or None if
+        nothing changes, e.g. because a later turn has succeeded.
         """
         fitting = self._len_after(message)
         if fitting == self.num_tokens:
@@ -179,7 +177,7 @@ class StreamingSession:
         return fitting
 
     def roll_back(self, num_turns: int) -> None:
-        """Forget all but the first `num_turns` turns."""
+        """Drop all but the first `num_turns` turns."""
         if not 0 <= num_turns <= len(self.turns):
             raise InvalidRequestError(
                 f"session {self.session_id!r} has {len(self.turns)} turns, it cannot go back to "
@@ -193,8 +191,8 @@ class StreamingSession:
         self.tokens = self.tokens[: self.turns[-1].num_tokens if self.turns else 0].copy()
 
     def fork(self, new_session_id: str, holder: str) -> "StreamingSession":
-        """A new session of tenant `holder` with the same history. This one must have no turn in
-        flight."""
+        """Return a new session of tenant `holder` with the same history. This session must have no
+        turn in flight."""
         other = copy(self)
         other.holder = holder
         other.session_id, other.turns, other._replaced = new_session_id, list(self.turns), None
@@ -203,13 +201,13 @@ class StreamingSession:
         return other
 
     def _len_after(self, message: StopRequest | AbortRequest) -> int:
-        """Length of the history's unchanged part after `message` amends the last turn."""
+        """Return the length of the history that `message` leaves unchanged."""
         if not self.turns or self.turns[-1].rid != message.rid:
             return self.num_tokens
         if isinstance(message, StopRequest):
             return min(self.num_tokens, self.turns[-1].prompt_len + message.num_output_tokens)
         if self._replaced is None or self._replaced.rid != message.rid:
-            return self.num_tokens  # a turn followed it, and was rolled back
+            return self.num_tokens  # a later turn was rolled back
         return self._replaced.kept_len
 
 

@@ -1,6 +1,6 @@
-"""Regular sessions: trees of turns, each turn with a name that its client gave it.
+"""Regular sessions: trees of turns, each with a name given by its client.
 
-A turn keeps only its own tokens; the history before them is a prefix of its parent's tokens. So a
+A turn stores only its new tokens; the history before them is a prefix of its parent's tokens. So a
 chain of turns takes as much memory as its last turn has tokens.
 """
 
@@ -22,8 +22,8 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
 
-# Limits of one session's memory on the host; a client that needs more replaces turns, or opens
-# another session.
+# Limits of one session in host memory; a client that needs more replaces turns, or opens another
+# session.
 MAX_TURNS = 16_384
 MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 
@@ -32,7 +32,7 @@ MAX_KEPT_TOKENS = 1 << 22  # 16 MiB
 class _Node:
     """A turn: the first `kept_len` tokens of its parent, then `added`, then its output.
 
-    `output` is None while the turn runs, and `so_far` then has the output read so far.
+    While the turn runs, `output` is None and `so_far` has the output read so far.
     """
 
     rid: str
@@ -41,7 +41,7 @@ class _Node:
     kept_len: int
     added: Int32Array
     serial: int = 0  # order of arrival
-    replaces: bool = False  # the turns that continue its parent, and arrived before it
+    replaces: bool = False  # drop earlier turns that continue its parent
     output: Int32Array | None = None
     so_far: Int32Array = field(default_factory=lambda: NO_TOKENS)
     children: "dict[str, _Node]" = field(default_factory=dict)  # by name
@@ -60,16 +60,16 @@ class _Node:
 
     @property
     def num_kept(self) -> int:
-        """Tokens kept by this node itself."""
+        """Return the number of tokens stored in this node."""
         return len(self.added) + self.num_output_tokens
 
     @property
     def known_output(self) -> Int32Array:
-        """The output, or the part read so far."""
+        """Return the output, or the part read so far."""
         return self.so_far if self.output is None else self.output
 
     def tokens(self, length: int) -> Int32Array:
-        """The first `length` tokens of the turn, history and output included."""
+        """Return the first `length` tokens of the turn, with history and output."""
         parts: list[Int32Array] = []
         node: _Node | None = self
         while length and node is not None:
@@ -93,23 +93,23 @@ class SavedNode(NamedTuple):
 
 
 class RegularSession:
-    """A tree of turns; each has a name from the client, by which later turns can continue it."""
+    """A tree of turns, each with a client's name by which later turns can continue it."""
 
     def __init__(self, opened: OpenSession) -> None:
         self.session_id = opened.session_id
         self.capacity = opened.capacity_of_str_len
         self.timeout_s = opened.timeout_s
         self.namespace = opened.namespace
-        self.holder = holder_of(opened.tenant)  # the tenant in whose share it counts
+        self.holder = holder_of(opened.tenant)  # the tenant charged for this session
         self._nodes: dict[str, _Node] = {}
-        self._held: dict[str, _Node] = {}  # turns outside the tree, by request id
-        self._num_held = 0  # since the opening
+        self._held: dict[str, _Node] = {}  # turns not yet in the tree, by request id
+        self._num_held = 0  # total since the opening
         self._in_flight: dict[str, _Node] = {}  # by request id
-        self.num_kept = 0  # tokens that it keeps on the host, over all nodes
-        self._longest: int | None = 0  # `num_tokens`; None: to be counted again
+        self.num_kept = 0  # tokens of all nodes, in host memory
+        self._longest: int | None = 0  # cached `num_tokens`; None: invalid
 
     def outline(self, most: int) -> list[TurnOutline]:
-        """The last finished turns, at most so many, oldest first."""
+        """Return the last `most` finished turns, oldest first."""
         from_last = (n for n in reversed(self._nodes.values()) if n.output is not None)
         finished = list(islice(from_last, most))[::-1]
         index_of = {id(node): index for index, node in enumerate(finished)}
@@ -119,7 +119,7 @@ class RegularSession:
         ]
 
     def save(self) -> list[SavedNode]:
-        """The finished turns, parents before the turns that continue them."""
+        """Return the finished turns, parents first."""
         finished = [node for node in self._nodes.values() if node.output is not None]
         index_of = {id(node): index for index, node in enumerate(finished)}
         return [
@@ -135,7 +135,7 @@ class RegularSession:
         ]
 
     def restore(self, saved: list[SavedNode]) -> None:
-        """Take the turns of a saved session; this one has none yet."""
+        """Add the turns of a saved session to this empty session."""
         nodes: list[_Node] = []
         for each in saved:
             parent = None if each.parent < 0 else nodes[each.parent]
@@ -149,7 +149,7 @@ class RegularSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest finished branch."""
+        """Return the number of tokens of the longest finished branch."""
         if self._longest is None:
             finished = (node for node in self._nodes.values() if node.output is not None)
             self._longest = max((node.num_tokens for node in finished), default=0)
@@ -157,16 +157,16 @@ class RegularSession:
 
     @property
     def num_turns(self) -> int:
-        """Number of finished turns."""
+        """Return the number of finished turns."""
         return len(self._nodes) - len(self._in_flight)
 
     @property
     def num_running(self) -> int:
-        """Number of turns in flight, the held ones included."""
+        """Return the number of turns in flight, including held turns."""
         return len(self._in_flight) + len(self._held)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
-        """The whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
+        """Return the whole prompt of a turn. Changes nothing; raises `InvalidRequestError`."""
         turn, name = turn_of(message), turn_name(message)
         if turn.is_whole:
             raise InvalidRequestError(
@@ -183,27 +183,27 @@ class RegularSession:
         return append_turn(history, message)
 
     def replaced_by(self, turn: SessionTurn) -> list[str]:
-        """Request ids of the turns in flight that must end before `turn` begins: all that it drops,
-        and the one that it continues."""
+        """Return request ids of the turns in flight that must end before `turn` begins: all that it
+        drops, and the turn that it continues."""
         parent = None if turn.rid is None else self._nodes.get(turn.rid)
         if not turn.replace or (turn.rid is not None and parent is None):
             return []
         return self._replaced(parent, self._num_held + 1)
 
     def replaced_by_held(self, rid: str) -> list[str]:
-        """The same for a held turn, which replaces none that arrived after it."""
+        """Return request ids of earlier turns in flight that must end before a held turn begins."""
         node = self._held[rid]
         return self._replaced(node.parent, node.serial) if node.replaces else []
 
     def note_so_far(self, rid: str, tokens: Int32Array) -> None:
-        """Record the output so far of a turn in flight, since another is about to replace it."""
+        """Record the output so far of a turn in flight, before it is replaced."""
         node = self._in_flight.get(rid)
-        if node is not None:  # else it is held, and has none
+        if node is not None:  # else it is held, without output
             node.so_far = tokens[node.prompt_len :].copy()
 
     def hold(self, message: GenerateRequest, prompt: Int32Array) -> None:
-        """A turn arrives, with the prompt that `compose` made. Until it enters the tree it changes
-        no other turn, none can continue it, and it counts as no kept tokens."""
+        """Record the arrival of a turn with the prompt from `compose`. Until it enters the tree, it
+        changes no other turn, cannot be continued, and does not count towards `num_kept`."""
         turn = turn_of(message)
         parent = None if turn.rid is None else self._nodes[turn.rid]
         kept_len = 0 if parent is None else _kept_len(parent, turn)
@@ -235,11 +235,11 @@ class RegularSession:
         self._require_place(node.name, len(node.added), self._dropped_by(node), [])
 
     def num_added(self, rid: str) -> int:
-        """Tokens that a held turn adds to the tree."""
+        """Return the number of tokens that a held turn adds to the tree."""
         return len(self._held[rid].added)
 
     def enter(self, rid: str) -> None:
-        """A held turn enters the tree; the turns in flight that it replaces have ended."""
+        """Add a held turn to the tree. The turns in flight that it replaces have ended."""
         node = self._held.pop(rid)
         self._drop(self._dropped_by(node))
         self._nodes[node.name] = self._in_flight[rid] = node
@@ -248,8 +248,8 @@ class RegularSession:
             node.parent.children[node.name] = node
 
     def end(self, rid: str, tokens: Int32Array | None) -> None:
-        """Record the end of a turn: `tokens` are all its tokens; None if it failed, which removes
-        it. A held one leaves nothing."""
+        """Record the end of a turn with all its `tokens`. None means that it failed, which removes
+        it. A held turn leaves nothing."""
         if self._held.pop(rid, None) is not None:
             return
         node = self._in_flight.pop(rid)
@@ -262,11 +262,11 @@ class RegularSession:
                 self._longest = max(self._longest, node.num_tokens)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[str]:
-        """Turns in flight whose prompt has tokens that `message` removes from an ended turn."""
+        """Return turns in flight with prompt tokens that `message` removes from an ended turn."""
         node = self._amendable(message)
         if node is None:
             return []
-        standing = -1  # a turn cannot continue a removed one, even if it kept none of its tokens
+        standing = -1  # a removed turn cannot be continued, even without its tokens
         if isinstance(message, StopRequest):
             standing = node.prompt_len + message.num_output_tokens
         held = (each for each in self._held.values() if each.parent is node)
@@ -276,8 +276,8 @@ class RegularSession:
     def amend(self, message: StopRequest | AbortRequest) -> None:
         """Cut an ended turn to the tokens that its client received, or remove it.
 
-        No turn in flight may be built on it. Finished turns that continue it stay as they are: they
-        keep the tokens that are cut here, and a turn that has any is not removed.
+        No turn in flight may be built on it. Finished turns that continue it do not change: they
+        keep the tokens cut here, and a turn with such children is not removed.
         """
         node = self._amendable(message)
         if node is None:
@@ -298,7 +298,7 @@ class RegularSession:
         self.num_kept += sum(each.num_kept for each in (node, *node.children.values()))
 
     def _amendable(self, message: StopRequest | AbortRequest) -> _Node | None:
-        """The turn that `message` amends; None unless it has succeeded and can be amended."""
+        """Return the turn that `message` amends; None unless it succeeded and can be amended."""
         name = message.rid if message.session is None else message.session.name or message.rid
         node = self._nodes.get(name)
         if node is None or node.rid != message.rid or node.output is None:
@@ -324,8 +324,8 @@ class RegularSession:
     def _require_place(
         self, name: str, num_new: int, dropped: dict[str, _Node], held: list[str]
     ) -> None:
-        """Raise `InvalidRequestError` if the session, without `dropped`, has a turn `name`, as
-        those in `held`, or would keep too much."""
+        """Raise `InvalidRequestError` if the session, without `dropped`, has a turn `name`, `held`
+        contains `name`, or the session would keep too much."""
         if name in held or (name in self._nodes and name not in dropped):
             raise InvalidRequestError(f"session {self.session_id!r} has a turn {name!r}", "rid")
         num_kept = self.num_kept - sum(node.num_kept for node in dropped.values())
@@ -339,8 +339,8 @@ class RegularSession:
         )
 
     def _below(self, node: _Node | None, before: int | None = None) -> dict[str, _Node]:
-        """All descendants of a turn, or all turns, by name. With `before`, only the children with a
-        lower serial and all that continue them."""
+        """Return all descendants of a turn, or all turns, by name. With `before`, only children
+        with a lower serial number and their descendants."""
         if node is None:
             if before is None:
                 return self._nodes
@@ -356,12 +356,12 @@ class RegularSession:
         return below
 
     def _dropped_by(self, node: _Node) -> dict[str, _Node]:
-        """The turns that a held one drops when it enters."""
+        """Return the turns that a held turn drops when it enters."""
         return self._below(node.parent, node.serial) if node.replaces else {}
 
     def _replaced(self, parent: _Node | None, before: int) -> list[str]:
-        """Request ids of the turns in flight that end when one with the serial `before` replaces
-        all that continue `parent`: the held ones that arrived earlier, too."""
+        """Return request ids of the turns in flight, including held turns, that end when a turn
+        with serial number `before` replaces all earlier continuations of `parent`."""
         dropped = self._below(parent, before)
         held = self._held_below(parent, dropped, before)
         nodes = [*dropped.values(), *([] if parent is None else [parent]), *held]
@@ -370,7 +370,7 @@ class RegularSession:
     def _held_below(
         self, parent: _Node | None, dropped: dict[str, _Node], before: int
     ) -> list[_Node]:
-        """The held turns with a lower serial that continue `parent` or one of `dropped`."""
+        """Return the held turns with a lower serial number that continue `parent` or `dropped`."""
         return [
             each
             for each in self._held.values()
@@ -379,7 +379,7 @@ class RegularSession:
         ]
 
     def _drop(self, dropped: dict[str, _Node]) -> None:
-        """Remove turns and all that continue them; none of them runs."""
+        """Remove turns and all their descendants; none of them runs."""
         if dropped:
             self._longest = None
         for name, node in dropped.items():
@@ -389,7 +389,7 @@ class RegularSession:
                 node.parent.children.pop(name, None)
 
     def _remove(self, node: _Node) -> None:
-        """Remove a turn that no other continues."""
+        """Remove a turn without descendants."""
         self._longest = None
         del self._nodes[node.name]
         self.num_kept -= node.num_kept
@@ -398,7 +398,7 @@ class RegularSession:
 
 
 def _kept_len(parent: _Node, turn: SessionTurn) -> int:
-    """Number of tokens of `parent` that a turn continues; see `SessionTurn.offset`."""
+    """Return the number of tokens of `parent` that a turn continues; see `SessionTurn.offset`."""
     length = parent.prompt_len
     if not turn.drop_previous_output:
         length += len(parent.known_output)

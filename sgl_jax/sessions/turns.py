@@ -12,8 +12,7 @@ NO_TOKENS.flags.writeable = False
 
 
 class TurnOutline(NamedTuple):
-    """A finished turn, for people: `parent` is the index of the turn that it continues, of those
-    listed, or -1."""
+    """A finished turn for display. `parent` is the list index of the turn it continues, or -1."""
 
     name: str
     num_tokens: int  # history, prompt and output
@@ -26,12 +25,12 @@ def turn_of(message: GenerateRequest) -> SessionTurn:
 
 
 def turn_name(message: GenerateRequest) -> str:
-    """The client's name for a request's turn in its session."""
+    """Return the client's name for a request's turn in its session."""
     return turn_of(message).name or message.rid
 
 
 def append_turn(history: Int32Array, message: GenerateRequest) -> Int32Array:
-    """`history`, then the turn's tokens, int32; after a history, without their BOS token."""
+    """Return `history` plus the turn's tokens, int32; after a history, without their BOS token."""
     bos, new = turn_of(message).bos_token_id, np.array(message.input_ids, np.int32)
     if len(history) and len(new) and bos is not None and new[0] == bos:
         new = new[1:]
