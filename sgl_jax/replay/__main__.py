@@ -1,7 +1,7 @@
 """The command line: `python -m sgl_jax.replay FILE`.
 
-Exit code 0: the scheduler decided as recorded. 1: it did not, and the first difference was
-printed. 2: the file cannot be read.
+Exit code 0: the scheduler decided as recorded. 1: it did not, and the first difference was printed.
+2: the file cannot be read.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from sgl_jax.scheduler.record.event_log import EventReader, RecordingError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay a file; returns the exit code."""
+    """Replay a file; return the exit code."""
     args = _parser().parse_args(argv)
     try:
         if args.view:
@@ -60,7 +60,7 @@ def _replay(reader: EventReader, args: argparse.Namespace) -> int:
                 print(f"{player.num_events + 1:>8}  {_in_a_line(event)}")
             player.feed(event)
         else:
-            # A recording that was cut off may lack the error of its last event.
+            # A truncated recording may lack the error of its last event.
             if not reader.is_truncated:
                 player.finish()
     except DifferenceError as difference:

@@ -1,17 +1,17 @@
-"""The first place where two values differ, in words a person can use."""
+"""Describe the first difference of two values in text for people."""
 
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-_MAX_CHARS = 200  # of a value in the words
+_MAX_CHARS = 200  # of a value in the text
 
 
 def first_difference(path: str, recorded: Any, got: Any) -> str | None:
-    """The place and kind of the first difference of two values of one kind; None if they are equal.
+    """Return the place and kind of the first difference of two values; None if they are equal.
 
-    Goes into dataclasses, structs, named tuples, sequences, dictionaries and arrays.
+    Compares dataclasses, structs, named tuples, sequences, dictionaries and arrays recursively.
     """
     if isinstance(recorded, np.ndarray) and isinstance(got, np.ndarray):
         return _array_difference(path, recorded, got)
@@ -26,12 +26,12 @@ def first_difference(path: str, recorded: Any, got: Any) -> str | None:
             return f"{path}: recorded {len(parts)} of them, got {len(others)}"
         if len(common) == len(parts):
             return None
-    is_same = recorded == got or (recorded != recorded and got != got)  # NaN is as recorded
+    is_same = recorded == got or (recorded != recorded and got != got)  # NaN equals NaN
     return None if is_same else f"{path}: recorded {_cut(recorded)}, got {_cut(got)}"
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """The parts of a value, by the suffix that reaches each; None for a scalar."""
+    """Return the parts of a value, keyed by access suffix; None for a scalar."""
     if isinstance(value, dict):
         return {f"[{key!r}]": part for key, part in value.items()}
     names = getattr(value, "__struct_fields__", None) or getattr(value, "_fields", None)

@@ -1,6 +1,6 @@
-"""Feeds recorded events to a fresh scheduler and compares its decisions with the recording.
+"""Feed recorded events to a new scheduler and compare its decisions with the recording.
 
-The results of steps come from the recording; there is no device and no executor.
+The results of steps come from the recording, without a device or an executor.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,22 @@ from sgl_jax.scheduler.events import (
 from sgl_jax.scheduler.record.event_log import RecordingError
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 
-# Events after which the scheduler may have come to rest.
+# Events after which the scheduler may be idle.
 _MAY_REST = (ResultRead, AbortRequest, Pause, FailAll, WithReply)
 
 
 class DifferenceError(Exception):
-    """The scheduler decided otherwise than recorded; the text names event and difference."""
+    """The scheduler decided differently than recorded; the message names event and difference."""
 
 
 class Player:
-    """One replay. `check_memory` (off, idle, busy) sets when the ledger is proved besides.
+    """One replay. `check_memory` (off, idle, busy) sets when the ledger is also checked.
 
-    Raises `RecordingError` if no scheduler can be made from `started`.
+    Raises `RecordingError` if no scheduler can be created from `started`.
     """
 
     def __init__(self, started: Started, check_memory: str = "off") -> None:
-        self._decision: Decision | None = None  # of the last event, until it is compared
+        self._decision: Decision | None = None  # decision of the last event, until it is compared
         try:
             self.scheduler = RecordedScheduler(
                 started.sizes, started.args, self._keep, started.max_passed_over
@@ -83,7 +83,7 @@ class Player:
         self._decision = None
         try:
             self.scheduler.handle(event)
-        except Exception:  # of any kind: the decision is then `Raised`, which must be recorded next
+        except Exception:  # the decision is then `Raised`, which must be recorded next
             return
         self._prove(event)
 
@@ -97,7 +97,7 @@ class Player:
             raise DifferenceError(f"event {self.num_events} ({kind}), {place}")
 
     def _prove(self, event: Event) -> None:
-        """Run the ledger's checks of `check_memory`."""
+        """Run the ledger checks of `check_memory`."""
         if self._check_memory == "off":
             return
         if self._check_memory == "busy":

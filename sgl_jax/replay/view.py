@@ -1,8 +1,8 @@
 """The memory view of a recording: `python -m sgl_jax.replay FILE --view`.
 
-The recording is replayed once, and a frame is kept after each planned step; of a long recording,
-after every second, fourth ... step. A question about a page or a prefix replays it up to that
-frame, since a scheduler cannot go back.
+The recording is replayed once, and a frame is kept after each planned step, or after every second,
+fourth ... step of a long recording. A query about a page or a prefix replays it up to that frame,
+because a scheduler cannot go back.
 """
 
 import socket
@@ -37,11 +37,11 @@ from sgl_jax.server.static_pages import page_routes
 
 MAX_FRAMES = 4000
 _MAX_DIGITS = 9
-_MAX_CONTENT_BYTES = 512 << 20  # of all frames, compressed
+_MAX_CONTENT_BYTES = 512 << 20  # compressed size of all frames
 
 
 class _Kept(NamedTuple):
-    num_events: int  # of the recording, up to the frame
+    num_events: int  # events of the recording up to the frame
     content: bytes  # frame and tree as compressed JSON
     sample: dict[str, Any]
 
@@ -49,18 +49,16 @@ class _Kept(NamedTuple):
 class RecordedFrames:
     """The frames of the recording in `path`.
 
-    If the scheduler does not repeat the recording, the frames end where it differs, and
+    If the scheduler does not repeat the recording, the frames end at the difference, and
     `difference` has the reason.
 
-    Raises:
-        RecordingError: it cannot be read.
-        OSError: likewise.
+    Raises `RecordingError` or OSError if the recording cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._frames: list[_Kept] = []
-        self._num_bytes = 0  # of their contents
+        self._num_bytes = 0  # total size of the contents
         self._every = 1
         self.difference = ""
         with path.open("rb") as file:
@@ -79,15 +77,15 @@ class RecordedFrames:
         return [kept.sample for kept in self._frames]
 
     def content(self, number: int) -> bytes:
-        """Frame and tree, as JSON. Raises `InvalidRequestError` if there is no such frame."""
+        """Return frame and tree as JSON. Raises `InvalidRequestError` for an unknown frame."""
         kept = self._kept(number)
         content = msgspec.json.decode(zlib.decompress(kept.content))
-        # They change while frames are left out.
+        # These change when frames are dropped.
         content["frame"] |= {"number": number, "marks": kept.sample["marks"]}
         return msgspec.json.encode(content)
 
     def reader_at(self, number: int) -> MemoryReader:
-        """A reader of the memory as it was in that frame: replays the recording up to there."""
+        """Return a reader of the memory at that frame, after replaying the recording up to it."""
         num_events = self._kept(number).num_events
         with self._path.open("rb") as file:
             events = EventReader(file)
@@ -139,7 +137,7 @@ class RecordedFrames:
             self._leave_out_every_other()
 
     def _leave_out_every_other(self) -> None:
-        """Each frame that stays gets the marks of the one before it."""
+        """Drop every other frame; each remaining frame gets the marks of its predecessor."""
         for gone, kept in zip(self._frames[::2], self._frames[1::2], strict=True):
             marks = [*gone.sample["marks"], *kept.sample["marks"]]
             kept.sample["marks"] = added_up(marks)
@@ -166,7 +164,7 @@ class _FindBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def view_app(frames: RecordedFrames, name: str) -> Starlette:
-    """The routes of the memory view over a recording called `name`."""
+    """Return the routes of the memory view over a recording called `name`."""
 
     async def hello(request: Request) -> Response:
         return json_response(
@@ -229,9 +227,9 @@ def _decoded(body: bytes, kind: Any) -> Any:
 
 
 def show(path: Path, port: int) -> None:
-    """Serve the view of a recording on this machine alone, until interrupted. Port 0: any free one.
+    """Serve the view of a recording on localhost only, until interrupted. Port 0: any free port.
 
-    Raises as `RecordedFrames`, and `OSError` if the port is taken.
+    Raises `RecordingError` for an invalid recording, OSError if file or port cannot be used.
     """
     frames = RecordedFrames(path)
     if frames.difference:
