@@ -1,1 +1,1 @@
-"""Plans a deployment on TPUs without one: whether it fits, its speed, and advice."""
+"""Plan a deployment on TPUs without one: memory, speed, and advice."""

@@ -1,4 +1,4 @@
-"""The planner's command: read, plan, print. `sgl-jax plan`, or `python -m sgl_jax.planner`."""
+"""The planner's command, `sgl-jax plan` or `python -m sgl_jax.planner`: read, plan, print."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ from sgl_jax.planner.sweep import plot_sweep, sweep, sweep_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan; returns the exit code: 0, 1 if the model does not fit, 2 for bad input."""
+    """Plan; return the exit code: 0, 1 if the model does not fit, 2 for bad input."""
     request = parse_plan_request(argv)
-    # Nothing runs, and a TPU that is here may be busy.
+    # Nothing runs, and a local TPU may be busy.
     jax.config.update("jax_platforms", "cpu")
     try:
         return _sweep(request) if request.sweep else _plan(request)
@@ -47,7 +47,7 @@ def _plan(request: PlanRequest) -> int:
 
 def _sweep(request: PlanRequest) -> int:
     if request.plot:
-        figure_class()  # missing? Better now than after minutes of compiling
+        figure_class()  # fail now if missing, not after minutes of compiling
     outcomes = sweep(request)
     if request.json:
         rows = [
@@ -70,9 +70,9 @@ def _sweep(request: PlanRequest) -> int:
 
 
 def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
-    """The limit, the mesh of the slice, or the smallest slice, that holds one request of the load.
+    """Return the limit, mesh or smallest slice that fits one request of the load.
 
-    `is_compiled`: the compiler refuses the request, though by count it has room.
+    `is_compiled`: the compiler rejects the request, although the byte count fits.
     """
     limit, args = request.args.max_total_tokens, request.args
     unlimited = dataclasses.replace(request, args=dataclasses.replace(args, max_total_tokens=None))

@@ -1,17 +1,17 @@
-"""Advice on changes, read off an estimate."""
+"""Advice on changes, derived from an estimate."""
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.estimate import Estimate
 from sgl_jax.planner.memory import in_gib, plan_memory, smallest_fit
 
-_MAX_WASTE = 0.1  # of a request's pages
-_MAX_COLLECTIVES = 0.3  # of a decode step
+_MAX_WASTE = 0.1  # share of a request's pages
+_MAX_COLLECTIVES = 0.3  # share of a decode step
 _SMALLEST_PAGE = 16  # a tile of bfloat16
 
 
 def advise(plan: Estimate) -> list[str]:
-    """Sentences, the most useful first; none if nothing stands out."""
+    """Return sentences of advice, the most useful first; none if nothing stands out."""
     args, config, workload = plan.request.args, plan.request.config, plan.request.workload
     found = []
     if (host_bytes := plan.memory.host_bytes) > plan.request.topology.host_memory_bytes:
@@ -67,7 +67,7 @@ def _kept(config: ModelConfig) -> str:
 
 
 def _more_room(plan: Estimate) -> str:
-    """Advice for more KV tokens on a rank: more devices, while heads are left to split."""
+    """Return advice for more KV tokens on a rank: more devices, if heads can still be split."""
     args, topology = plan.request.args, plan.request.topology
     has_devices = args.dp_size > 1 or args.num_devices < topology.num_devices
     if has_devices and args.tp_size < plan.request.config.num_kv_heads:

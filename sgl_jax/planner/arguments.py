@@ -29,14 +29,14 @@ _MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class Workload:
-    """The load to plan for: many requests of one size, as many at once as fit."""
+    """The load to plan for: as many equal requests at once as fit."""
 
     input_len: int
     output_len: int
 
     @property
     def tokens(self) -> int:
-        """KV tokens of one request at its end."""
+        """Return the KV tokens of one request at its end."""
         return self.input_len + self.output_len
 
 
@@ -49,19 +49,19 @@ class PlanRequest:
     json: bool = False
     sweep: bool = False
     plot: Path | None = None
-    host_link_gb_s: float | None = None  # to each rank; None: its chips' links
+    host_link_gb_s: float | None = None  # per rank; None: the rate of its chips' links
     store_gb_s: float = 3.0
 
 
 def known_models() -> list[str]:
-    """Published models whose config comes with this package."""
+    """Return the published models with a config in this package."""
     return sorted(file.stem for file in _MODELS.glob("*.json"))
 
 
 def read_config(model_path: str) -> ModelConfig:
-    """The config in a model folder, a config.json, or of a model known by name.
+    """Return the config of a model folder, a config.json, or a known model.
 
-    Raises ModelConfigError if there is none, or none that is supported.
+    Raises ModelConfigError if there is none, or the model is not supported.
     """
     if model_path in known_models():
         return ModelConfig.from_path(_MODELS / f"{model_path}.json")
@@ -74,7 +74,7 @@ def read_config(model_path: str) -> ModelConfig:
 
 
 def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
-    """Read the command line; exits with usage on a bad one, as argparse does."""
+    """Read the command line; invalid arguments exit with the usage."""
     parser = argparse.ArgumentParser(
         prog="sgl-jax plan",
         description="Compile a model's steps for a TPU slice, without one, and print memory and "
@@ -115,7 +115,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
             rate = getattr(words, name)
             if rate is not None and not 0 < rate < float("inf"):
                 raise ValueError(f"{flag(name)} must be positive, got {rate}")
-        if words.plot is not None:  # refused at once, not after minutes of compiling
+        if words.plot is not None:  # fail now, not after minutes of compiling
             if not words.sweep:
                 raise ValueError("--plot needs --sweep")
             check_plot_file(words.plot)
@@ -139,7 +139,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
 
 
 def on_mesh(request: PlanRequest, topology: Topology, dp_size: int, tp_size: int) -> PlanRequest:
-    """A copy of `request` for another slice and mesh, with experts over as much of it as before."""
+    """Return `request` for a different slice and mesh, with experts over the same mesh axes."""
     own = request.args
     ep_size, copies, location = own.ep_size, own.ep_num_redundant_experts, own.init_expert_location
     if ep_size > 1:

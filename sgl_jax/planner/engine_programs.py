@@ -16,7 +16,7 @@ from sgl_jax.models.placement import PlacedModel, place_model
 
 
 class EngineProgramsOnPaper(NamedTuple):
-    """An engine's programs, and the arrays they would take."""
+    """An engine's programs and the arrays they would take."""
 
     config: EngineConfig
     placed: PlacedModel
@@ -27,9 +27,8 @@ class EngineProgramsOnPaper(NamedTuple):
 def engine_programs(
     args: ServerArgs, model: ModelConfig, mesh: Mesh, pool_pages: tuple[int, ...]
 ) -> EngineProgramsOnPaper:
-    """The programs `ModelExecutor` would make on `mesh`, with pools of so many pages on each rank,
-    the null pages included. Raises ValueError as it does.
-    """
+    """Return the programs of a `ModelExecutor` on `mesh`, with `pool_pages` on each rank (null
+    pages included). Raises ValueError if the engine would reject its settings."""
     config = EngineConfig.resolve(args, model, platform_of(mesh))
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
@@ -39,7 +38,7 @@ def engine_programs(
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes of each device's part of a tree of `jax.ShapeDtypeStruct` with shardings, unpadded."""
+    """Return the bytes of one device's part of a tree of sharded arrays or shapes, unpadded."""
     bits: int = sum(
         num_bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
@@ -48,5 +47,5 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def num_bits(dtype: jnp.dtype) -> int:
-    """Bits of a number in a TPU's memory; numpy has numbers of 4 bits in a byte each."""
+    """Return the bits of an element in TPU memory; numpy stores 4-bit elements in a byte each."""
     return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

@@ -31,11 +31,11 @@ from sgl_jax.planner.topology import topology_mesh
 
 
 class DoesNotFitError(Exception):
-    """The model, or one request of the load, has no room; the message names the shortage."""
+    """The model, or one request of the load, does not fit; the message names the shortage."""
 
 
 class StepDoesNotFitError(DoesNotFitError):
-    """Weights and KV have room, but by the compiler a step beside them has not."""
+    """Weights and KV fit, but the compiler finds no room for a step in addition."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepEstimate:
 
 
 class ExpertBalance(NamedTuple):
-    """The greatest load of a device over the mean, averaged over layers: experts in order, and
+    """Maximum load of a device over the mean, averaged over layers, for experts in order and
     placed."""
 
     in_order: float
@@ -64,25 +64,25 @@ class Estimate:
     memory: MemoryPlan
     decode: StepEstimate
     prefill: StepEstimate
-    concurrency: int  # requests of the load that one rank holds at once
-    requests_per_s: float  # of all ranks
-    # `memory.num_requests` if every layer kept every token; None where every layer does.
+    concurrency: int  # concurrent requests of the load on one rank
+    requests_per_s: float  # over all ranks
+    # `memory.num_requests` if every layer kept every token; None if every layer does.
     requests_without_windows: int | None = None
-    # The same if each head's key and value were kept in place of latents; None where they are.
+    # `memory.num_requests` if keys and values were cached instead of latents; None if they are.
     requests_with_heads: int | None = None
     balance: ExpertBalance | None = None  # None without a file of loads
     loading: PrefixLoading | None = None  # None without --enable-hierarchical-cache
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest request a rank holds alone."""
+        """Return the tokens of the longest request that fits on a rank by itself."""
         args, config = self.request.args, self.request.config
         limit = args.context_length or config.max_position_embeddings
         return min(limit, self.memory.kv_tokens)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second of all ranks."""
+        """Return the output tokens per second of all ranks."""
         return self.requests_per_s * self.request.workload.output_len
 
     @property
@@ -92,10 +92,10 @@ class Estimate:
 
 
 def make_estimate(request: PlanRequest) -> Estimate:
-    """Compile a decode step and a prefill chunk, and estimate.
+    """Compile a decode step and a prefill chunk, and estimate their times.
 
     Raises:
-        DoesNotFitError: there is no room for one request of the load.
+        DoesNotFitError: one request of the load does not fit.
         ValueError: the model cannot be split over the mesh.
     """
     memory, workload = plan_memory(request), request.workload
@@ -142,11 +142,11 @@ def make_estimate(request: PlanRequest) -> Estimate:
     prefill = plan_step(prefill_bucket, chunk_of(workload.input_len))
 
     def compute_s(num_tokens: int) -> float:
-        """The prompt's share of full chunks of prompts like it."""
+        """Return the prompt's share of full chunks of equal prompts."""
         time = time_of(prefill.cost, prefill.tokens, chunk_of(num_tokens))
         return num_tokens / chunk * time.total_s
 
-    # A round: `concurrency` prompts are prefilled, then all decode to their end.
+    # In a round, `concurrency` prompts are prefilled, then all decode to their end.
     chunks = concurrency * workload.input_len / chunk
     round_s = chunks * prefill.time.total_s + workload.output_len * decode.time.total_s
     plan = Estimate(
@@ -166,7 +166,7 @@ def make_estimate(request: PlanRequest) -> Estimate:
 
 
 def expert_balance(config: EngineConfig) -> ExpertBalance | None:
-    """None without a file of loads."""
+    """Return the balance of experts; None without a file of loads."""
     loads = loads_for(config.args, config.model)
     if loads is None or config.placement is None:
         return None
@@ -190,7 +190,7 @@ def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
 def device_bytes(
     engine: EngineProgramsOnPaper, memory: MemoryPlan, request: PlanRequest
 ) -> DeviceBytes:
-    """The weights that a device reads in a step, and how they are laid out."""
+    """Return the weights that a device reads in a step, and their layout."""
     experts = layers_and_head = numbers = 0
     for own in engine.placed.declared.values():
         # Gathered from the other ranks, then read whole.
@@ -223,7 +223,7 @@ def device_bytes(
 
 
 def _visible(context: int, request: PlanRequest) -> int:
-    """Tokens of a context that a query sees, on the average of all layers with attention."""
+    """Return the context tokens that a query attends to, averaged over attention layers."""
     groups = [own for own in request.config.cache_groups() if not own.is_recurrent]
     seen = sum(len(own.layers) * min(context, own.sliding_window or context) for own in groups)
     return seen // request.config.num_attention_layers

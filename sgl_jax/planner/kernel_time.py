@@ -1,7 +1,7 @@
-"""The time of a step's kernels on one device, of which the compiler counts no cycles.
+"""The time of a step's kernels on one device, for which the compiler has no cycle estimate.
 
-Each kernel takes the longer of two times, which overlap: its bytes over the bandwidth of the
-memory, and the instructions of its schedule, one a cycle. The instructions were counted in compiled
+Each kernel takes the maximum of two overlapping times: its bytes divided by the memory bandwidth,
+and the instructions of its schedule, one per cycle. The instructions were counted in compiled
 schedules (docs/inside/kernels.md), not measured on a chip.
 """
 
@@ -28,22 +28,22 @@ from sgl_jax.planner.topology import Chip
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """The bytes that one device holds, by how they are read."""
+    """The bytes on one device, by how they are read."""
 
-    layer_and_head_bytes: int  # read whole in every step, experts left out
-    layer_and_head_numbers: int  # of the same weights, each multiplied with every token
+    layer_and_head_bytes: int  # read completely in every step, without experts
+    layer_and_head_numbers: int  # elements of these weights, each multiplied with every token
     expert_bytes: int
-    itemsize: int  # of an activation
-    kv_token_bytes: int  # of all layers
+    itemsize: int  # bytes of an activation
+    kv_token_bytes: int  # over all layers
     kv_itemsize: int
     tp_size: int  # devices that share the heads, and each expert if `expert_devices` is 1
-    expert_devices: int = 1  # that whole experts are dealt out to
-    expert_ranks: int = 1  # whose tokens these experts serve
-    expert_copies: int = 0  # beside the experts, on all devices together
-    quantized: tuple[QuantizedProduct, ...] = ()  # some of the layers' weights
+    expert_devices: int = 1  # devices across which whole experts are distributed
+    expert_ranks: int = 1  # ranks with tokens for these experts
+    expert_copies: int = 0  # redundant copies of experts, over all devices
+    quantized: tuple[QuantizedProduct, ...] = ()  # quantized weights of the layers
     ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, if they are multiplied so
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
-    state_bytes: int = 0  # of one sequence, in all layers with a recurrence
+    state_bytes: int = 0  # per sequence, over all recurrent layers
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -52,8 +52,8 @@ class DeviceBytes:
 class AttentionBundles(NamedTuple):
     """Instructions of the kernels' hot loops."""
 
-    decode: float  # for a token of KV of 8 heads of 128, in one layer
-    prefill: int  # for 10^9 operations
+    decode: float  # per KV token of 8 heads of 128, in one layer
+    prefill: int  # per 10^9 operations
 
 
 # 32 query and 8 KV heads of 128, page 128, queries in bfloat16.
@@ -73,13 +73,13 @@ BUNDLES_8_BITS: Mapping[str, AttentionBundles] = MappingProxyType(
         "TPU7x": AttentionBundles(1.23, 5140),
     }
 )
-_COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, for which decode's bundles were counted
+_COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, the basis of decode's count
 
 
 def attention_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
-    """The time of all rows of a step."""
+    """Return the time of attention for all rows of a step."""
     if config.latent is not None:
         sizes = LatentSizes(
             heads=config.num_heads // memory.tp_size,
@@ -92,7 +92,7 @@ def attention_time(
     bundles = (BUNDLES_8_BITS if memory.kv_itemsize == 1 else BUNDLES)[chip.device_kind]
     kv_bytes = work.kv_tokens_read * memory.kv_token_bytes
     if work.is_prefill:
-        # Smaller heads share a row of the cache, K beside V, and are multiplied with all of it.
+        # Smaller heads share a cache row, K next to V, and are multiplied with the whole row.
         lanes = max(config.head_dim, LANES)
         heads = config.num_heads / memory.tp_size
         flops = 4 * work.query_key_pairs * heads * lanes * config.num_attention_layers
@@ -106,15 +106,15 @@ def attention_time(
 
 
 class VisitBundles(NamedTuple):
-    """Instructions of one visit of the kernel."""
+    """Instructions of one visit of the grouped matmul kernel."""
 
     any: int  # independent of its size
-    per_matrix_mib: int  # loading the matrix unit's weights
-    per_gflop: int  # of the whole tile of lines
+    per_matrix_mib: int  # for loading the matrix unit's weights
+    per_gflop: int  # for the whole tile of lines
 
 
 # Fitted to schedules with tiles of 64 to 256 lines of bfloat16 and 2048 inputs with 192 and 768
-# outputs: within 20 % of each, within 12 % of most.
+# outputs: within 20 % of each, and 12 % of most.
 VISIT_BUNDLES: Mapping[str, VisitBundles] = MappingProxyType(
     {
         "TPU v5 lite": VisitBundles(351, 0, 6866),
@@ -127,11 +127,11 @@ _PRODUCTS = 3  # gate, up, down
 
 
 def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> KernelTime:
-    """The time of a step's experts: three grouped products in each layer; zero without experts.
+    """Return the time of a step's experts: three grouped matmuls per layer; zero without experts.
 
-    `tokens` are of a rank. The bytes are of experts in use and of lines. A visit of the kernel
-    computes a whole tile of lines, though its group may have only one there
-    (`kernels.grouped_matmul`). Experts that are dealt out are as likely, so devices do alike.
+    `tokens` are one rank's. The bytes count used experts and lines. Each visit of the kernel
+    computes a whole tile of lines, even if its group has only one line (`kernels.grouped_matmul`).
+    All experts are assumed equally likely, so that all devices take the same time.
     """
     moe, itemsize = config.moe, memory.itemsize
     if moe is None:
@@ -145,7 +145,7 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
     line_bytes = products * lines * (config.hidden_size + inner) * itemsize
     room = lines_at_once(tokens, moe.choice.top_k, devices)
     tile = choose_tiles(room, experts, config.hidden_size, inner, itemsize).lines
-    # A tile that does not end where a group does is visited by the next group, too.
+    # A tile that contains a group boundary is also visited by the next group.
     visits = experts * touched + math.ceil(lines / tile) - 1
     bundles, weights = VISIT_BUNDLES[chip.device_kind], config.hidden_size * inner
     visit = (
@@ -164,23 +164,23 @@ def experts_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Ch
 
 
 def experts_touched(tokens: int, moe: MoeConfig) -> float:
-    """Share of the experts that at least one of the tokens is sent to, if all are as likely."""
+    """Return the expected share of experts chosen by any token, if all are equally likely."""
     return 1.0 - (1.0 - moe.choice.top_k / moe.num_experts) ** tokens
 
 
 class LineBundles(NamedTuple):
-    """Instructions that choose the experts of tokens, and bring these to lines and back."""
+    """Instructions to choose experts, dispatch tokens to them, and combine the results."""
 
-    norm: int  # of 256 tokens, 2048 wide
+    norm: int  # norm of 256 tokens, 2048 wide
     routed: int  # their product with a router of 128 experts
     choose: int  # 8 of 128 experts, for 256 tokens
     sort: int  # 8 choices of 256 tokens
-    sort_expert: float  # more for each expert of the device
-    once: int  # of 256 tokens, 2048 wide
+    sort_expert: float  # additional, per expert of the device
+    once: int  # per 256 tokens, 2048 wide
     tile: int  # 128 lines from these tokens, and back
     gate: int  # the lines' inner values, 768 wide
-    gathered_row: int  # of 2048, where XLA gathers
-    scattered_row: int  # the same, added where it belongs
+    gathered_row: int  # row of 2048 gathered by XLA
+    scattered_row: int  # row of 2048 scattered and added by XLA
     sorted_key: float
 
 
@@ -192,16 +192,16 @@ LINE_BUNDLES: Mapping[str, LineBundles] = MappingProxyType(
         "TPU7x": LineBundles(1044, 0, 1189, 149, 4.8, 1035, 1661, 384, 14, 52, 0.7),
     }
 )
-_GATHERED_NUMBER = 10  # instructions of one weight
-_LINE_KERNELS = 5  # a layer: visits, sort, gather, gate, add
+_GATHERED_NUMBER = 10  # instructions to gather one routing weight
+_LINE_KERNELS = 5  # per layer: visits, sort, gather, gate, add
 
 
 def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip) -> float:
-    """Seconds of all layers in which tokens are normalised, their experts chosen, and their lines
-    sorted, gathered, gated and added.
+    """Return the seconds, over all layers, to normalize tokens, choose their experts, and sort,
+    gather, gate and add their lines.
 
-    `tokens` are of a rank. Above `UNDIVIDED_TOKENS` XLA sorts and gathers, and scatters few
-    lines; the program's cycles have the gates, and the sums of gathered rows.
+    `tokens` are one rank's. Above `UNDIVIDED_TOKENS`, XLA sorts and gathers, and scatters few
+    lines; the program's cycles then include the gates and the sums of gathered rows.
     """
     moe = config.moe
     if moe is None:
@@ -236,18 +236,18 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
 
 
 class RecurrenceBundles(NamedTuple):
-    """Instructions of one layer, heads of 128."""
+    """Instructions of one layer with heads of 128."""
 
     decode_token: int  # independent of the heads
-    decode_head: float  # of a token, for each value head
-    turn: int  # of a chunk, for each of the turns that its heads take
-    turn_head: int  # of a chunk, for each value head, with its ordering
+    decode_head: float  # per token and value head
+    turn: int  # per chunk and turn of its value heads
+    turn_head: int  # per chunk and value head, including its ordering
     conv_token: int  # independent of the channels
-    conv_channels: float  # of a token, for 128 channels
+    conv_channels: float  # per token and 128 channels
 
 
-# Lines through the schedules with 32 value heads, two turns, and with 4. A chunk's loops of some
-# hundred bundles are left out.
+# Linear fits through the schedules with 32 value heads (two turns) and with 4. A chunk's loops of a
+# few hundred bundles are ignored.
 RECURRENCE_BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
     {
         "TPU v5 lite": RecurrenceBundles(156, 75.6, 2146, 140, 147, 2.7),
@@ -261,7 +261,7 @@ RECURRENCE_BUNDLES: Mapping[str, RecurrenceBundles] = MappingProxyType(
 def recurrences_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
-    """The time of the convolution and the gated delta rule; zero without recurrent layers."""
+    """Return the time of convolution and gated delta rule; zero without recurrent layers."""
     own = config.recurrence
     if own is None:
         return KernelTime(0.0, 0.0)
@@ -286,14 +286,14 @@ def recurrences_time(
 
 
 class HeadsCycles(NamedTuple):
-    """Cycles of the kernel that normalises and rotates heads; instructions one a cycle."""
+    """Cycles of the kernel that normalizes and rotates heads, at one instruction per cycle."""
 
-    call: int  # the compiler's count for its own smallest operation
-    normalised: float  # instructions for a head of 128 of one token
-    plain: float  # where heads are only rotated
+    call: int  # the compiler's estimate for its smallest operation
+    normalised: float  # instructions per head of 128 and token
+    plain: float  # if heads are only rotated
 
 
-# The more of 8 query heads and one KV head, and of 32 and 8; bfloat16.
+# Maximum over (8 query heads, 1 KV head) and (32, 8); bfloat16.
 HEADS_CYCLES: Mapping[str, HeadsCycles] = MappingProxyType(
     {
         "TPU v5 lite": HeadsCycles(1827, 1.02, 0.80),
@@ -307,14 +307,14 @@ HEADS_CYCLES: Mapping[str, HeadsCycles] = MappingProxyType(
 class HeadsTime(NamedTuple):
     """Seconds of all layers on one device in a step."""
 
-    calls_s: float  # that a kernel runs at all
-    hbm_s: float  # reading the product of Q, K and V, and writing each
+    calls_s: float  # fixed cost of kernel calls
+    hbm_s: float  # reading the QKV product, and writing Q, K and V
     instructions_s: float
-    num_blocks: int  # of tokens: while one is computed, the next one comes and the last one goes
+    num_blocks: int  # blocks of tokens; transfers overlap computation
 
     @property
     def total_s(self) -> float:
-        """The first block's way in and the last one's way out overlap with nothing."""
+        """Return the total. The first block's load and the last one's store do not overlap."""
         shorter, longer = sorted((self.hbm_s, self.instructions_s))
         return self.calls_s + longer + shorter / self.num_blocks
 
@@ -328,9 +328,9 @@ def heads_time(
     *,
     normalised: bool,
 ) -> HeadsTime:
-    """The time of splitting, normalising and rotating heads (`kernels.qkv_heads`).
+    """Return the time to split, normalize and rotate heads (`kernels.qkv_heads`).
 
-    `num_tokens` are of the program's shape, padding included; `itemsize` is of an activation.
+    `num_tokens` includes the program's padding; `itemsize` is the bytes of an activation.
     """
     kv_heads = max(config.num_kv_heads // tp_size, 1)
     width = (config.num_heads // tp_size + 2 * kv_heads) * config.head_dim

@@ -1,4 +1,4 @@
-"""The time of latent attention's kernels on one device; see `kernel_time`."""
+"""The time of the latent attention kernels on one device; see `kernel_time`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,11 +10,11 @@ from sgl_jax.planner.topology import Chip
 
 
 class LatentBundles(NamedTuple):
-    """Instructions of the kernels' loops over keys, of DeepSeek-V3's sizes in bfloat16."""
+    """Instructions of the kernels' loops over keys, for DeepSeek-V3's sizes in bfloat16."""
 
-    decode: tuple[float, float]  # for a token of context, of 16 heads and of 128
-    absorbed: int  # for 10^9 operations of prefill, as `latent_flops` counts them
-    expanded: int  # in this form for the same 10^9
+    decode: tuple[float, float]  # per token of context, with 16 heads and with 128
+    absorbed: int  # absorbed prefill, per 10^9 operations by `latent_flops`
+    expanded: int  # expanded prefill, per 10^9 operations by `latent_flops`
 
 
 LATENT_BUNDLES: Mapping[str, LatentBundles] = MappingProxyType(
@@ -28,22 +28,22 @@ LATENT_BUNDLES: Mapping[str, LatentBundles] = MappingProxyType(
 
 
 class LatentSizes(NamedTuple):
-    """The latent attention of one device."""
+    """Sizes of latent attention on one device."""
 
     heads: int
     rank: int
     rope_dim: int
     layers: int
-    token_bytes: int  # of the cache, in all layers
+    token_bytes: int  # cached bytes per token, in all layers
 
 
 def latent_flops(pairs: int, sizes: LatentSizes) -> int:
-    """Operations of `pairs` of a query and a token of context: products with rows and latents."""
+    """Return the operations for `pairs` (query, context token): products with rows and latents."""
     return 2 * pairs * sizes.heads * (2 * sizes.rank + sizes.rope_dim) * sizes.layers
 
 
 def latent_attention_time(work: StepWork, sizes: LatentSizes, chip: Chip) -> KernelTime:
-    """The time of all rows of a step, writes left out."""
+    """Return the time of all rows of a step, without writes."""
     bundles, each = LATENT_BUNDLES[chip.device_kind], 0.0
     if work.is_prefill:
         expanded = work.tokens >= EXPANDED_TOKENS
@@ -51,7 +51,7 @@ def latent_attention_time(work: StepWork, sizes: LatentSizes, chip: Chip) -> Ker
         cycles = latent_flops(work.query_key_pairs, sizes) / 1e9 * each
     else:
         few, many = bundles.decode
-        # Fewer heads than 16 take as long: loads of the matrix unit's weights bind.
+        # Fewer than 16 heads take as long: loading the matrix unit's weights is the bound.
         each = few + (many - few) * max(sizes.heads - 16, 0) / (128 - 16)
         cycles = work.kv_tokens_read * sizes.layers * each
     return KernelTime(

@@ -1,4 +1,4 @@
-"""A device's memory by use, before anything is compiled: weights, tables, KV pages, states."""
+"""A device's memory by use, before compilation: weights, tables, KV pages, states."""
 
 from dataclasses import dataclass, replace
 
@@ -17,27 +17,27 @@ class MemoryPlan:
     usable_hbm_bytes: int
     weight_bytes: int
     table_bytes: int  # token table, lengths, sampling parameters
-    reserved_bytes: int  # left alone by --mem-fraction-static, and a step's logits
+    reserved_bytes: int  # outside --mem-fraction-static, plus a step's logits
     kv_bytes: int
-    kv_token_bytes: int  # of one token in all layers, on this device
-    state_bytes: int  # of all slots of layers with a recurrence
-    # By pool of a rank, the null pages left out; 0 or less for the first if nothing fits. The
-    # last are slots of snapshots, where layers have a recurrence.
+    kv_token_bytes: int  # per token, in all layers on this device
+    state_bytes: int  # all slots of recurrent layers
+    # Per pool of a rank, without null pages; the first is 0 or less if nothing fits. With recurrent
+    # layers, the last is the number of snapshot slots.
     pool_pages: tuple[int, ...]
     page_size: int
-    kv_tokens: int  # of one request that has a rank to itself
-    num_requests: int  # of the load, that the pages of a rank hold at once
-    host_bytes: int  # of the blocks in each host's memory
-    host_tokens: int  # of one prefix that has a rank's blocks to itself
+    kv_tokens: int  # longest request on an otherwise empty rank
+    num_requests: int  # requests of the load that fit in a rank's pages at once
+    host_bytes: int  # blocks in each host's memory
+    host_tokens: int  # longest prefix in a rank's otherwise empty blocks
 
     @property
     def num_pages(self) -> int:
-        """Pages of the first pool of a rank, which decides admission."""
+        """Return the pages of a rank's first pool, which decides admission."""
         return self.pool_pages[0]
 
     @property
     def fits(self) -> bool:
-        """Weights, tables, KV and states have room; temporaries of steps are not counted."""
+        """Return True if weights, tables, KV and states fit; temporaries are not counted."""
         needed = self.weight_bytes + self.table_bytes + self.kv_bytes + self.state_bytes
         return needed <= self.usable_hbm_bytes
 
@@ -59,7 +59,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     usable = int(chip.usable_hbm_bytes * args.mem_fraction_static)
     if args.max_total_tokens is not None:
         pages = args.max_total_tokens // page_size * pools.num_tables[0]
-        # All pages requested: the compiler decides whether they fit.
+        # Take all requested pages: the compiler decides if they fit.
         if weights + tables >= chip.usable_hbm_bytes:
             pages = 0
     else:
@@ -72,7 +72,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     slot_bytes = config.state_layout.slot_bytes if config.state_layout else 0
     state_bytes = sizes.num_state_slots * slot_bytes
     num_requests = max(0, pages) // sizes.request_pages(request.workload.tokens)
-    if len(pool_pages) > 1:  # as many as windows or states have room for
+    if len(pool_pages) > 1:  # limited by windows or states
         num_requests = min(num_requests, sizes.num_rows - 1)
     host = sizes.host_blocks if pages > 0 else ()
     paged = [group for group in config.groups if not group.is_recurrent]
@@ -95,8 +95,8 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
 
 def requests_with_heads(request: PlanRequest, memory: MemoryPlan) -> int | None:
-    """Requests of the load that the same pages' bytes would hold at once if each head's key and
-    value were kept; None where they are."""
+    """Return the concurrent requests in the same pages' bytes if each head's keys and values were
+    cached instead of latents; None without latents."""
     own, config = request.config.latent, request.config
     if own is None:
         return None
@@ -108,13 +108,13 @@ def requests_with_heads(request: PlanRequest, memory: MemoryPlan) -> int | None:
 
 
 def requests_without_windows(request: PlanRequest) -> int | None:
-    """Requests of the load that a rank would hold at once if every layer kept every token; None
-    where every layer does."""
+    """Return the concurrent requests of a rank if every layer kept every token; None without
+    windows."""
     layers = request.config.layers
     if all(spec.sliding_window is None for spec in layers):
         return None
     full = tuple(replace(spec, sliding_window=None) for spec in layers)
-    # The ratio of pools is of windows.
+    # The ratio applies only to windows.
     args = replace(request.args, swa_full_tokens_ratio=None)
     config = replace(request.config, layers=full)
     return plan_memory(replace(request, args=args, config=config)).num_requests
@@ -123,11 +123,11 @@ def requests_without_windows(request: PlanRequest) -> int | None:
 def smallest_fit(
     request: PlanRequest, same_slice: bool = False, lighter_than: int | None = None
 ) -> PlanRequest | None:
-    """The smallest slice of the generation, and the mesh on it, that holds one whole request.
+    """Return the smallest slice of the generation, with a mesh, that fits one whole request.
 
-    It takes the mesh of a slice with most ranks. Weights, tables and pages are counted,
-    not compiled. `same_slice` looks at meshes of the requested slice only, `lighter_than` at those
-    whose devices hold fewer bytes of weights.
+    Prefers the mesh with the most ranks. Weights, tables and pages are counted without compiling.
+    `same_slice` considers only meshes of the requested slice, `lighter_than` only those with fewer
+    bytes of weights per device.
     """
     own = request.topology
     for topology in [own] if same_slice else Topology.all_of(own.generation):
@@ -145,5 +145,5 @@ def smallest_fit(
 
 
 def in_gib(num_bytes: int) -> str:
-    """A text such as "11.25 GiB"."""
+    """Return text such as "11.25 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"

@@ -1,5 +1,4 @@
-"""Plots that commands write: a check of the file's name, the import of matplotlib, the last
-strokes."""
+"""Plots written by commands: check the file name, import matplotlib, finish and save the figure."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +8,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot_file(path: Path) -> None:
-    """Raise ValueError if no plot can be written to `path`; called before slow work begins."""
+    """Raise ValueError if no plot can be written to `path`; call before slow work begins."""
     if path.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {path.name!r}")
     if not path.parent.is_dir():
@@ -17,19 +16,19 @@ def check_plot_file(path: Path) -> None:
 
 
 def add_grids_and_legends(panels: Iterable[Any]) -> None:
-    """Give each panel (matplotlib's Axes) a light grid, and a legend beside it."""
+    """Give each panel (matplotlib's Axes) a light grid, and a legend to its right."""
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure; the same figure makes the same file, so an SVG has no date."""
+    """Write a figure reproducibly: equal figures give equal files, so an SVG has no date."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def figure_class() -> type:
-    """Matplotlib's `Figure`. Raises RuntimeError if matplotlib is not installed."""
+    """Return matplotlib's `Figure`. Raises RuntimeError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Loading a prefix from the host's memory, or from the store behind it, beside computing it."""
+"""Loading a prefix from host memory or from the store, compared to computing it."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -13,17 +13,17 @@ _SHOWN_TOKENS = (1024, 8192, 32768)
 
 
 class PrefixTimes(NamedTuple):
-    """Seconds until a prefix of so many tokens is in the pages of a rank."""
+    """Seconds until a prefix of `tokens` tokens is in the pages of a rank."""
 
     tokens: int
     host_s: float
-    store_s: float | None  # None: a store serves one host
+    store_s: float | None  # None: a store needs a single host
     compute_s: float
 
 
 class PrefixLoading(NamedTuple):
-    """Times of a few prefixes, and the tokens from which a load takes no longer than computing;
-    None where it takes longer for every prefix."""
+    """Times of a few prefixes, and the tokens from which loading takes no longer than computing;
+    None if it always takes longer."""
 
     times: tuple[PrefixTimes, ...]
     host_from: int | None
@@ -36,8 +36,8 @@ def plan_loading(
     longest: int,
     compute_s: Callable[[int], float],
 ) -> PrefixLoading:
-    """Compare prefixes of whole pages, up to `longest` tokens; `compute_s` returns the seconds to
-    compute so many."""
+    """Compare prefixes of whole pages, up to `longest` tokens. `compute_s` returns the seconds to
+    compute a number of tokens."""
     chip, tp_size = request.topology.chip, request.args.tp_size
     links = max(1, tp_size // chip.devices_per_chip) * chip.host_link_bytes_per_s
     link = links if request.host_link_gb_s is None else request.host_link_gb_s * 1e9
@@ -52,7 +52,7 @@ def plan_loading(
         return PrefixTimes(tokens, host_s, store_s if has_store else None, compute_s(tokens))
 
     def first(seconds: Callable[[PrefixTimes], float]) -> int | None:
-        # A token's part of a load does not grow with the prefix; of computing it hardly falls.
+        # Per token, loading does not slow down with length, and computing hardly speeds up.
         def is_sooner(pages: int) -> bool:
             each = times(pages * page_size)
             return seconds(each) <= each.compute_s
@@ -70,8 +70,8 @@ def plan_loading(
 
 
 def prefix_bytes(config: EngineConfig, num_tokens: int) -> int:
-    """Bytes of the blocks of a rank that the token after `num_tokens` reads: all pages of full
-    attention, the last ones of windows, and one state."""
+    """Return the bytes of a rank's blocks that the token after `num_tokens` reads: all pages of
+    full attention, the last pages of windows, and one state."""
     return sum(
         num_pages_read(group, config.args.page_size, num_tokens) * config.page_bytes[group.pool]
         for group in config.groups

@@ -1,10 +1,10 @@
-"""Reads the needs of a compiled TPU program: memory, collectives, and the compiler's own estimate.
+"""Read the needs of a compiled TPU program: memory, collectives, and the compiler's estimate.
 
-The scheduled HLO carries `estimated_cycles` on most fusions; Pallas kernels and collectives have
-none. Work of a SparseCore beside the program, such as a tpu7x's collectives, adds no cycles to
-it. The body of a loop counts as often as the loop turns, where the compiler has that number; of a
-conditional that branch counts which exchanges the fewest bytes, and of equals the one of the fewest
-cycles: in an engine's step it is the one of plain greedy rows.
+The scheduled HLO has `estimated_cycles` on most fusions, but not on Pallas kernels and collectives.
+Work of a SparseCore in parallel to the program, such as a tpu7x's collectives, adds no cycles. The
+body of a loop is multiplied by its trip count, if the compiler provides it. In a conditional, only
+the branch that exchanges the fewest bytes counts, and among equals the one with the fewest cycles:
+in an engine's step, this is the branch of plain greedy rows.
 """
 
 import math
@@ -19,7 +19,7 @@ COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
     *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
 )
-# Starts an exchange that goes on within the fusions after it.
+# Starts an exchange that continues during the fusions after it.
 _ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
@@ -30,13 +30,13 @@ class Collective(NamedTuple):
     """One kind of exchange between devices, of one shape."""
 
     kind: str
-    shape: str  # of the result on one device, as HLO writes it
-    num_bytes: int  # of that result
-    group_size: int  # devices that take part together
+    shape: str  # result on one device, in HLO's notation
+    num_bytes: int  # bytes of that result
+    group_size: int  # participating devices
     times: int  # per step
-    in_loop: bool  # whether it runs once for each layer
-    # The program's cycles while it is under way; 0 if the program waits for it at once. Cycles
-    # beside several exchanges count for the one that started first.
+    in_loop: bool  # True if it runs once per layer
+    # The program's cycles during the exchange; 0 if the program waits for it at once. Cycles during
+    # several exchanges count for the first one started.
     beside_cycles: int = 0
 
 
@@ -45,16 +45,16 @@ class ProgramCost(NamedTuple):
 
     argument_bytes: int
     temp_bytes: int
-    alias_bytes: int  # arguments that are updated in place
+    alias_bytes: int  # arguments updated in place
     output_bytes: int
     code_bytes: int
     estimated_cycles: int
     collectives: tuple[Collective, ...]
-    kernels: tuple[str, ...]  # Pallas calls, each once
+    kernels: tuple[str, ...]  # distinct Pallas calls
 
     @property
     def resident_bytes(self) -> int:
-        """The most a device holds while the program runs."""
+        """Return the maximum memory of a device while the program runs."""
         fresh = self.output_bytes - self.alias_bytes
         return self.argument_bytes + self.temp_bytes + fresh + self.code_bytes
 
@@ -92,21 +92,21 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
 
 
 def dearest_cycles(compiled: jax.stages.Compiled) -> int:
-    """The compiler's cycles of a program that takes the dearest branch of each conditional."""
+    """Return the compiler's cycles if each conditional takes its most expensive branch."""
     text = compiled.as_text()
     assert text is not None
     return _Walk(_computations(text), dearest=True).visit("ENTRY", in_loop=False)[0]
 
 
 class _Walk:
-    """Sums over the computations that an entry computation reaches."""
+    """Sums over the computations reachable from an entry computation."""
 
     def __init__(self, computations: dict[str, list[_Instruction]], dearest: bool = False) -> None:
         self._computations = computations
         self._dearest = dearest
 
     def visit(self, name: str, in_loop: bool) -> tuple[int, Counter[Collective]]:
-        """Cycles of one run of a computation, and how often it runs each collective of one time."""
+        """Return the cycles of one run of a computation, and the count of each collective."""
         cycles, counts = 0, Counter[Collective]()
         under_way: dict[str, list[Collective]] = {}  # by the instruction that started them
         for instruction in self._computations.get(name, []):
@@ -132,7 +132,7 @@ class _Walk:
         return cycles, counts
 
     def _holds(self, instruction: _Instruction, target: str) -> bool:
-        """True for a fusion that holds a custom call of this target."""
+        """Return True for a fusion with a custom call of this target."""
         called = re.search(r"calls=%([\w.-]+)", instruction.text)
         if instruction.opcode != "fusion" or called is None:
             return False
@@ -158,7 +158,7 @@ class _Walk:
             if self._dearest:
                 return max(results, key=lambda result: result[0])
             return min(results, key=lambda result: (_exchanged(result[1]), result[0]))
-        if opcode == "call-start":  # of a SparseCore, whose cycles are not the program's
+        if opcode == "call-start":  # runs on a SparseCore, in parallel to the program
             return 0, self.visit(_callee(text, "to_apply"), in_loop)[1]
         own = re.search(r'"estimated_cycles":"(\d+)"', text)
         cycles = int(own[1]) if own else 0
@@ -169,12 +169,12 @@ class _Walk:
             return cycles, Counter()
         inner_cycles, counts = self.visit(called[1], in_loop)
         if own and opcode == "fusion":
-            counts = Counter()  # a part of an exchange that another instruction started
-        # A fusion's estimate is of all it holds; other callers have none of their own.
+            counts = Counter()  # part of an exchange started by another instruction
+        # A fusion's estimate includes its contents; other callers have no estimate.
         return cycles if own or opcode == "fusion" else inner_cycles, counts
 
     def _turns(self, loop: str) -> int:
-        """The turns of a loop, where its condition compares a counter with a constant; else 1.
+        """Return the trip count of a loop that compares a counter with a constant; else 1.
 
         The counters of this package's loops start at 0.
         """
@@ -199,7 +199,7 @@ class _Walk:
 
 
 def _ended(instruction: _Instruction, under_way: Mapping[str, object]) -> str | None:
-    """The instruction under way whose end this one waits for."""
+    """Return the instruction under way that this instruction waits for."""
     if instruction.opcode.endswith("-done"):
         operand = re.search(r"-done\((?:\([^)]*\) |\S+ )?%([\w.-]+)", instruction.text)
         return operand[1] if operand and operand[1] in under_way else None
@@ -209,12 +209,12 @@ def _ended(instruction: _Instruction, under_way: Mapping[str, object]) -> str | 
 
 
 def _exchanged(counts: Counter[Collective]) -> int:
-    """Bytes of all exchanges."""
+    """Return the bytes of all exchanges."""
     return sum(one.num_bytes * times for one, times in counts.items())
 
 
 def _callee(text: str, role: str) -> str:
-    """The computation that an instruction calls in this role."""
+    """Return the computation that an instruction calls in this role."""
     named = re.search(rf"{role}=%([\w.-]+)", text)
     assert named is not None
     return named[1]
@@ -235,7 +235,7 @@ def _collective(instruction: _Instruction, kind: str, in_loop: bool) -> Collecti
 
 
 def _num_bytes(dtype: str, dims: str) -> int:
-    """Bytes of an array as HLO writes it: the first digits of a type are its bits."""
+    """Return the bytes of an HLO array: the first digits of a dtype are its bits."""
     bits = re.search(r"\d+", dtype)  # none in "pred"
     return math.prod(map(int, filter(None, dims.split(",")))) * (int(bits[0]) if bits else 8) // 8
 
@@ -249,7 +249,7 @@ def _group_size(text: str) -> int:
 
 
 def _computations(text: str) -> dict[str, list[_Instruction]]:
-    """Instructions by computation; the entry's are under "ENTRY"."""
+    """Return instructions by computation, with the entry computation as "ENTRY"."""
     found: dict[str, list[_Instruction]] = {}
     current: list[_Instruction] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The quantized matrices of a model, as one device has them."""
+"""The quantized matrices of a model on one device."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,19 @@ from sgl_jax.planner.engine_programs import num_bits
 
 
 class QuantizedProduct(NamedTuple):
-    """Matrices of equal shape, as one device has them."""
+    """Matrices of equal shape on one device."""
 
     scheme: Scheme
     num_layers: int
     inputs: int
     groups: int
     outputs: int
-    num_bytes: int  # of one layer
-    shares_activations: bool = False  # another product has quantized them already
+    num_bytes: int  # per layer
+    shares_activations: bool = False  # already quantized for another product
 
 
 def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProduct, ...]:
-    """All quantized matrices of a model but its experts'."""
+    """Return all quantized matrices of a model, except experts."""
     products = []
     for path, node in nnx.iter_graph(placed.model):
         if isinstance(node, QuantizedMatrix):
@@ -44,7 +44,7 @@ def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProd
 
 
 def _on_device(shape: tuple[int, ...], spec: P, tp_size: int) -> tuple[int, ...]:
-    """One chip's part of an array of a rank, before ranks share it."""
+    """Return one chip's shape of a rank's array, before ranks share it."""
     return tuple(
         size // tp_size if axes == TENSOR_AXIS else size
         for size, axes in zip(shape, spec, strict=True)
@@ -59,7 +59,7 @@ class ExpertFormat(NamedTuple):
 
 
 def expert_format(placed: PlacedModel) -> ExpertFormat | None:
-    """None if experts are floats, or there are none."""
+    """Return the format of quantized experts; None if experts are floats, or there are none."""
     for _, own in nnx.iter_graph(placed.model):
         if type(own) is QuantizedExperts:
             values, scales = own.values.get_value(), own.scales.get_value()

@@ -1,6 +1,6 @@
-"""The time of the kernels of products with quantized matrices.
+"""The time of the kernels that multiply with quantized matrices.
 
-The compiler's cycles of the program include the products that XLA makes.
+Products that XLA computes are part of the compiler's cycles.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ _MI = 2**20
 
 
 class ProductBundles(NamedTuple):
-    """Instructions for 2**20 values of a matrix, by their format."""
+    """Instructions per 2**20 values of a matrix, by format."""
 
-    per_token: float  # multiplied as numbers
-    per_token_as_values: Mapping[str, float]  # multiplied as they are
-    activations: float  # that 2**10 activations are quantized with
-    conversion: Mapping[str, int]  # of values to scaled numbers
-    unscaled: Mapping[str, int]  # the same, if the result is scaled; of experts
+    per_token: float  # product of dequantized values
+    per_token_as_values: Mapping[str, float]  # product of quantized values
+    activations: float  # to quantize 2**10 activations
+    conversion: Mapping[str, int]  # to dequantize with scales
+    unscaled: Mapping[str, int]  # to dequantize without scales (experts: the result is scaled)
 
 
-# `python -m benchmarks.kernels.quantized_cost` counts them.
+# Counted by `python -m benchmarks.kernels.quantized_cost`.
 PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
     {
         "TPU v5 lite": ProductBundles(
@@ -61,7 +61,7 @@ PRODUCT_BUNDLES: Mapping[str, ProductBundles] = MappingProxyType(
 
 
 def conversion_bundles(experts: ExpertFormat | None, chip: Chip) -> int:
-    """Instructions that turn 2**20 values of experts into numbers; None: they are numbers."""
+    """Return the instructions to dequantize 2**20 values of experts; 0 for None (floats)."""
     if experts is None:
         return 0
     own = PRODUCT_BUNDLES[chip.device_kind]
@@ -71,7 +71,7 @@ def conversion_bundles(experts: ExpertFormat | None, chip: Chip) -> int:
 def quantized_time(
     products: tuple[QuantizedProduct, ...], num_tokens: int, chip: Chip
 ) -> KernelTime:
-    """The time of the kernels in a step of `num_tokens`, padding included."""
+    """Return the time of the kernels in a step of `num_tokens`, including padding."""
     num_bytes = seconds = 0.0
     for own in products:
         if kernel_of(own.scheme, num_tokens, own.inputs, own.groups) is not None:

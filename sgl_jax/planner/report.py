@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON for programs."""
+"""A plan as text for people and as JSON for programs."""
 
 import dataclasses
 import shlex
@@ -46,7 +46,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArg
 
 
 def as_text(plan: Estimate) -> str:
-    """The plan as lines of text."""
+    """Return the plan as lines of text."""
     args, memory, topology = plan.request.args, plan.memory, plan.request.topology
     workload, costs = plan.request.workload, (plan.decode.cost, plan.prefill.cost)
     lines = [
@@ -90,7 +90,7 @@ def as_text(plan: Estimate) -> str:
 
 
 def as_dict(plan: Estimate) -> dict[str, Any]:
-    """The plan as values for JSON; times in seconds, sizes in bytes."""
+    """Return the plan as values for JSON; times in seconds, sizes in bytes."""
     args, topology = plan.request.args, plan.request.topology
     return {
         "model": args.model_path,
@@ -119,7 +119,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
 
 
 def serve_command(request: PlanRequest) -> str:
-    """The command line that starts the engine that was planned."""
+    """Return the command line that starts the planned engine."""
     args = request.args
     words = ["sgl-jax", "serve"]
     changed = [name for name in SERVER_SETTINGS if getattr(args, name) != _DEFAULTS[name]]
@@ -146,7 +146,7 @@ def _experts(args: ServerArgs) -> str:
 
 
 def balance_lines(plan: Estimate) -> list[str]:
-    """The recorded loads of devices, if a file has them."""
+    """Return the recorded loads of devices, if there is a file of loads."""
     if plan.balance is None:
         return []
     before, after = plan.balance
@@ -157,7 +157,7 @@ def balance_lines(plan: Estimate) -> list[str]:
 
 
 def _shorter_lines(plan: Estimate) -> list[str]:
-    """The requests that windows or latents add; empty for a model without both."""
+    """Return the requests gained by windows or latents; empty for a model with neither."""
     held, lines = plan.memory.num_requests, []
     for full, change in (
         (plan.requests_without_windows, "every layer kept every token"),
@@ -174,7 +174,7 @@ def _loading_dict(loading: PrefixLoading) -> dict[str, Any]:
 
 
 def _loading_lines(plan: Estimate) -> list[str]:
-    """The prefixes in the host's memory, and the times to load one; empty without them."""
+    """Return the room for prefixes in host memory, and load times; empty without a host cache."""
     loading, memory = plan.loading, plan.memory
     if loading is None:
         return []
@@ -217,7 +217,7 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
 
 
 def _alike(collectives: Iterable[Collective]) -> list[Collective]:
-    """Merge entries whose only difference is the cycles beside them."""
+    """Merge entries that differ only in overlapping cycles."""
     times: Counter[Collective] = Counter()
     for one in collectives:
         times[one._replace(times=0, beside_cycles=0)] += one.times

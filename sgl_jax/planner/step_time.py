@@ -1,10 +1,9 @@
 """The time of one step, from its compiled program and the rates of the chip.
 
-A step is estimated as the longer of (the compiler's cycles of all but kernels and collectives) and
-(the bytes of weights over the bandwidth), plus the kernels (`kernel_time.py`), plus the exposed
-time of collectives: a transfer less the program's cycles between its start and its end.
-Nothing of this was measured on a chip: it is the time of a step in which nothing waits for
-anything else.
+A step takes the maximum of (the compiler's cycles, without kernels and collectives) and (the bytes
+of weights over the bandwidth), plus the kernels (`kernel_time.py`), plus the exposed time of
+collectives: a transfer minus the program's cycles between its start and its end. None of this was
+measured on a chip: it is the time of a step in which nothing waits for anything else.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from sgl_jax.planner.ring_time import ring_time
 from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
-# A ring through the slice uses two of a chip's links, one in each direction.
+# A ring through the slice uses two links of a chip, one per direction.
 _RING_LINKS = 2
 
 
@@ -36,15 +35,15 @@ class StepTime:
     total_s: float
     program_s: float  # the compiler's estimate, without kernels and collectives
     weights_s: float  # reading weights, without experts
-    heads_s: float  # normalising and rotating queries and keys, where a kernel does it
+    heads_s: float  # normalizing and rotating queries and keys, if a kernel does it
     attention_s: float
     recurrences_s: float
     experts_s: float
-    lines_s: float  # bringing tokens to their experts' lines and back
-    quantized_s: float  # products with quantized matrices, where a kernel makes them
+    lines_s: float  # dispatching tokens to experts and combining the results
+    quantized_s: float  # products with quantized matrices computed by a kernel
     ring_s: float  # products over a ring, without their exchanges
     collectives_s: float  # transfers
-    exposed_s: float  # of these, the time with nothing else to compute
+    exposed_s: float  # part of the transfers without overlapping computation
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
 
 
@@ -56,7 +55,7 @@ def estimate_step(
     memory: DeviceBytes,
     chip: Chip,
 ) -> StepTime:
-    """Put one step's time together; `num_tokens` are of the program's shape, padding included."""
+    """Combine one step's times; `num_tokens` is the program's shape, including padding."""
     program = cost.estimated_cycles / chip.clock_hz
     products = quantized_time(() if memory.ring else memory.quantized, num_tokens, chip)
     rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
@@ -100,28 +99,28 @@ def estimate_step(
 
 
 def _bound_of(seconds: float, hbm: float, mxu: float) -> str:
-    """The resource that bounds most of a program's time; "instructions" if none does."""
+    """Return the resource that bounds most of a program's time, else "instructions"."""
     if max(hbm, mxu) < seconds / 2:
         return "instructions"
     return "HBM" if hbm >= mxu else "MXU"
 
 
 def exposed_time(collective: Collective, chip: Chip) -> float:
-    """The part of `collective_time` in which the program has nothing else to compute."""
+    """Return the part of `collective_time` that does not overlap computation."""
     beside = collective.times * collective.beside_cycles / chip.clock_hz
     return max(0.0, collective_time(collective, chip) - beside)
 
 
 def collective_time(collective: Collective, chip: Chip) -> float:
-    """Seconds a step spends in one kind of exchange, as rings over the chips that take part."""
+    """Return a step's seconds for one kind of exchange, as rings over the participating chips."""
     n = collective.group_size
     if n == 1:
         return 0.0
     rounds = 2 * (n - 1) if collective.kind == "all-reduce" else n - 1
     ring = _RING_LINKS * chip.ici_link_bytes_per_s
-    # Each round passes one part on; the result of a reduce-scatter is a part.
+    # Each round forwards one part; the result of a reduce-scatter is a part.
     part = collective.num_bytes / (1 if collective.kind == "reduce-scatter" else n)
-    # Bytes from a chip to each of the others alone go a quarter of the way round on the average.
+    # Bytes for one other chip travel a quarter of the ring on average.
     hops = max(1.0, n / 4) if collective.kind == "all-to-all" else 1.0
     one = rounds * (hops * part / ring + ICI_HOP_S)
     return collective.times * one

@@ -1,4 +1,4 @@
-"""The work of a step, and the time that a kernel takes for it."""
+"""The work of a step, and the time of a kernel for it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,10 +9,10 @@ class StepWork:
     """The work of one rank in a step."""
 
     tokens: int  # queries of all rows
-    kv_tokens_read: int  # by all rows together
+    kv_tokens_read: int  # total over all rows
     query_key_pairs: int  # of attention
-    rows: int = 0  # whose states are read and written
-    is_prefill: bool = True  # decode's products hide behind its reads
+    rows: int = 0  # rows with recurrent states read and written
+    is_prefill: bool = True  # in decode, reads hide the products
 
 
 class KernelTime(NamedTuple):
@@ -20,7 +20,7 @@ class KernelTime(NamedTuple):
 
     hbm_s: float
     instructions_s: float
-    feeds_mxu: bool = False  # the instructions are there to feed the matrix units
+    feeds_mxu: bool = False  # most instructions feed the matrix units
 
     @property
     def total_s(self) -> float:
@@ -28,7 +28,7 @@ class KernelTime(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The main wait: "HBM", "MXU" or "instructions"."""
+        """Return the main bound: "HBM", "MXU" or "instructions"."""
         if self.hbm_s >= self.instructions_s:
             return "HBM"
         return "MXU" if self.feeds_mxu else "instructions"

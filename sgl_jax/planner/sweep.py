@@ -1,4 +1,4 @@
-"""All meshes that use a whole slice, side by side."""
+"""All meshes that use a whole slice, for comparison."""
 
 import sys
 from dataclasses import replace
@@ -10,11 +10,11 @@ from sgl_jax.planner.arguments import PlanRequest, on_mesh
 from sgl_jax.planner.estimate import DoesNotFitError, Estimate, make_estimate
 from sgl_jax.planner.plot_file import figure_class
 
-Outcome = Estimate | str  # or the reason for none
+Outcome = Estimate | str  # or the reason for the failure
 
 
 class SweptMesh(NamedTuple):
-    """A mesh, and the chips that whole experts are dealt out to."""
+    """A mesh, and the number of chips across which whole experts are distributed."""
 
     dp_size: int
     tp_size: int
@@ -26,9 +26,9 @@ class SweptMesh(NamedTuple):
 
 
 def sweep(request: PlanRequest) -> dict[SweptMesh, Outcome]:
-    """By mesh, the most ranks first, with each way to deal out experts, if the model has any.
+    """Return the outcome by mesh, most ranks first, with each expert-parallel size if applicable.
 
-    Each one that has room takes two compilations, named on stderr.
+    Each mesh that fits takes two compilations; progress is printed to stderr.
     """
     outcomes: dict[SweptMesh, Outcome] = {}
     for dp_size, tp_size in request.topology.meshes():
@@ -49,7 +49,7 @@ def _on_swept(request: PlanRequest, mesh: SweptMesh) -> PlanRequest:
 
 
 def sweep_table(outcomes: dict[SweptMesh, Outcome]) -> str:
-    """One line for each mesh, and the fastest."""
+    """Return one line for each mesh, and the fastest."""
     width = max(9, *(len(str(mesh)) for mesh in outcomes))
     lines = [
         f"{'dp x tp':>{width}} {'KV tokens':>12} {'at once':>8} {'decode':>10} {'bound':>12} "
@@ -77,7 +77,7 @@ def sweep_table(outcomes: dict[SweptMesh, Outcome]) -> str:
 
 
 def plot_sweep(outcomes: dict[SweptMesh, Outcome], path: Path) -> None:
-    """Tokens per second and KV tokens of each mesh that fits.
+    """Plot tokens per second and KV tokens of each mesh that fits.
 
     Raises RuntimeError without matplotlib, ValueError if no mesh fits.
     """

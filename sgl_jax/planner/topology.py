@@ -1,13 +1,13 @@
 """TPUs by name: the rates of a device of each generation, and slices as meshes of devices.
 
 HBM, its bandwidth, peak bf16 and interconnect are from Google Cloud's pages on the generations
-(cloud.google.com/tpu/docs); the clock follows from peak and the number of matrix units. A device is
-one to JAX: a chip, but on tpu7x one of a chip's two TensorCores, with half of its memory,
-bandwidth and links.
+(cloud.google.com/tpu/docs); the clock follows from the peak and the number of matrix units. A
+device is a JAX device: a chip, except on tpu7x, where it is one of a chip's two TensorCores, with
+half of its memory, bandwidth and links.
 
-A slice is `v6e-8`, named as Google Cloud does: v5e and v6e count chips, v5p and tpu7x count
-TensorCores, two on each chip. Or its grid of chips: `v6e:2x4`. Its description comes from libtpu,
-which must be installed; no TPU is touched or looked for.
+A slice is named as by Google Cloud, such as `v6e-8`: v5e and v6e count chips, v5p and tpu7x count
+TensorCores, two per chip. Or it is named by its grid of chips: `v6e:2x4`. Its description comes
+from libtpu, which must be installed; no TPU is accessed.
 """
 
 import importlib.util
@@ -26,15 +26,15 @@ from sgl_jax.core.quantization import ActivationFormat
 from sgl_jax.executor.devices import arrange_devices, check_devices
 
 GIB = 2**30
-# From one chip to the next, for each step of an exchange (jax-ml.github.io/scaling-book).
+# Latency between adjacent chips per step of an exchange (jax-ml.github.io/scaling-book).
 ICI_HOP_S = 1e-6
-_CHIPS_OF_A_HOST = 4  # of a slice with several hosts
-_MOST_CHIPS_OF_A_HOST = 8  # of v5e and v6e
+_CHIPS_OF_A_HOST = 4  # in a slice with several hosts
+_MOST_CHIPS_OF_A_HOST = 8  # v5e and v6e
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device; bandwidths in bytes per second, all of them peaks."""
+    """One device; all bandwidths are peaks in bytes per second."""
 
     device_kind: str  # JAX's name
     devices_per_chip: int
@@ -42,17 +42,17 @@ class Chip:
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
     clock_hz: float
-    ici_link_bytes_per_s: float  # of one link in one direction
-    cores_in_name: int  # counted for a chip in the name of a slice
-    fast_format: ActivationFormat  # that is multiplied at twice the rate of bf16
-    # Its part of its host's memory: the smallest of the machine types (cloud.google.com/tpu/docs).
+    ici_link_bytes_per_s: float  # one link in one direction
+    cores_in_name: int  # counted per chip in the name of a slice
+    fast_format: ActivationFormat  # multiplied at twice the rate of bf16
+    # Share of host memory in the smallest machine type (cloud.google.com/tpu/docs).
     host_memory_bytes: int
-    # PCIe, in one direction (jax-ml.github.io/scaling-book; TPU7x is counted as v6e).
+    # PCIe in one direction (jax-ml.github.io/scaling-book; TPU7x is assumed equal to v6e).
     host_link_bytes_per_s: float
-    grids: tuple[tuple[int, ...], ...]  # of chips, that can be rented, the smallest first
+    grids: tuple[tuple[int, ...], ...]  # grids of chips for rent, smallest first
 
     def matrix_seconds(self, flops: float, activation: ActivationFormat | None = None) -> float:
-        """The least time of products, of bf16 or of activations in 8 bits."""
+        """Return the minimum time of products in bf16, or with 8-bit activations."""
         return flops / self.bf16_flops_per_s / (2 if activation == self.fast_format else 1)
 
 
@@ -112,12 +112,12 @@ class Topology(NamedTuple):
 
     @classmethod
     def all_of(cls, generation: str) -> list["Topology"]:
-        """Every slice of a generation, the smallest first."""
+        """Return every slice of a generation, smallest first."""
         return [cls(generation, grid) for grid in CHIPS[generation].grids]
 
     @property
     def name(self) -> str:
-        """The cloud's name: `v6e-8`."""
+        """Return Google Cloud's name, such as `v6e-8`."""
         return f"{self.generation}-{self.num_chips * self.chip.cores_in_name}"
 
     @property
@@ -130,22 +130,22 @@ class Topology(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """The devices that JAX counts."""
+        """Return the number of JAX devices."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
     def num_hosts(self) -> int:
-        """The machines of the slice: a flat one of up to eight chips is one machine."""
+        """Return the number of machines; a flat slice of up to eight chips is one machine."""
         most = _MOST_CHIPS_OF_A_HOST if self.chip.grids is _FLAT else _CHIPS_OF_A_HOST
         return 1 if self.num_chips <= most else self.num_chips // _CHIPS_OF_A_HOST
 
     @property
     def host_memory_bytes(self) -> int:
-        """The memory of each machine."""
+        """Return the memory of each machine."""
         return self.chip.host_memory_bytes * self.num_chips // self.num_hosts
 
     def meshes(self) -> list[tuple[int, int]]:
-        """(dp_size, tp_size) of each mesh that uses the whole slice, the most ranks first."""
+        """Return (dp_size, tp_size) of each mesh of the whole slice, most ranks first."""
         devices = self.num_devices
         return [(devices // n, n) for n in range(1, devices + 1) if devices % n == 0]
 
@@ -158,7 +158,7 @@ class Topology(NamedTuple):
 
 
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
-    """The mesh ('data', 'tensor') that an engine would make on the slice.
+    """Return the mesh ('data', 'tensor') that an engine would create on the slice.
 
     Raises:
         RuntimeError: libtpu is not installed.
@@ -178,7 +178,7 @@ def _devices(topology: Topology) -> list[topologies.TopologyDescription]:
             "the TPU's compiler is not installed: pip install 'sgl-jax[tpu]' brings libtpu, which "
             "needs no TPU to compile"
         )
-    # Read when libtpu loads: no metadata server is queried, and other processes may load it, too.
+    # Read when libtpu loads: query no metadata server, and allow other processes to load it, too.
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),

@@ -96,7 +96,7 @@ class SessionService(Generic[T]):
         return Reply(rid=message.rid, ok=True, data=msgspec.to_builtins(data, enc_hook=str))
 
     def home_of(self, request: T) -> RankMemory | None:
-        """Return the memory with the lease of the request's session, None if not continued."""
+        """Return the memory with the session's lease if the request can continue it, else None."""
         return None if request.kept_by is None else self._home(request.kept_by)
 
     def end_turn(self, request: T, *, succeeded: bool) -> None:
