@@ -1,1 +1,1 @@
-"""Benchmarks for operators: `sgl-jax bench serve` and `sgl-jax bench trace`."""
+"""Benchmarks for operators: `sgl-jax bench serve`, `... bench trace` and `... bench fleet`."""

@@ -1,5 +1,5 @@
-"""`sgl-jax bench serve ...` loads a running server; `sgl-jax bench trace FILE` replays traffic, and
-`sgl-jax bench fleet FILE` does so over many engines."""
+"""`sgl-jax bench {serve,trace,fleet}`: load a running server, replay traffic on one engine, or
+replay it on many engines."""
 
 import sys
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ _USAGE = "usage: sgl-jax bench {serve,trace,fleet} ..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark named by the first word; returns the exit code, 2 for any other word."""
+    """Run the benchmark named by the first word; return the exit code, 2 for any other word."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Imported on use: only one needs aiohttp, only the others the scheduler.
+    # Imported on use: only `serve` needs aiohttp, only the other two need the scheduler.
     if words[:1] == ["serve"]:
         from sgl_jax.bench.serve import main as serve
 

@@ -1,9 +1,9 @@
 """Load a running server and report throughput and latency: `sgl-jax bench serve`.
 
 Flags and table match SGLang's `bench_serving` with its random-token data set. Requests go to the
-native route (`--backend sglang`) or the OpenAI route (`--backend sglang-oai`) of any server that
-has them, so one program can measure two servers. The vocabulary size and the longest request are
-read from the server.
+native route (`--backend sglang`) or the OpenAI route (`--backend sglang-oai`) of any server with
+that route, so that one program can measure two servers. The vocabulary size and the longest request
+are read from the server.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-_FIRST_PLAIN_TOKEN = 300  # below lie bytes and special tokens in most vocabularies
+_FIRST_PLAIN_TOKEN = 300  # most vocabularies begin with bytes and special tokens
 _LAST_SPECIAL_TOKENS = 16
 # Routes with a server's limits, and the names of those limits in sgl_jax and in SGLang.
 _FACT_ROUTES = ("/get_model_info", "/get_server_info")
@@ -29,7 +29,7 @@ _REQUEST_LIMITS = ("max_request_tokens", "context_length")
 
 
 class LoadError(ValueError):
-    """This server would refuse the requested load; the message names the flags to change."""
+    """The server would refuse the requested load; the message names the flags to change."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ServerFacts:
     """A server's limits on requests; None for a limit that its routes do not return."""
 
     vocab_size: int | None
-    max_request_tokens: int | None  # prompt and output together
+    max_request_tokens: int | None  # prompt and output
 
     @classmethod
     def read(cls, url: str) -> "ServerFacts":
@@ -48,7 +48,7 @@ class ServerFacts:
                 with urllib.request.urlopen(url + route, timeout=60) as response:
                     limits = json.load(response) | limits
             except urllib.error.HTTPError:
-                continue  # a server of another kind, without that route
+                continue  # a different kind of server, without that route
             except (OSError, ValueError) as error:
                 raise LoadError(f"no server responds at {url}{route}: {error}") from error
         most = next((limits[name] for name in _REQUEST_LIMITS if limits.get(name)), None)
@@ -57,7 +57,7 @@ class ServerFacts:
 
 @dataclass
 class RequestTimes:
-    """One request as the client measures it; times in seconds from its start."""
+    """One request as measured by the client; times in seconds from its start."""
 
     num_output_tokens: int = 0
     ttft_s: float = 0.0
@@ -81,7 +81,7 @@ class Load:
 
 
 def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
-    """Random prompts of the requested lengths; equal seeds give equal prompts.
+    """Return random prompts of the requested lengths; equal seeds give equal prompts.
 
     Raises LoadError if the server would refuse a request.
     """
@@ -181,7 +181,7 @@ async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> Reque
 
 
 async def run(load: Load) -> tuple[list[RequestTimes], float]:
-    """Send all requests; returns one entry per request, and the seconds from start to end."""
+    """Send all requests; return one entry per request, and the seconds from start to end."""
     permits = asyncio.Semaphore(load.max_concurrency)
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(
@@ -199,7 +199,7 @@ async def run(load: Load) -> tuple[list[RequestTimes], float]:
 
 
 def summarise(load: Load, results: Sequence[RequestTimes], wall_s: float) -> dict[str, float]:
-    """The figures of the table, by name. Latencies in milliseconds."""
+    """Return the figures of the table by name. Latencies are in milliseconds."""
     done = [times for times in results if times.error is None]
     inputs = sum(len(load.prompts[i]) for i, times in enumerate(results) if times.error is None)
     outputs = sum(times.num_output_tokens for times in done)
@@ -244,7 +244,7 @@ _TITLES = {
 
 
 def format_table(figures: dict[str, float]) -> str:
-    """The table as SGLang prints it."""
+    """Return the table in SGLang's format."""
     lines = [f"{' Serving Benchmark Result ':=^60}"]
     for name, value in figures.items():
         if not name.endswith("_ms"):
@@ -283,7 +283,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if any request failed, 2 if the server would refuse the load."""
+    """Run the benchmark; return 1 if a request failed, 2 if the server would refuse the load."""
     args = parse_args(argv)
     try:
         load = make_load(args, ServerFacts.read(args.base_url))

@@ -1,1 +1,1 @@
-"""A fleet of engines behind a router, on paper: real schedulers, a clock of its own, no device."""
+"""A simulated fleet of engines and its router: real schedulers, a logical clock, no device."""

@@ -1,7 +1,7 @@
 """`sgl-jax bench fleet FILE`: recorded traffic over many engines, by several routing policies.
 
-Exit code 0: all runs ended, and the memory of all engines passed its audit. 1: the memory of one
-and its ledger differ. 2: bad input.
+Exit code 0: all runs ended, and the memory of all engines passed its audit. 1: an engine's memory
+does not match its ledger. 2: bad input.
 """
 
 import argparse
@@ -36,12 +36,12 @@ _SETTINGS = (
     *("tp_size", "max_total_tokens", "max_running_requests", "chunked_prefill_size"),
     *PLANNER_SETTINGS,
 )
-# A router sends on without a limit: far more than an engine's queue ever has.
+# The router forwards without a limit: far more than an engine's queue ever holds.
 _MAX_QUEUED = 20_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     words = _parser().parse_args(argv)
     return print_result(lambda: _run(words))
 
@@ -110,7 +110,7 @@ def _check(words: argparse.Namespace) -> None:
 
 
 def _run(words: argparse.Namespace) -> str:
-    """All runs, and their report; writes the picture for `--plot`."""
+    """Return the report of all runs; write the picture for `--plot`."""
     _check(words)
     trace = read_trace(words.file, words.num_requests)
     args = ServerArgs(

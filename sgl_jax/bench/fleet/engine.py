@@ -1,12 +1,12 @@
 """One engine of a fleet: the real scheduler and memory on a logical clock.
 
-A decode step that no prompt shares is the first of a *burst* of such steps: the scheduler plans the
-burst as one step with drafts, all of which are accepted. A burst ends where the first of its
-requests may end, after `BURST_STEPS` steps, or at the end of the step during which another request
-arrives. So each request starts, and gets its first and last token, at the same time as if each step
-were planned; one plan instead of up to 128 makes a thousand engines feasible. While memory is
-short, each step is planned: a burst's pages are taken at its start, and would change the decisions
-of admission and retraction.
+A pure decode step is the first of a *burst* of such steps: the scheduler plans the burst as one
+step with drafts, all of which are accepted. A burst ends when the first of its requests may end,
+after `BURST_STEPS` steps, or at the end of the step during which another request arrives. So each
+request starts, and gets its first and last token, at the same time as if each step were planned;
+one plan instead of up to 128 makes a thousand engines feasible. While memory is short, each step is
+planned separately: a burst takes its pages at its start, which would change the decisions of
+admission and retraction.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
-BURST_STEPS = 128  # decode steps of one plan, at most
+BURST_STEPS = 128  # maximum decode steps per plan
 
 
 class ServedRequest(NamedTuple):
@@ -55,7 +55,7 @@ class _Flight(NamedTuple):
 
 
 def fleet_sizes(sizes: EngineSizes, burst_steps: int = BURST_STEPS) -> EngineSizes:
-    """The sizes of an engine whose scheduler plans bursts of decode steps, in place of `sizes`."""
+    """Return `sizes` for a scheduler that plans bursts of decode steps."""
     num_drafts = burst_steps - 1
     drafted = (sizes.num_rows - 1) * num_drafts
     return sizes._replace(
@@ -66,14 +66,14 @@ def fleet_sizes(sizes: EngineSizes, burst_steps: int = BURST_STEPS) -> EngineSiz
 
 
 class FleetEngine:
-    """An engine that is given requests in order of arrival, and runs up to any time.
+    """An engine that takes requests in order of arrival, and runs up to any time.
 
     Args:
-        index: of the engine in its fleet.
-        sizes: as of `fleet_sizes`, with one rank.
-        args: of the scheduler.
-        step_seconds: the duration of each step, drafts not counted.
-        logs_blocks: whether `take_block_events` is used.
+        index: the engine's index in its fleet.
+        sizes: sizes from `fleet_sizes`, with one rank.
+        args: the scheduler's settings.
+        step_seconds: the duration of each step, without drafts.
+        logs_blocks: record KV events for `take_block_events`.
     """
 
     def __init__(
@@ -90,29 +90,29 @@ class FleetEngine:
         self._scheduler = Scheduler(sizes, args)
         self._step_seconds = step_seconds
         self._flight: _Flight | None = None
-        self._first_token_s: dict[str, float] = {}  # of running requests
-        self._num_outputs: dict[str, int] = {}  # tokens of unfinished requests
+        self._first_token_s: dict[str, float] = {}  # by running request
+        self._num_outputs: dict[str, int] = {}  # output tokens by unfinished request
         self._began: list[int] = []
         self._served: list[ServedRequest] = []
         self._all_rows = np.arange(sizes.num_rows)
         self._seeds = np.zeros(sizes.num_rows, np.int64)
         self._log = self._scheduler.ranks[0].memory.log_blocks() if logs_blocks else None
-        self.num_steps = 0  # of the device; a burst counts each
+        self.num_steps = 0  # device steps; a burst counts all its steps
         self.num_plans = 0
         self.busy_s = 0.0
 
     @property
     def next_end_s(self) -> float:
-        """The end of the step on the device; infinity if it is idle."""
+        """Return the end of the step on the device; infinity if the device is idle."""
         return float("inf") if self._flight is None else self._flight.end_s
 
     def submit(self, request: FleetRequest) -> None:
-        """Add a request; all earlier ones arrived no later."""
+        """Add a request that arrives no earlier than all previous requests."""
         now_s = request.arrival_s
         self.run_until(now_s)
         traced, rid = request.traced, str(request.number)
         self._num_outputs[rid] = 0
-        # An array in place of a list, which would take longer to make and read than all the rest.
+        # An array: building and reading a list would take longer than everything else.
         tokens: Any = prompt_tokens(traced)
         message = GenerateRequest(
             rid=rid,
@@ -127,7 +127,7 @@ class FleetEngine:
             self._shorten(now_s)
 
     def run_until(self, now_s: float) -> None:
-        """End the steps that are over by `now_s`, and start the steps after them."""
+        """End the steps that are over by `now_s`, and start the following steps."""
         while self._flight is not None and self._flight.end_s <= now_s:
             flight, self._flight = self._flight, None
             self.busy_s += flight.end_s - flight.start_s
@@ -154,18 +154,17 @@ class FleetEngine:
 
     @property
     def cached_pages(self) -> int:
-        """Pages of the prefix cache, with those in use."""
+        """Return the number of pages in the prefix cache, including pages in use."""
         (view,) = self._scheduler.memory_views()
         return view.cached_pages
 
     def audit(self) -> None:
-        """Raise `MemoryDefectError` if the memory and its ledger differ."""
+        """Raise `MemoryDefectError` if the memory does not match its ledger."""
         self._scheduler.audit()
 
     def _start(self, now_s: float) -> None:
-        """Plan the next step, and start it."""
         running = self._scheduler.ranks[0].running
-        if self._has_room_for_bursts():  # bursts are cut short, which is no reason to draft less
+        if self._has_room_for_bursts():  # a burst cut short is not a reason to draft less
             start_drafting(running, self._all_rows, self._sizes.max_draft_tokens)
         else:
             running.draft_from_len[:] = self._sizes.max_context_len
@@ -186,13 +185,13 @@ class FleetEngine:
         self._flight = _Flight(plan, now_s, self._seconds(plan, num_steps), num_steps)
 
     def _has_room_for_bursts(self) -> bool:
-        """Return whether memory is far from short, also with a burst's pages."""
+        """Return True if memory is far from short, even with a burst's pages."""
         rank = self._scheduler.ranks[0]
         pages = len(rank.running) * self._sizes.pages_for(1 + self._sizes.max_draft_tokens)
         return rank.memory.num_available_pages - 2 * pages > self._sizes.pool_pages[0] // 8
 
     def _seconds(self, plan: StepPlan, num_steps: int) -> float:
-        """The time of each step of a burst: of its middle one, since KV grows by the step."""
+        """Return the time per step of a burst, measured at its middle step, since KV grows."""
         (rank_plan,) = plan.ranks
         middle = rank_plan._replace(kv_starts=rank_plan.kv_starts + (num_steps - 1) // 2)
         return self._step_seconds([rank_load(middle)])
@@ -205,7 +204,7 @@ class FleetEngine:
             self._flight = self._flight._replace(num_steps=steps)
 
     def _result(self, plan: RankPlan, num_steps: int) -> RankResult:
-        """Tokens that depend on position and seed: prompts alike have answers of their own."""
+        """Return tokens that depend on position and seed: equal prompts get different outputs."""
         tokens = np.full((len(plan.rows), 1 + self._sizes.max_draft_tokens), -1, np.int32)
         ends = plan.kv_starts.astype(np.int64)
         ends[plan.num_decode :] += plan.q_lens[plan.num_decode :] - 1

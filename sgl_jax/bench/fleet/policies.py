@@ -1,7 +1,7 @@
-"""Routing policies: the engine that gets a request.
+"""Routing policies: the choice of the engine for a request.
 
-A policy uses a router's facts alone: the requests that it sent, the answers that pass through it
-(`RouterView` counts both), and the KV events that engines publish.
+A policy uses only facts available to a router: the requests it sent, the outputs that pass through
+it (`RouterView` counts both), and the KV events that engines publish.
 """
 
 from bisect import bisect_left
@@ -16,11 +16,11 @@ from sgl_jax.bench.fleet.traffic import FleetRequest
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, prompt_tokens
 from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 
-# The defaults of sglang-router: requests in flight, their ratio, and the share of a prompt.
+# Defaults of sglang-router: requests in flight, their ratio, and the share of a prompt.
 _BALANCE_ABS, _BALANCE_REL, _CACHE_THRESHOLD = 64, 1.5, 0.3
-# If more engines hold a page, the least loaded one alone is a candidate.
+# If more engines hold a page, only the least loaded engine is a candidate.
 _MAX_HOLDERS = 32
-# The prompt tokens that a running request costs the next one, about.
+# Approximate cost of a running request to the next request, in prompt tokens.
 _RUNNING_TOKENS = 512
 _NONE: frozenset[int] = frozenset()
 
@@ -31,7 +31,9 @@ class RouterView:
     def __init__(self, num_engines: int) -> None:
         self.num_engines = num_engines
         self.in_flight = np.zeros(num_engines, np.int64)  # requests
-        self.waiting_tokens = np.zeros(num_engines, np.int64)  # of prompts without a first token
+        self.waiting_tokens = np.zeros(
+            num_engines, np.int64
+        )  # prompt tokens of requests without a first token
         self._sent: dict[int, tuple[int, int]] = {}  # number -> engine and tokens to compute
 
     def record_sent(self, number: int, engine: int, num_tokens: int) -> None:
@@ -41,7 +43,6 @@ class RouterView:
         self._sent[number] = engine, num_tokens
 
     def record_first_token(self, number: int) -> None:
-        """Record a request's first token."""
         engine, num_tokens = self._sent[number]
         self.waiting_tokens[engine] -= num_tokens
         self._sent[number] = engine, 0
@@ -54,29 +55,29 @@ class RouterView:
 
     @property
     def is_waiting(self) -> bool:
-        """True while a request that was sent has not ended."""
+        """Return True while a sent request has not ended."""
         return bool(self._sent)
 
     def least_loaded(self, number: int) -> int:
-        """The engine with the fewest requests in flight; those alike take turns."""
+        """Return the engine with the fewest requests in flight; ties rotate with `number`."""
         return _argmin_from(self.in_flight, number)
 
 
 class RoutingPolicy(Protocol):
-    """Chooses engines. `reads_events`: whether `stored` and `removed` are called."""
+    """Chooses engines. `stored` and `removed` are called only if `reads_events`."""
 
     reads_events: bool
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
-        """The engine, and the tokens of the prompt that it has presumably cached."""
+        """Return the engine, and the prompt tokens that it has presumably cached."""
         ...
 
     def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
-        """An engine now holds these pages."""
+        """Record that an engine now holds these pages."""
         ...
 
     def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
-        """An engine no longer holds these pages."""
+        """Record that an engine no longer holds these pages."""
         ...
 
 
@@ -119,15 +120,15 @@ class Sticky(_WithoutEvents):
 class CacheAware(_WithoutEvents):
     """The rule of sglang-router's `cache_aware`, with its defaults.
 
-    Source: the code of SGLang's model gateway (`policies/cache_aware.rs`), and the documentation of
-    its successor (`docs/concepts/routing/cache-aware.md` of lightseekorg/smg).
+    Source: SGLang's model gateway (`policies/cache_aware.rs`), and the documentation of its
+    successor (`docs/concepts/routing/cache-aware.md` of lightseekorg/smg).
 
-    If the most loaded engine has over 64 requests more than the least loaded one, and over 1.5
-    times as many, the least loaded gets the request. Else it goes to the engine that was sent the
-    longest of its prefixes, if that is over 0.3 of the prompt, and to the least loaded otherwise.
-    The router's tree keeps all that it sent, also after an engine evicts it. Here it has one engine
-    for each block, the last one, and is never trimmed: the router trims an engine's part to 2**26
-    characters.
+    If the most loaded engine has over 64 more requests than the least loaded engine, and over 1.5
+    times as many, the least loaded engine gets the request. Otherwise it goes to the engine that
+    was sent the longest of its prefixes, if that is over 0.3 of the prompt, else to the least
+    loaded engine. The router's tree keeps everything it sent, even after an engine evicts it. Here,
+    it stores only the last engine of each block, and is never trimmed; the router trims an engine's
+    part to 2**26 characters.
     """
 
     def __init__(self, view: RouterView, page_size: int) -> None:
@@ -149,11 +150,11 @@ class CacheAware(_WithoutEvents):
 
 
 class PrefixAware:
-    """The engine with the least to compute before the first token, by published KV events.
+    """Choose the engine with the least to compute before the first token, by published KV events.
 
-    An engine's cost is its prompt tokens that wait, this prompt's tokens that it does not hold, and
-    a little for each of its requests. Candidates are engines that hold much of the prompt, and the
-    least loaded one.
+    An engine's cost is its waiting prompt tokens, this prompt's tokens that it does not hold, and a
+    small amount for each of its requests. Candidates are engines that hold much of the prompt, and
+    the least loaded engine.
     """
 
     reads_events = True
@@ -162,7 +163,7 @@ class PrefixAware:
         self._view = view
         self._page_size = page_size
         self._hasher = PrefixHasher(page_size)
-        # Page hash -> the engine, or engines: most pages have one, and a set takes 200 bytes.
+        # Page hash -> engine, or engines: most pages have one, and a set takes 200 bytes.
         self._holders: dict[int, int | set[int]] = {}
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
@@ -180,7 +181,7 @@ class PrefixAware:
         return engine, num_cached
 
     def _candidates(self, pages: Sequence[int], load: NDArray[np.int64]) -> set[int]:
-        """Engines that hold the longest prefix that any holds, or a good part of it."""
+        """Return engines that hold the longest prefix held by any engine, or a large part of it."""
         depth = bisect_left(pages, True, key=lambda page: page not in self._holders)
         found: set[int] = set()
         while depth:
@@ -197,7 +198,7 @@ class PrefixAware:
         return {holders} if isinstance(holders, int) else holders
 
     def _depth(self, pages: Sequence[int], engine: int) -> int:
-        """The number of the prompt's first pages that `engine` holds."""
+        """Return the number of the prompt's first pages that `engine` holds."""
         return bisect_left(pages, True, key=lambda page: engine not in self._holders_of(page))
 
     def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
@@ -220,7 +221,7 @@ class PrefixAware:
 
 
 def _argmin_from(values: NDArray[np.int64], number: int) -> int:
-    """The index of the least value; of equal ones, the first from `number` modulo their count."""
+    """Return the index of the minimum; of ties, the first from `number` modulo their count."""
     first = number % len(values)
     after, before = int(values[first:].argmin()) + first, int(values[: first + 1].argmin())
     return after if values[after] <= values[before] else before

@@ -14,13 +14,13 @@ _PERCENTILES = (50, 90, 99)
 
 
 class Target(NamedTuple):
-    """The latencies of a good answer, in seconds."""
+    """The maximum latencies of a good answer, in seconds."""
 
     first_token_s: float
-    per_token_s: float  # between tokens, the mean of the answer
+    per_token_s: float  # mean time between the answer's tokens
 
     def is_met(self, run: FleetRun) -> NDArray[np.bool_]:
-        """bool[requests]: True where a request of a run met both; refused ones did not."""
+        """Return bool[requests]: True if a request met both limits; refused requests did not."""
         later = np.maximum(run.output_tokens - 1, 1)
         per_token_s = (run.end_s - run.first_token_s) / later
         is_met: NDArray[np.bool_] = (run.first_token_s <= self.first_token_s) & (
@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 
 def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
-    """JSON values of one run; times are seconds of the clock.
+    """Return JSON values of one run; times are seconds of the clock.
 
     `goodput` is good answers per second of arrivals. Raises RuntimeError if all were refused.
     """
@@ -59,7 +59,7 @@ def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
 
 
 def table(values: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line per policy, from the values of its run."""
+    """Return one line per policy, from the values of its run."""
     lines = [
         f"{'':14}{'hit':>7}{'first token, s':>24}{'good':>8}{'good':>10}{'busy':>14}",
         f"{'policy':14}{'rate':>7}{'p50':>8}{'p90':>8}{'p99':>8}{'share':>8}{'per s':>10}"
@@ -76,7 +76,7 @@ def table(values: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot_fleet(runs: Mapping[str, FleetRun], target: Target, title: str, path: Path) -> None:
-    """Draw each policy's times to the first token, and its hits and good answers by the minute."""
+    """Draw each policy's times to the first token, and its hits and good answers by minute."""
     figure = figure_class()(figsize=(9, 9), layout="constrained")
     first, hits, good = figure.subplots(3, 1)
     shares = np.linspace(0, 100, 201)
@@ -96,7 +96,7 @@ def plot_fleet(runs: Mapping[str, FleetRun], target: Target, title: str, path: P
 
 
 def _minutes(run: FleetRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Minutes in which requests arrive, and the index of each request's."""
+    """Return the minutes in which requests arrive, and each request's index among them."""
     minutes, by_minute = np.unique((run.arrivals_s // 60).astype(np.int64), return_inverse=True)
     return minutes, by_minute
 

@@ -1,7 +1,6 @@
 """One run of a fleet: traffic through a routing policy to engines, interval by interval.
 
-The clock is logical, and the figures are a function of the inputs, however many processes run the
-engines.
+The clock is logical. The figures are a function of the inputs, whatever the number of processes.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from sgl_jax.bench.fleet.policies import POLICIES, RouterView
 from sgl_jax.bench.fleet.traffic import Traffic
 from sgl_jax.bench.fleet.workers import EngineTotals, FleetShape, Interval, Report, Workers
 
-# First and last tokens and KV events reach the router one to two intervals later.
+# First and last tokens and KV events reach the router after one to two intervals.
 INTERVAL_S = 0.05
 
 
@@ -33,17 +32,17 @@ class FleetRun(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last token."""
+        """Return the time from the first arrival to the last token."""
         return float((self.arrivals_s + self.end_s).max())
 
     @property
     def busy(self) -> NDArray[np.float64]:
-        """The share of the duration that each engine's device is busy, float64[engines]."""
+        """Return each engine's busy share of the duration, float64[engines]."""
         return np.array([total.busy_s for total in self.totals]) / self.duration_s
 
 
 class FleetRouter:
-    """Sends requests by a policy, and gives it the engines' reports."""
+    """Sends requests by a policy, and passes the engines' reports to it."""
 
     def __init__(self, policy_name: str, shape: FleetShape) -> None:
         self.view = RouterView(shape.num_engines)
@@ -51,7 +50,7 @@ class FleetRouter:
         self.served: list[ServedRequest] = []
 
     def route(self, traffic: Traffic, begin: int, end: int, end_s: float) -> Interval:
-        """The interval until `end_s` with the requests [begin, end)."""
+        """Return the interval until `end_s` with the requests [begin, end)."""
         engines = []
         for number in range(begin, end):
             request = traffic.request(number)
@@ -74,7 +73,7 @@ class FleetRouter:
 def run_fleet(policy_name: str, shape: FleetShape, num_processes: int) -> FleetRun:
     """Serve all traffic by the policy of that name in `POLICIES`.
 
-    Raises RuntimeError if a process fails, a memory audit among its reasons, or an answer is short.
+    Raises RuntimeError if a process fails, including by a memory audit, or an answer is short.
     """
     traffic = Traffic(shape.trace, shape.copies, shape.speedup)
     router = FleetRouter(policy_name, shape)
@@ -98,7 +97,7 @@ def run_fleet(policy_name: str, shape: FleetShape, num_processes: int) -> FleetR
 
 
 def _figures(traffic: Traffic, served: list[ServedRequest], totals: list[EngineTotals]) -> FleetRun:
-    # Each field an array over the requests.
+    # Each field is an array over the requests.
     columns: Any = ServedRequest._make(map(np.array, zip(*sorted(served), strict=True)))
     is_refused = columns.is_refused
     wanted = traffic.output_lens

@@ -1,4 +1,4 @@
-"""Recorded traffic, multiplied: many users as the recorded ones, each with prefixes of its own."""
+"""Recorded traffic, multiplied: copies of the recorded users, each with different prefixes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,10 @@ import numpy as np
 
 from sgl_jax.bench.trace.reading import TracedRequest
 
-# Copies start evenly within this time, so that not all bursts of the record coincide.
+# Copies start evenly within this time, so that bursts of the record do not all coincide.
 _SPREAD_S = 60.0
-# A block of this share of the recorded requests, and of so many, is the service's (its system
-# prompt), not a user's.
+# A block in this share of the recorded requests, and in this many, belongs to the service (its
+# system prompt), not to a user.
 _SHARED_SHARE, _MIN_SHARED = 0.1, 20
 
 
@@ -21,14 +21,14 @@ class FleetRequest(NamedTuple):
     number: int  # in order of arrival
     arrival_s: float
     traced: TracedRequest
-    conversation: int  # the first block that is not the service's, or else the last
+    conversation: int  # the first user block, else the last block
 
 
 class Traffic:
-    """`copies` of a record, mixed in order of arrival.
+    """`copies` of a record, merged in order of arrival.
 
-    Blocks that a tenth of the recorded requests have are common to all copies; each other block is
-    the copy's own.
+    Blocks in a tenth of the recorded requests are common to all copies; all other blocks differ
+    between copies.
 
     Args:
         trace: at least one request, in order of arrival.
@@ -41,7 +41,7 @@ class Traffic:
     def __init__(self, trace: Sequence[TracedRequest], copies: int, speedup: float = 1.0) -> None:
         self._trace = trace
         uses = Counter(block for request in trace for block in request.block_ids)
-        # Small numbers replace the record's ids, so that the ids of all copies fit 64 bits.
+        # Small indices replace the record's ids, so that the ids of all copies fit in 64 bits.
         self._index_of = {id: index for index, id in enumerate(uses)}
         least = max(_SHARED_SHARE * len(trace), _MIN_SHARED)
         self._shared = {self._index_of[id] for id, num in uses.items() if num >= least}
@@ -61,7 +61,7 @@ class Traffic:
         return map(self.request, range(len(self)))
 
     def request(self, number: int) -> FleetRequest:
-        """Request `number`, with the block ids of its copy."""
+        """Return request `number` with the block ids of its copy."""
         recorded = self._trace[self._indices[number]]
         shift = int(self._copies[number]) * len(self._index_of)
         indices = map(self._index_of.__getitem__, recorded.block_ids)

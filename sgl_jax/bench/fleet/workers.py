@@ -1,9 +1,9 @@
-"""Processes that run a fleet's engines, each a part of them, one interval of the clock at a time.
+"""Processes that each run a part of a fleet's engines, one interval of the clock at a time.
 
-The engines of a fleet share nothing but the router, so a process can run its engines through an
-interval once it has the requests that arrive within. The router sends the next interval's requests
-before it reads the reports on this one: all processes are busy, and reports reach the router
-one to two intervals late, as over a network.
+The engines of a fleet share only the router, so a process can run its engines through an interval
+once it has the requests that arrive within. The router sends the next interval's requests before it
+reads the reports on the current one: all processes are busy, and reports reach the router one to
+two intervals late, as over a network.
 """
 
 import gc
@@ -22,12 +22,12 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.tree.block_log import BlocksRemoved, BlocksStored
 
-# Requests live for minutes: frequent searches for reference cycles would find none.
+# Requests live for minutes: frequent garbage collections would find nothing.
 _GC_THRESHOLD = 500_000
 
 
 class FleetShape(NamedTuple):
-    """All that a process needs to build its engines; sizes as of `fleet_sizes`."""
+    """Everything a process needs to build its engines; `sizes` come from `fleet_sizes`."""
 
     num_engines: int
     sizes: EngineSizes
@@ -39,7 +39,7 @@ class FleetShape(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """One interval of the clock: its end, and the requests within, in order of arrival."""
+    """One interval of the clock: its end, and its requests in order of arrival."""
 
     end_s: float
     numbers: list[int]
@@ -69,7 +69,7 @@ class EngineTotals(NamedTuple):
     num_steps: int
     num_plans: int
     busy_s: float
-    cached_pages: int  # in the end
+    cached_pages: int  # at the end
 
 
 class EngineGroup:
@@ -85,7 +85,7 @@ class EngineGroup:
             for index in range(first, shape.num_engines, stride)
         }
         self._ends: list[tuple[float, int]] = []  # a heap: end of a step, engine
-        self._end_of = dict.fromkeys(self._engines, float("inf"))  # entries that still hold
+        self._end_of = dict.fromkeys(self._engines, float("inf"))  # valid entries of the heap
 
     def run(self, interval: Interval) -> Report:
         """Run all engines through an interval."""
@@ -111,7 +111,7 @@ class EngineGroup:
     def totals(self) -> list[EngineTotals]:
         """Audit the memory of all engines, and return the work of each.
 
-        Raises `MemoryDefectError` if the memory of one and its ledger differ.
+        Raises `MemoryDefectError` if an engine's memory does not match its ledger.
         """
         for engine in self._engines.values():
             engine.audit()
@@ -138,10 +138,10 @@ class EngineGroup:
 
 
 class Workers:
-    """The processes of a fleet; close it in the end."""
+    """The processes of a fleet. Call `close` at the end."""
 
     def __init__(self, shape: FleetShape, logs_blocks: bool, num_processes: int) -> None:
-        context = multiprocessing.get_context("spawn")  # of numpy's threads, none survives a fork
+        context = multiprocessing.get_context("spawn")  # numpy's threads do not survive a fork
         self._num_processes = num_processes
         self._pipes: list[Connection] = []
         self._processes = []
@@ -156,16 +156,16 @@ class Workers:
             self._processes.append(process)
 
     def send(self, interval: Interval) -> None:
-        """Start an interval. Raises as `receive`."""
+        """Start an interval. Raises RuntimeError if a process failed."""
         pairs = list(zip(interval.numbers, interval.engines, strict=True))
         for first, pipe in enumerate(self._pipes):
             own = [(number, i) for number, i in pairs if i % self._num_processes == first]
             _send(pipe, Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
 
     def receive(self) -> Report:
-        """The work of all engines in the first of the intervals not yet received.
+        """Return the work of all engines in the first interval not yet received.
 
-        Raises RuntimeError if a process failed, `MemoryDefectError` if by its memory.
+        Raises RuntimeError if a process failed, `MemoryDefectError` if its memory did.
         """
         report = Report([], [], [])
         for pipe in self._pipes:
@@ -176,13 +176,13 @@ class Workers:
         return report
 
     def totals(self) -> list[EngineTotals]:
-        """The work of each engine, in order, after an audit of all. Raises as `receive`."""
+        """Audit all engines; return the work of each in order. Raises RuntimeError if a process
+        failed, `MemoryDefectError` if its memory did."""
         for pipe in self._pipes:
             _send(pipe, None)
         return sorted(total for pipe in self._pipes for total in _received(pipe))
 
     def close(self) -> None:
-        """End the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.close()
             process.terminate()
@@ -193,7 +193,7 @@ def _send(pipe: Connection, message: Interval | None) -> None:
     try:
         pipe.send(message)
     except OSError:
-        while True:  # its error follows the reports that were not received yet
+        while True:  # its error follows the reports not yet received
             _received(pipe)
 
 
@@ -208,7 +208,7 @@ def _received(pipe: Connection) -> Any:
 
 
 def _serve(pipe: Connection, shape: FleetShape, logs_blocks: bool, first: int, stride: int) -> None:
-    """The main function of a process: a report for each interval, totals for None."""
+    """Run a process: send a report for each interval, and totals for None."""
     try:
         group = EngineGroup(shape, logs_blocks, first, stride)
         gc.freeze()

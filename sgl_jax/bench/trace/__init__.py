@@ -1,1 +1,1 @@
-"""Recorded traffic through the real scheduler and memory stack, without a device."""
+"""Run recorded traffic through the real scheduler and memory stack, without a device."""

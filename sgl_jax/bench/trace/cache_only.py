@@ -1,8 +1,8 @@
-"""Recorded prompts straight through a rank's memory, one after another, with no scheduler.
+"""Run recorded prompts through a rank's memory, one after another, without a scheduler.
 
-This measures the prefix cache and its eviction alone, counted as in published figures: prompts are
-kept, outputs are not; each block of 512 tokens, a partial last one too, takes 512 tokens of the
-pool. The page size must divide 512, and changes only the time of a run.
+This measures only the prefix cache and its eviction, as in published figures: prompts are kept,
+outputs are not; each block of 512 tokens, including a partial last block, takes 512 tokens of the
+pool. The page size must divide 512, and affects only the time of a run.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def tree_hit_rate(
     policy: str,
     check_each_request: bool = False,
 ) -> float:
-    """Share of all prompt tokens that the radix tree serves.
+    """Return the share of all prompt tokens that the radix tree serves.
 
     Args:
         trace: the requests.
@@ -60,7 +60,7 @@ def tree_hit_rate(
 
 
 def _serve(memory: RankMemory, request: TracedRequest) -> int:
-    """Match, compute and keep one prompt; returns its number of cached tokens."""
+    """Match, compute and keep one prompt; return its number of cached tokens."""
     tokens = block_tokens(request.block_ids)
     lease = memory.open_lease(tokens)
     num_cached = min(lease.kv_committed_len, request.input_len)

@@ -1,6 +1,6 @@
-"""`sgl-jax bench trace FILE`: recorded traffic, served without a device.
+"""`sgl-jax bench trace FILE`: serve recorded traffic without a device.
 
-Exit code 0: the run ended and its memory passed the audit. 1: the memory and its ledger differ.
+Exit code 0: the run ended and its memory passed the audit. 1: the memory does not match its ledger.
 2: bad input.
 """
 
@@ -43,7 +43,7 @@ _CAPACITIES = "1000,3000,10000,30000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     words = _parser().parse_args(argv)
     return print_result(lambda: _run(words))
 
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_capacities(parser: argparse._ActionsContainer) -> None:
-    """Add the flag that `chosen_capacities` reads, besides `--max-total-tokens`."""
+    """Add the flag that `chosen_capacities` reads in addition to `--max-total-tokens`."""
     parser.add_argument(
         "--capacity-blocks",
         type=_capacities,
@@ -127,11 +127,11 @@ def _check(words: argparse.Namespace) -> None:
     figure_class()
 
 
-# -- the prefix cache alone -----------------------------------------------------------------------
+# -- only the prefix cache -------------------------------------------------------------------------
 
 
 def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
-    """One line per capacity; the last capacity evicts nothing."""
+    """Return one line per capacity; the last capacity evicts nothing."""
     page_size, capacities = words.page_size or BLOCK_TOKENS, chosen_capacities(words)
     all_blocks = num_distinct_blocks(trace)
     rows = []
@@ -159,7 +159,7 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
 
 
 def chosen_capacities(words: argparse.Namespace) -> list[int]:
-    """The capacities to try, in blocks of 512 tokens."""
+    """Return the capacities to try, in blocks of 512 tokens."""
     if words.max_total_tokens is not None:
         return [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
     return words.capacity_blocks or _capacities(_CAPACITIES)
@@ -169,7 +169,7 @@ def chosen_capacities(words: argparse.Namespace) -> list[int]:
 
 
 def _served(trace: Trace, words: argparse.Namespace) -> str:
-    """The figures of one run; writes the picture for `--plot`."""
+    """Return the figures of one run; write the picture for `--plot`."""
     settings = {name: getattr(words, name) for name in ENGINE_SETTINGS}
     page_size = words.page_size or DEFAULT_PAGE_SIZE
     args = ServerArgs(

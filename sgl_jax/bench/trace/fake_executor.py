@@ -1,4 +1,4 @@
-"""An executor without a device, for tests and for measuring the host alone."""
+"""An executor without a device, for tests and for measuring only the host."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from sgl_jax.core.step_plan import Executor, Int32Array, RankPlan, RankResult, S
 
 
 class FakeExecutor(Executor):
-    """Returns for each sampling row a token computed from its position; takes almost no time.
+    """Return for each sampling row a token computed from its position, in almost no time.
 
-    It accepts no draft.
+    No draft is accepted.
     """
 
     def __init__(self, sizes: EngineSizes) -> None:
@@ -21,7 +21,7 @@ class FakeExecutor(Executor):
         return tuple(self._run(rank_plan) for rank_plan in plan.ranks)
 
     def draw(self, handle: StepHandle, masks: Sequence[Int32Array]) -> None:
-        """Replace each masked token by the lowest allowed one."""
+        """Replace each disallowed token by the lowest allowed token."""
         for result, mask in zip(self.result(handle), masks, strict=True):
             tokens = result.tokens[:, 0]
             of_next = np.ascontiguousarray(mask[:, 0]).view(np.uint8)

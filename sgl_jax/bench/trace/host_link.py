@@ -1,7 +1,7 @@
-"""The links of an engine's devices, the host's memory and the store behind it, on a logical clock.
+"""The links between an engine's devices, host memory and the store, on a logical clock.
 
-Each rank moves pages out and in at the same rate, each direction one transfer after another; the
-store likewise, for all ranks together. The store keeps all that it gets.
+Each rank moves pages out and in at the same rate, with one transfer at a time per direction. The
+store does the same for all ranks together. It keeps everything.
 """
 
 import heapq
@@ -12,12 +12,12 @@ import numpy as np
 from sgl_jax.core.step_plan import BoolArray, PageTransfer
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 
-_STORE = -1  # in place of a rank
+_STORE = -1  # instead of a rank
 
 
 class HostLink:
-    """Transfers under way; `page_bytes` of each pool, the rate of a rank and direction, and the
-    store's of a direction."""
+    """Transfers under way, given the `page_bytes` of each pool, the rate per rank and direction,
+    and the store's rate per direction."""
 
     def __init__(
         self, page_bytes: Sequence[int], bytes_per_s: float, store_bytes_per_s: float
@@ -26,7 +26,7 @@ class HostLink:
         self._bytes_per_s = bytes_per_s
         self._store_bytes_per_s = store_bytes_per_s
         self._stored: set[bytes] = set()
-        self._free_s: dict[tuple[int, bool], float] = {}  # by rank and direction
+        self._free_s: dict[tuple[int, bool], float] = {}  # by (rank, is_in)
         self._ends: list[tuple[float, int, TransferEnd]] = []  # a heap
         self._num_begun = 0
 
@@ -62,22 +62,22 @@ class HostLink:
         self.begin(Transfers(copies=tuple(copies)), now_s)
 
     def fetch_wait_s(self, dp_rank: int, now_s: float) -> float:
-        """Seconds until a fetch of the rank can begin."""
+        """Return the seconds until a fetch of the rank can begin."""
         return self._wait_s((dp_rank, True), now_s)
 
     def load_wait_s(self, now_s: float) -> float:
-        """Seconds until a load from the store can begin."""
+        """Return the seconds until a load from the store can begin."""
         return self._wait_s((_STORE, True), now_s)
 
     def _wait_s(self, direction: tuple[int, bool], now_s: float) -> float:
         return max(self._free_s.get(direction, 0.0) - now_s, 0.0)
 
     def seconds(self, num_pages: Iterable[int]) -> float:
-        """The time in which a rank moves so many pages of each pool."""
+        """Return the time in which a rank moves `num_pages` of each pool."""
         return self._num_bytes(num_pages) / self._bytes_per_s
 
     def store_seconds(self, num_pages: Iterable[int]) -> float:
-        """The time in which the store does."""
+        """Return the time in which the store moves `num_pages` of each pool."""
         return self._num_bytes(num_pages) / self._store_bytes_per_s
 
     def _num_bytes(self, num_pages: Iterable[int]) -> int:
@@ -89,7 +89,7 @@ class HostLink:
         self._end_at(end_s, move, seconds)
 
     def _occupy(self, direction: tuple[int, bool], now_s: float, seconds: float) -> float:
-        """Take a direction for so long, once it is free; the time of the end."""
+        """Occupy a direction for `seconds` once it is free; return the end."""
         end_s = max(now_s, self._free_s.get(direction, 0.0)) + seconds
         self._free_s[direction] = end_s
         return end_s
@@ -107,11 +107,11 @@ class HostLink:
 
     @property
     def next_end_s(self) -> float | None:
-        """The time of the next end; None if nothing moves."""
+        """Return the time of the next end; None if nothing moves."""
         return self._ends[0][0] if self._ends else None
 
     def ended(self, now_s: float) -> list[TransferEnd]:
-        """The transfers that have ended by now, each once."""
+        """Return the transfers that have ended by now, each once."""
         found = []
         while self._ends and self._ends[0][0] <= now_s:
             found.append(heapq.heappop(self._ends)[2])

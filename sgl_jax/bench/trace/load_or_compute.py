@@ -1,9 +1,8 @@
-"""Prices each choice between computing a prefix and loading it, from the host's memory or from the
-store behind it.
+"""The cost of each choice between computing a prefix and loading it from host memory or the store.
 
-Both times to the first token are the simulation's own: of link and store as they are occupied, and
-of the steps that would compute the tokens beside the rank's running rows. An oracle with both takes
-the sooner one of each choice.
+Both times to the first token come from the simulation: the occupied link and store, and the steps
+that would compute the tokens in addition to the rank's running rows. An oracle with both times
+takes the faster option of each choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +22,18 @@ class _Choice(NamedTuple):
     prefix: PrefixElsewhere
     loads: bool
     arrival_s: float  # until the prefix has arrived
-    num_rows: int  # that run on the rank, and their KV tokens
-    kv_tokens: int
+    num_rows: int  # running on the rank
+    kv_tokens: int  # of these rows
 
 
 class LoadChoices:
     """The choices of ranks.
 
     Args:
-        link: to the hosts' memory, and the store.
-        sizes: of the engine.
+        link: link to host memory and the store.
+        sizes: the engine's sizes.
         step_seconds: the duration of a step.
-        clock: the time now, in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class LoadChoices:
         self._made: list[_Choice] = []
 
     def watch(self, rank: RankScheduler) -> None:
-        """Record the choices of `rank` from now on; none changes."""
+        """Record the choices of `rank` from now on, without changing them."""
         tier = rank.host.tier
         assert tier is not None
         tier.prices.chooses = partial(self._choose, rank, tier)
@@ -72,15 +71,15 @@ class LoadChoices:
         return loads
 
     def _num_blocks(self, num_tokens: int) -> list[int]:
-        """The blocks of each pool that a prefix of so many tokens needs."""
+        """Return the blocks of each pool for a prefix of `num_tokens`."""
         counts = [0] * len(self._sizes.host_blocks)
         for group in self._sizes.groups:
             counts[group.pool] += num_pages_read(group, self._sizes.page_size, num_tokens)
         return counts
 
     def totals(self, *, from_store: bool) -> dict[str, float]:
-        """The number of choices about the store or the host's memory, and the seconds to the first
-        tokens, of all these together, by rule."""
+        """Return the number of choices about the store or host memory, and the total seconds to the
+        first tokens by rule."""
         made = [choice for choice in self._made if bool(choice.prefix.num_loaded) == from_store]
         chosen_s = oracle_s = load_s = compute_s = 0.0
         for choice in made:
@@ -99,7 +98,7 @@ class LoadChoices:
         }
 
     def _priced(self, choice: _Choice) -> tuple[float, float]:
-        """The seconds to the first token by a load, and by computation."""
+        """Return the seconds to the first token by loading, and by computing."""
         start, num_tokens, prompt_len, num_ahead, *_ = choice.prefix
         end = start + num_tokens
         load_s = max(choice.arrival_s, self._compute_s(choice, [(0, num_ahead)]))
@@ -107,7 +106,7 @@ class LoadChoices:
         return load_s, self._compute_s(choice, [(0, num_ahead), (start, prompt_len - start)])
 
     def _compute_s(self, choice: _Choice, prompts: Sequence[tuple[int, int]]) -> float:
-        """The time of the steps that compute parts of prompts, each its start and length, beside
+        """Return the time of steps that compute parts of prompts (start, length), in addition to
         the running rows."""
         most = self._sizes.max_chunk_tokens
         steps, room = list[list[tuple[int, int]]](), 0

@@ -1,8 +1,8 @@
-"""Hit rates of other kinds of cache on recorded traffic, computed from block ids alone.
+"""Hit rates of other kinds of cache on recorded traffic, computed only from block ids.
 
 Requests come one after another; prompts are kept, outputs are not. A cache holds `capacity` blocks
-of 512 tokens; a partial last block counts as a whole one. A request hits the longest prefix of its
-blocks in the cache; a request with more blocks than the capacity is neither served nor kept.
+of 512 tokens; a partial last block counts as a whole block. A request hits the longest prefix of
+its blocks in the cache; a request with more blocks than the capacity is neither served nor kept.
 These are references for the radix tree: two policies without its structure, and the optimum given
 all future requests.
 """
@@ -16,7 +16,7 @@ from typing import Protocol
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest
 
 Trace = Sequence[TracedRequest]
-_GHOSTS_PER_BLOCK = 4  # remembered ids per block of capacity
+_GHOSTS_PER_BLOCK = 4  # ghost ids per block of capacity
 _NEVER = 1 << 62
 
 
@@ -26,12 +26,12 @@ class BlockCache(Protocol):
     def __contains__(self, block_id: int) -> bool: ...
 
     def use(self, index: int, block_ids: Sequence[int]) -> None:
-        """Request number `index` reads its cached blocks; keep all its blocks."""
+        """Read the cached blocks of request number `index`, and keep all its blocks."""
         ...
 
 
 def hit_rate(trace: Trace, cache: BlockCache, capacity: int) -> float:
-    """Share of all prompt tokens that `cache` serves with `capacity` blocks."""
+    """Return the share of all prompt tokens that `cache` serves with `capacity` blocks."""
     num_cached = 0
     for index, request in enumerate(trace):
         if len(request.block_ids) > capacity:
@@ -65,9 +65,9 @@ class LruBlocks:
 
 
 class GhostListBlocks:
-    """Blocks seen once in a queue, blocks seen again in an LRU list, evicted ids remembered.
+    """Blocks seen once in a queue, blocks seen again in an LRU list, ghosts of evicted blocks.
 
-    A block that returns while its id is remembered was evicted too early: it goes to the LRU list.
+    A block that returns while its ghost exists was evicted too early: it goes to the LRU list.
     Blocks are evicted from the queue while it holds more than a quarter of the capacity. (2Q,
     Johnson and Shasha, VLDB 1994, with ghosts of both lists.)
     """
@@ -105,7 +105,7 @@ class GhostListBlocks:
 
 
 class FarthestUseBlocks:
-    """Evicts the block whose next use is farthest away; ties go to the deepest in its prompt.
+    """Evicts the block with the farthest next use; of ties, the deepest block in its prompt.
 
     Belady's rule (1966) on prefixes. Each use of a block also uses the blocks before it, so the
     victim is always the end of a prefix. No block of the current request is evicted: its prompt is
@@ -115,7 +115,7 @@ class FarthestUseBlocks:
     def __init__(self, trace: Trace, capacity: int) -> None:
         self._capacity = capacity
         self._next_uses = _next_uses(trace)
-        self._next_use: dict[int, int] = {}  # of the cached blocks
+        self._next_use: dict[int, int] = {}  # by cached block
         # (-next use, -depth, block id); an entry is stale if the block's next use has changed
         self._victims: list[tuple[int, int, int]] = []
 
@@ -129,13 +129,13 @@ class FarthestUseBlocks:
             negative_use, _, block_id = heapq.heappop(self._victims)
             if self._next_use.get(block_id) == -negative_use:
                 del self._next_use[block_id]
-        # After the evictions: this request's blocks were no victims, as old entries are stale.
+        # After the evictions, so that this request's blocks are not victims: old entries are stale.
         for depth, (block_id, next_use) in enumerate(zip(block_ids, next_uses, strict=True)):
             heapq.heappush(self._victims, (-next_use, -depth, block_id))
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each block of each request, the index of the next request with that block."""
+    """Return for each block of each request the index of the next request with that block."""
     next_uses: list[list[int]] = []
     last_seen: dict[int, int] = {}
     for index in range(len(trace) - 1, -1, -1):
@@ -156,12 +156,12 @@ ORACLES: Mapping[str, Callable[[Trace, int], BlockCache]] = MappingProxyType(
 
 
 def oracle_hit_rates(trace: Trace, capacity: int) -> dict[str, float]:
-    """Share of prompt tokens served with `capacity` blocks, by name of the oracle."""
+    """Return the share of prompt tokens served with `capacity` blocks, by name of the oracle."""
     return {
         name: hit_rate(trace, make(trace, capacity), capacity) for name, make in ORACLES.items()
     }
 
 
 def num_distinct_blocks(trace: Trace) -> int:
-    """The capacity in blocks with which a cache never evicts."""
+    """Return the capacity in blocks with which a cache never evicts."""
     return len({block_id for request in trace for block_id in request.block_ids})

@@ -1,8 +1,8 @@
-"""Step times that the planner estimates for a published model on a slice of TPUs.
+"""Step times estimated by the planner for a published model on a slice of TPUs.
 
-No other module of `sgl_jax.bench.trace` imports jax. The TPU's compiler, which needs no TPU,
-compiles the smallest, a middle and the largest of the engine's padded shapes; the others are
-interpolated. Attention is estimated for each step from the KV tokens its rows read.
+No other module of `sgl_jax.bench.trace` imports jax. The TPU compiler, which needs no TPU, compiles
+the smallest, a middle and the largest of the engine's padded shapes; the rest are interpolated.
+Attention is estimated for each step from the KV tokens that its rows read.
 """
 
 import sys
@@ -32,14 +32,14 @@ class PlannedStepTime(NamedTuple):
     """The planner's estimate of each step."""
 
     shapes: tuple[int, ...]  # tokens that steps are padded to, ascending
-    shape_seconds: tuple[float, ...]  # of a step of each shape, without attention
+    shape_seconds: tuple[float, ...]  # step time of each shape, without attention
     config: ModelConfig
     memory: DeviceBytes
     chip: Chip
-    page_bytes: tuple[int, ...]  # of each pool of a rank
+    page_bytes: tuple[int, ...]  # page size of each pool of a rank
 
     def seconds(self, loads: Sequence[RankLoad]) -> float:
-        """A `StepSeconds`: ranks are padded to one shape and wait for the longest attention."""
+        """Return a step's seconds: ranks share one padded shape and wait for the slowest one."""
         tokens = max(load.tokens for load in loads)
         index = int(np.searchsorted(self.shapes, tokens))
         return self.shape_seconds[index] + max(self._attention_seconds(load) for load in loads)
@@ -56,7 +56,7 @@ class PlannedStepTime(NamedTuple):
 
 
 def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes, PlannedStepTime]:
-    """Sizes and step times of the engine of `args` on a slice such as `v6e-8`.
+    """Return sizes and step times of the engine of `args` on a slice such as `v6e-8`.
 
     Raises:
         RuntimeError: libtpu is not installed.

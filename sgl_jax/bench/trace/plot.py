@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
 from sgl_jax.planner.plot_file import add_grids_and_legends, figure_class, save_figure
 
-_NUM_INTERVALS = 60  # of the run, for rates and percentiles
-_MAX_POINTS = 240  # of a line
+_NUM_INTERVALS = 60  # intervals of the run, for rates and percentiles
+_MAX_POINTS = 240  # points per line
 
 
 def plot_run(run: ServedRun, title: str, path: Path) -> None:
@@ -35,7 +35,7 @@ def plot_run(run: ServedRun, title: str, path: Path) -> None:
 
 
 def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means of at most `_MAX_POINTS` groups of neighbouring values."""
+    """Return means of at most `_MAX_POINTS` groups of adjacent values."""
     group = -(-len(values) // _MAX_POINTS)
     starts = np.arange(0, len(values), group)
     sums: NDArray[np.float64] = np.add.reduceat(values, starts)
@@ -43,7 +43,7 @@ def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _plot_pages(axes: Any, series: Any) -> None:
-    """Leased, cached and free pages, stacked to the whole pool."""
+    """Plot leased, cached and free pages, stacked to the whole pool."""
     pool = series.free_pages + series.leased_pages + series.cached_pages
     parts = {
         "leased": series.leased_pages,
@@ -58,7 +58,7 @@ def _plot_pages(axes: Any, series: Any) -> None:
 
 
 def _plot_hit_rate(axes: Any, edges: NDArray[np.float64], series: Any) -> None:
-    """Per interval and since the start; a request's tokens count from its admission."""
+    """Plot the hit rate per interval and in total; a request's tokens count from its admission."""
     minutes = series.time_s / 60
     prompt_tokens, cached_tokens = series.prompt_tokens, series.cached_tokens
     prompts = np.diff(np.interp(edges, minutes, prompt_tokens))
@@ -74,7 +74,7 @@ def _plot_hit_rate(axes: Any, edges: NDArray[np.float64], series: Any) -> None:
 def _plot_first_tokens(
     axes: Any, edges: NDArray[np.float64], requests: Sequence[RequestLog]
 ) -> None:
-    """Percentiles of the time to the first token, by the interval in which requests arrived."""
+    """Plot percentiles of the time to the first token, by the interval of the arrival."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     served = [log for log in requests if log.refusal is None]

@@ -1,6 +1,6 @@
 """Read recorded traffic: the requests' arrivals, lengths and shared prefixes.
 
-The format comes from the traces published with Mooncake (FAST'25): one JSON object a line, with
+The format comes from the traces published with Mooncake (FAST'25): one JSON object per line, with
 `timestamp` (ms since the start), `input_length` and `output_length` (tokens), and `hash_ids`, one
 id for each block of 512 tokens of the prompt; the last block may be partial. Equal ids mean equal
 prompts up to and including that block. Tokens are not recorded; they are derived from the ids.
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from sgl_jax.core.step_plan import Int32Array
 
 BLOCK_TOKENS = 512
-# Derived tokens lie in [0, VOCAB_SIZE), within the vocabulary of every served model.
+# Derived tokens are in [0, VOCAB_SIZE), within the vocabulary of every served model.
 VOCAB_SIZE = 32_000
-_MAX_BLOCK_ID = 2**53  # block ids times BLOCK_TOKENS stay within 64 bits
+_MAX_BLOCK_ID = 2**53  # block id * BLOCK_TOKENS fits in 64 bits
 _NO_BLOCK = -1
 
 
@@ -29,7 +29,7 @@ class TraceError(ValueError):
 
 
 class TracedRequest(msgspec.Struct, frozen=True):
-    """One recorded request; lengths are tokens."""
+    """One recorded request; lengths are in tokens."""
 
     arrival_ms: Annotated[int, Meta(ge=0)] = msgspec.field(name="timestamp")
     input_len: Annotated[int, Meta(ge=1)] = msgspec.field(name="input_length")
@@ -41,10 +41,10 @@ class TracedRequest(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
-    """The first `num_requests` of a file (None: all), in order of arrival.
+    """Return the first `num_requests` of a file (None: all), in order of arrival.
 
     Raises:
-        TraceError: a line is no request or contradicts an earlier one, or the file has no request.
+        TraceError: a line is invalid or contradicts an earlier line, or the file has no request.
         OSError: the file cannot be read.
     """
     with path.open(encoding="utf-8") as file:
@@ -83,7 +83,7 @@ def _parse(name: str, lines: Iterable[str], num_requests: int | None) -> list[Tr
 
 
 def _check_prefixes(block_ids: Sequence[int], preceding: dict[int, int]) -> None:
-    """Raise TraceError if an id has another predecessor than before: ids name whole prefixes."""
+    """Raise TraceError if an id has a different predecessor than before: ids name prefixes."""
     before = _NO_BLOCK
     for block_id in block_ids:
         known = preceding.setdefault(block_id, before)
@@ -100,9 +100,9 @@ def _behind(block_id: int) -> str:
 
 
 def block_tokens(block_ids: Sequence[int]) -> Int32Array:
-    """The tokens of whole blocks, int32[512 * len(block_ids)]; they depend only on the ids.
+    """Return the tokens of whole blocks, int32[512 * len(block_ids)]; they depend only on the ids.
 
-    Each is a hash of block id and position, by the finaliser of MurmurHash3 (Appleby, 2011).
+    Each is a hash of block id and position, by the finalizer of MurmurHash3 (Appleby, 2011).
     """
     first = np.array(block_ids, np.uint64) * np.uint64(BLOCK_TOKENS)
     positions = np.arange(BLOCK_TOKENS, dtype=np.uint64)
@@ -115,5 +115,5 @@ def block_tokens(block_ids: Sequence[int]) -> Int32Array:
 
 
 def prompt_tokens(request: TracedRequest) -> Int32Array:
-    """The prompt's tokens, int32[input_len], derived from its block ids."""
+    """Return the prompt's tokens, int32[input_len], derived from its block ids."""
     return block_tokens(request.block_ids)[: request.input_len]

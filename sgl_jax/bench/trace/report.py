@@ -15,12 +15,12 @@ class CacheRow(NamedTuple):
 
     blocks: int
     is_unlimited: bool  # more blocks than the trace has
-    tree: dict[str, float]  # of the radix tree, by eviction policy
+    tree: dict[str, float]  # radix tree, by eviction policy
     oracles: dict[str, float]
 
 
 def cache_table(rows: Sequence[CacheRow]) -> str:
-    """One line per capacity."""
+    """Return one line per capacity."""
     names = [*(f"tree, {policy}" for policy in rows[0].tree), *rows[0].oracles]
     widths = [max(len(name), 8) for name in names]
     head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
@@ -34,7 +34,7 @@ def cache_table(rows: Sequence[CacheRow]) -> str:
 
 
 def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any]:
-    """JSON values; times are seconds of the clock, and `host_*` microseconds of processor time.
+    """Return JSON values; times are seconds of the clock, `host_*` microseconds of CPU time.
 
     Args:
         run: a run that served at least one request.
@@ -87,7 +87,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def served_text(values: Mapping[str, Any]) -> str:
-    """The values of `served_values` as lines of text."""
+    """Return the values of `served_values` as lines of text."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
     lines = [

@@ -49,8 +49,8 @@ class Sample(NamedTuple):
     free_pages: int
     leased_pages: int
     cached_pages: int
-    locked_pages: int  # cached pages that running requests read
-    prompt_tokens: int  # of the requests admitted so far
+    locked_pages: int  # cached pages in use by running requests
+    prompt_tokens: int  # total of the requests admitted so far
     cached_tokens: int
 
 
@@ -59,7 +59,7 @@ class RequestLog:
     """The history of one request; times in seconds of the clock, NaN until known."""
 
     arrival_s: float
-    start_s: float = float("nan")  # of its first step
+    start_s: float = float("nan")  # start of the first step
     first_token_s: float = float("nan")
     end_s: float = float("nan")
     output_len: int = 0
@@ -68,24 +68,24 @@ class RequestLog:
 
 @dataclass
 class ServedRun:
-    """Results of a run. `host_s` is processor time of plan, result and outputs, for each step."""
+    """Results of a run. `host_s` is CPU time of plan, result and outputs for each step."""
 
     requests: list[RequestLog]
     samples: list[Sample] = field(default_factory=list)
-    # `LoadChoices.totals` about the host's memory, and about the store, if there are any.
+    # `LoadChoices.totals` about host memory and about the store, if present.
     fetch_choices: dict[str, float] = field(default_factory=dict)
     load_choices: dict[str, float] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     host_s: list[float] = field(default_factory=list)
-    arrivals_host_s: float = 0.0  # processor time of `submit`, all requests together
-    duration_s: float = 0.0  # of the clock, from the first arrival to the last token
-    busy_s: float = 0.0  # of the duration, while a step ran
+    arrivals_host_s: float = 0.0  # total CPU time of arrivals
+    duration_s: float = 0.0  # clock time from the first arrival to the last token
+    busy_s: float = 0.0  # clock time with a step on the device
 
 
 class DistinctAnswers(FakeExecutor):
-    """A fake executor whose output depends on each request's seed.
+    """A fake executor with outputs that depend on each request's seed.
 
-    Without it, two requests with the same prompt in the same row would share their answers' pages.
+    Otherwise, two requests with the same prompt in the same row would share their outputs' pages.
     """
 
     def __init__(self, sizes: EngineSizes) -> None:
@@ -121,7 +121,7 @@ class _Replay:
         self._scheduler = Scheduler(sizes, args)
         self._executor = DistinctAnswers(sizes)
         self._step_seconds = step_seconds
-        # The plan of each launched step, its handle, and the time of its end.
+        # Plan, handle and end time of each launched step.
         self._in_flight: deque[tuple[StepPlan, StepHandle, float]] = deque()
         first_ms = trace[0].arrival_ms
         logs = [RequestLog((r.arrival_ms - first_ms) * 1e-3 / speedup) for r in trace]
@@ -137,7 +137,6 @@ class _Replay:
                 self._choices.watch(rank)
 
     def run(self) -> ServedRun:
-        """Serve all requests, audit the memory, and return the results."""
         while self._num_arrived < len(self._trace) or not self._scheduler.is_idle:
             self._submit_due()
             self._turn()
@@ -172,7 +171,7 @@ class _Replay:
     # -- steps ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Plan and launch one step; read the oldest if two are in flight or no step was planned."""
+        """Plan and launch one step; read the oldest if two are in flight or none was planned."""
         if self._link is not None:
             self._transfer(self._link)
         plan = self._timed(self._scheduler.handle, PlanStep())
@@ -196,7 +195,7 @@ class _Replay:
             link.begin(self._timed(self._scheduler.handle, TakeTransfers()), self._now_s)
 
     def _timed(self, call: Callable[..., T], *values: Any) -> T:
-        """Call, and add the processor time to the step's."""
+        """Call, and add the CPU time to the step's."""
         start = time.thread_time()
         answer = call(*values)
         self._step_host_s += time.thread_time() - start
@@ -214,7 +213,7 @@ class _Replay:
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
                 log = self._run.requests[int(rank.running.rids[admission.row])]
-                if np.isnan(log.start_s):  # else it restarts after a retraction
+                if np.isnan(log.start_s):  # else restarted after a retract
                     log.start_s = begin_s
 
     def _read_oldest(self) -> None:
@@ -296,13 +295,13 @@ def serve_trace(
 
     Args:
         trace: at least one request, in order of arrival.
-        sizes: of the engine; its vocabulary holds at least `reading.VOCAB_SIZE` tokens.
-        args: of the scheduler; `check_memory` "busy" checks the ledger after each step.
+        sizes: the engine's sizes; the vocabulary has at least `reading.VOCAB_SIZE` tokens.
+        args: the scheduler's settings; `check_memory` "busy" checks the ledger after each step.
         step_seconds: the duration of each step.
         speedup: factor by which arrivals are faster than recorded.
-        link: to the host's memory, if `sizes` have any there.
+        link: link to host memory, if `sizes` has host blocks.
 
-    Raises `MemoryDefectError` if the memory and its ledger differ; a full audit follows the last
-    request.
+    Raises `MemoryDefectError` if the memory does not match its ledger; a full audit follows the
+    last request.
     """
     return _Replay(trace, sizes, args, step_seconds, speedup, link).run()

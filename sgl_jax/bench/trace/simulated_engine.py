@@ -1,5 +1,5 @@
-"""The parts that commands on recorded traffic share: the record, the settings of an engine without
-a device, the time of its steps, and the exit code."""
+"""Shared parts of commands on recorded traffic: the record, the settings of an engine without a
+device, its step times, and the exit code."""
 
 import argparse
 import sys
@@ -16,14 +16,14 @@ from sgl_jax.executor.buckets import step_limits
 from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 
-# Settings of the server that change steps by the planner alone.
+# Server settings that affect steps only with the planner.
 PLANNER_SETTINGS = ("quantization", "kv_cache_dtype")
 # Large pages, as on TPUs.
 DEFAULT_PAGE_SIZE = 128
-# About the room for KV beside an 8B model in bfloat16 on eight v6e chips.
+# Approximate room for KV next to an 8B model in bfloat16 on eight v6e chips.
 _DEFAULT_TOTAL_TOKENS = 1_536_000
-_KV_BYTES_PER_TOKEN = 131_072  # of Llama 3.1 8B in bfloat16
-# Linear costs, of Llama 3.1 8B with --tp-size 8 on v6e-8 by `--planner-model`.
+_KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bfloat16
+# Linear costs from `--planner-model` for Llama 3.1 8B with --tp-size 8 on v6e-8.
 _LINEAR_COSTS = (
     ("step_base_ms", 3.6, "milliseconds of each step"),
     ("prefill_us_per_token", 12.0, "microseconds of each prompt token computed"),
@@ -38,13 +38,13 @@ class SimulatedEngine(NamedTuple):
     sizes: EngineSizes
     step_seconds: StepSeconds
     about: str
-    page_bytes: tuple[int, ...]  # of each pool
+    page_bytes: tuple[int, ...]  # page size of each pool
 
 
 def print_result(run: Callable[[], str]) -> int:
-    """Print the text of a run, or its error; returns the command's exit code.
+    """Print the text of a run, or its error; return the command's exit code.
 
-    0: the run ended. 1: the memory and its ledger differ. 2: bad input.
+    0: the run ended. 1: the memory does not match its ledger. 2: bad input.
     """
     try:
         text = run()
@@ -70,7 +70,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
-    """Add the flags of some settings of the server, and `--page-size`."""
+    """Add the flags of the named server settings, and `--page-size`."""
     add_arguments(parser, only=names)
     parser.add_argument(
         "--page-size",
@@ -81,7 +81,7 @@ def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> Non
 
 
 def add_step_time(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that `simulated_engine` reads besides the settings, and `--speedup`."""
+    """Add the flags that `simulated_engine` reads in addition to settings, and `--speedup`."""
     parser.add_argument("--speedup", type=float, default=1.0, help="of arrivals (%(default)s)")
     for name, default, text in _LINEAR_COSTS:
         flag = f"--{name.replace('_', '-')}"
@@ -97,7 +97,7 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
 
 
 def check_engine(words: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that `simulated_engine` would refuse after minutes, or that
+    """Raise ValueError for arguments that `simulated_engine` would reject after minutes, or that
     would give no result."""
     if words.page_size is not None and words.page_size < 1:
         raise ValueError(f"--page-size must be at least 1, got {words.page_size}")
@@ -122,14 +122,14 @@ def check_engine(words: argparse.Namespace) -> None:
 def simulated_engine(
     args: ServerArgs, words: argparse.Namespace, max_context_len: int
 ) -> SimulatedEngine:
-    """The engine of `args`, with the step times that the command line chose.
+    """Return the engine of `args`, with the step times chosen on the command line.
 
     Raises:
         RuntimeError: the planner's times need libtpu, which is not installed.
         ValueError: the model or slice is unknown, or the model cannot be split or does not fit.
     """
     if words.planner_model is not None:
-        # Imported here, as nothing else in these commands needs jax.
+        # Imported here, because nothing else in these commands needs jax.
         from sgl_jax.bench.trace.planned_time import planned_step_time
 
         sizes, planned = planned_step_time(args, words.topology)

@@ -1,7 +1,7 @@
 """Step times of a simulated device: the clock of the served run.
 
-A step ends when its most loaded rank does. `LinearStepTime` sums four costs; `planned_step_time`
-uses the planner's estimate for a model and a slice.
+A step ends with its most loaded rank. `LinearStepTime` sums four costs; `planned_step_time` uses
+the planner's estimate for a model and a slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,28 +14,28 @@ class RankLoad(NamedTuple):
     """One rank's work in a step."""
 
     decode_rows: int
-    decode_kv_tokens: int  # read by decode rows, their new tokens included
+    decode_kv_tokens: int  # read by decode rows, including their new tokens
     prefill_tokens: int
-    prefill_kv_tokens: int  # read by prefill chunks, their own included
-    prefill_pairs: int  # of a query and a key that it attends to
+    prefill_kv_tokens: int  # read by prefill chunks, including their new tokens
+    prefill_pairs: int  # pairs of a query and a key that it attends to
 
     @property
     def tokens(self) -> int:
-        """Queries of decode rows and prefill chunks together."""
+        """Return the number of queries of decode rows and prefill chunks."""
         return self.decode_rows + self.prefill_tokens
 
 
-# The time that a step occupies the device, by the load of each rank.
+# Seconds that a step occupies the device, given the load of each rank.
 StepSeconds = Callable[[Sequence[RankLoad]], float]
 
 
 def step_loads(plan: StepPlan) -> list[RankLoad]:
-    """The load of each rank in a step without drafts."""
+    """Return the load of each rank in a step without drafts."""
     return [rank_load(rank_plan) for rank_plan in plan.ranks]
 
 
 def rank_load(plan: RankPlan) -> RankLoad:
-    """The load of one rank in a step without drafts."""
+    """Return the load of one rank in a step without drafts."""
     n = plan.num_decode
     starts, lens = plan.kv_starts.astype(int), plan.q_lens.astype(int)
     chunk_starts, chunk_lens = starts[n:], lens[n:]
@@ -54,10 +54,10 @@ class LinearStepTime(NamedTuple):
     base_ms: float
     prefill_us_per_token: float
     decode_us_per_row: float
-    kv_ns_per_token: float  # of KV read
+    kv_ns_per_token: float  # per KV token read
 
     def seconds(self, loads: Sequence[RankLoad]) -> float:
-        """Seconds of a step, which its most loaded rank decides; a `StepSeconds`."""
+        """Return the seconds of a step, the maximum over its ranks; a `StepSeconds`."""
         return max(map(self._rank_seconds, loads))
 
     def _rank_seconds(self, load: RankLoad) -> float:
