@@ -244,7 +244,6 @@ _TITLES = {
 
 
 def format_table(figures: dict[str, float]) -> str:
-    """Return the table in SGLang's format."""
     lines = [f"{' Serving Benchmark Result ':=^60}"]
     for name, value in figures.items():
         if not name.endswith("_ms"):

@@ -139,7 +139,6 @@ class HostFigures(msgspec.Struct, frozen=True):
     step_s: float = 0.0  # total time from a step's arrival to its tokens
 
     def plus(self, num_steps: int = 0, launch_s: float = 0.0, step_s: float = 0.0) -> "HostFigures":
-        """Return the sum of these figures and the given work."""
         return HostFigures(
             self.num_steps + num_steps, self.launch_s + launch_s, self.step_s + step_s
         )

@@ -103,7 +103,6 @@ class EngineSizes(NamedTuple):
         return self.pages_for(window - 1) + self.pages_for(num_ahead - 1) + 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def request_pages(self, num_tokens: int) -> int:

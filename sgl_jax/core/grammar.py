@@ -62,7 +62,6 @@ def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_lenient(schema: Mapping[str, Any]) -> bool:
-    """Return True if `lenient` produced `schema`."""
     options = schema.get(_OPTIONS)
     return isinstance(options, Mapping) and options.get("lenient") is True
 

@@ -16,7 +16,6 @@ class LatentConfig:
 
     @property
     def query_dim(self) -> int:
-        """Return the size of a head's query."""
         return self.nope_dim + self.rope_dim
 
     @property

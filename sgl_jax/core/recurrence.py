@@ -15,7 +15,6 @@ class GatedDeltaConfig:
 
     @property
     def group(self) -> int:
-        """Return the number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property

@@ -171,7 +171,6 @@ class SchedulerArgs:
 
     @property
     def share_part(self) -> float:
-        """Return `tenant_share` or its default."""
         if self.tenant_share is not None:
             return self.tenant_share
         return DEFAULT_PART if self.has_tenants else 1.0

@@ -505,7 +505,6 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def num_host_devices(self) -> int:
-        """Return the number of devices of each host."""
         return self.num_devices // self.num_hosts
 
     @property

@@ -47,7 +47,6 @@ class Shares:
         return self._most_of(self.total)
 
     def may_add(self, tenant: str, num_units: int) -> bool:
-        """Return True if the tenant may hold `num_units` more."""
         return self._held[tenant] + num_units <= self.most(tenant)
 
     def larger_than(self, num_units: int) -> list[str]:

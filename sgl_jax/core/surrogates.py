@@ -54,5 +54,4 @@ def replace_in_json_text(text: str) -> str:
 
 
 def replace_in_text(text: str) -> str:
-    """Return text with each lone half replaced."""
     return _HALF.sub(REPLACEMENT, text)

@@ -57,7 +57,6 @@ class Buckets(NamedTuple):
         return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, most))
 
     def smallest(self, tokens: int, rows: int) -> Bucket:
-        """Return the smallest shape for `tokens` query tokens of `rows` rows."""
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 
 

@@ -52,7 +52,7 @@ _KV_VERSION = "sgl_jax KV 1"  # change it whenever the values in pages change
 
 
 class EngineConfig(NamedTuple):
-    """The settings that an engine is built with."""
+    """The resolved settings of an engine."""
 
     args: ServerArgs  # with a value for each setting that may be "auto" or 0
     platform: str  # "cpu", "gpu" or "tpu"
@@ -103,7 +103,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Return the dtype of weights and activations."""
         return jnp.dtype(self.args.dtype)
 
     @property
@@ -167,7 +166,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def _has_kv_scales(self) -> bool:
-        """Return True if the cache has scales, from a file or from the checkpoint."""
         if self.args.kv_cache_scales is not None:
             return True
         return self.args.kv_cache_dtype == _EIGHT_BITS and _stores_kv_scales(self.model)
@@ -295,7 +293,6 @@ class EngineConfig(NamedTuple):
         )
 
     def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the blocks of each pool of a rank in host memory."""
         if not self.args.enable_hierarchical_cache or max(pool_pages, default=0) < 2:
             return ()
         ratio = self.args.hicache_ratio
@@ -387,7 +384,6 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
 
 
 def _pool_layout(args: ServerArgs, model: ModelConfig, num_layers: int) -> KVPoolLayout:
-    """Return the layout of a pool with `num_layers` of the model's layers."""
     own = model.latent
     return KVPoolLayout(
         num_layers=num_layers,

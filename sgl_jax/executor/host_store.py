@@ -86,17 +86,14 @@ class HostStore:
 
     @property
     def has_store(self) -> bool:
-        """Return True if a block store is attached."""
         return self._behind is not None
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint in the store's keys."""
         assert self._behind is not None, "there is a store"
         return self._behind.fingerprint
 
     def set_fingerprint(self, fingerprint: str) -> None:
-        """Set the fingerprint after a change of weights."""
         assert self._behind is not None
         self._behind.fingerprint = fingerprint
 
@@ -196,7 +193,6 @@ class HostStore:
         return self._behind.look(time.monotonic()) if self._behind is not None else []
 
     def give_up_store(self) -> None:
-        """End all transfers of the store now, as failed."""
         if self._behind is not None:
             self._behind.give_up()
 
@@ -376,7 +372,6 @@ class _Pool:
         ]
 
     def value(self, dp_rank: int, block: int) -> bytes:
-        """Return the contents of a rank's block."""
         return b"".join(part.tobytes() for part in self._parts(dp_rank, block))
 
     def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:

@@ -113,13 +113,11 @@ class DPLayout:
 
     @cached_property
     def control_words(self) -> int:
-        """Return the number of control words of one rank."""
         snapshot_words = _NUM_SNAPSHOT_WORDS * (self.max_snapshots or 0)
         return self._row_words * self.rows_per_rank + snapshot_words + _NUM_RANK_WORDS
 
     @cached_property
     def page_tables_shape(self) -> tuple[int, int]:
-        """Return the shape of all ranks' page tables together."""
         return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
 
     def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:

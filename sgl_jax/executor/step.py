@@ -318,7 +318,7 @@ def _score_if_any(
         ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
         return _score(model, hidden[scored.tokens], successors, ids)
 
-    # All ranks take the same branch, even if only one scores: it exchanges logits.
+    # All ranks take the same branch, even if only one scores, because the branch exchanges logits.
     result: LogprobArrays = lax.cond(
         controls.any_scored, score, lambda: no_logprobs(successors.shape[0])
     )

@@ -40,8 +40,6 @@ class StepDoesNotFitError(DoesNotFitError):
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One compiled step and its estimate."""
-
     rows: int
     tokens: int
     cost: ProgramCost
@@ -58,8 +56,6 @@ class ExpertBalance(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of one mesh."""
-
     request: PlanRequest
     memory: MemoryPlan
     decode: StepEstimate
@@ -82,7 +78,6 @@ class Estimate:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Return the output tokens per second of all ranks."""
         return self.requests_per_s * self.request.workload.output_len
 
     @property

@@ -79,7 +79,6 @@ _COUNTED_ELEMENTS = 2 * 8 * 128  # of K and V, the basis of decode's count
 def attention_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
-    """Return the time of attention for all rows of a step."""
     if config.latent is not None:
         sizes = LatentSizes(
             heads=config.num_heads // memory.tp_size,

@@ -67,7 +67,6 @@ class _Instruction(NamedTuple):
 
 
 def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
-    """Read a program that was compiled for TPU."""
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     assert memory is not None
@@ -209,7 +208,6 @@ def _ended(instruction: _Instruction, under_way: Mapping[str, object]) -> str | 
 
 
 def _exchanged(counts: Counter[Collective]) -> int:
-    """Return the bytes of all exchanges."""
     return sum(one.num_bytes * times for one, times in counts.items())
 
 

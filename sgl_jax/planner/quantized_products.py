@@ -52,8 +52,6 @@ def _on_device(shape: tuple[int, ...], spec: P, tp_size: int) -> tuple[int, ...]
 
 
 class ExpertFormat(NamedTuple):
-    """The format of experts' values."""
-
     weight: WeightFormat
     scales_outputs: bool  # see `GroupMatrices`
 

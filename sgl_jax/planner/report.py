@@ -46,7 +46,6 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerArg
 
 
 def as_text(plan: Estimate) -> str:
-    """Return the plan as lines of text."""
     args, memory, topology = plan.request.args, plan.memory, plan.request.topology
     workload, costs = plan.request.workload, (plan.decode.cost, plan.prefill.cost)
     lines = [

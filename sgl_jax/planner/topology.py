@@ -130,7 +130,6 @@ class Topology(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of JAX devices."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property

@@ -16,7 +16,6 @@ from sgl_jax.scheduler.record.event_log import EventReader, RecordingError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay a file; return the exit code."""
     args = _parser().parse_args(argv)
     try:
         if args.view:

@@ -97,7 +97,6 @@ class Player:
             raise DifferenceError(f"event {self.num_events} ({kind}), {place}")
 
     def _prove(self, event: Event) -> None:
-        """Run the ledger checks of `check_memory`."""
         if self._check_memory == "off":
             return
         if self._check_memory == "busy":

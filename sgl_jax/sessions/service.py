@@ -155,7 +155,6 @@ class SessionService(Generic[T]):
         return ComposedTurn(session, request.tokens, displaced, replaced)
 
     def enter_turn(self, turn: ComposedTurn[T], rid: str) -> None:
-        """Record that a held turn is accepted."""
         self._displace(turn.displaced)
         turn.session.enter(rid)
         self._note_turn(turn.session)
@@ -212,7 +211,6 @@ class SessionService(Generic[T]):
                 release_idle_lease(memory, session_id)
 
     def open(self, message: OpenSession) -> dict[str, str]:
-        """Open a session and return its id."""
         self._displace(self.store.open(message))
         return {"session_id": message.session_id}
 

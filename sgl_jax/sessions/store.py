@@ -230,7 +230,6 @@ class SessionStore:
             yield session, self.idle_s(session), session_id in self._closing
 
     def newest(self) -> Iterator[Session]:
-        """Iterate over the open sessions, newest first."""
         return reversed(self._sessions.values())
 
     def idle_s(self, session: Session) -> float:

@@ -125,7 +125,6 @@ class StreamingSession:
         return len(self._pending) - len(self.tokens)
 
     def enter(self, rid: str) -> None:
-        """Start the held turn."""
         self._is_held = False
 
     def kept_len(self) -> int:

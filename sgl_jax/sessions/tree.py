@@ -60,7 +60,6 @@ class _Node:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of tokens stored in this node."""
         return len(self.added) + self.num_output_tokens
 
     @property

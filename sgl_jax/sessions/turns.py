@@ -25,7 +25,6 @@ def turn_of(message: GenerateRequest) -> SessionTurn:
 
 
 def turn_name(message: GenerateRequest) -> str:
-    """Return the client's name for a request's turn in its session."""
     return turn_of(message).name or message.rid
 
 

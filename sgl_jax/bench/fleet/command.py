@@ -41,7 +41,6 @@ _MAX_QUEUED = 20_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit code."""
     words = _parser().parse_args(argv)
     return print_result(lambda: _run(words))
 

@@ -31,9 +31,7 @@ class RouterView:
     def __init__(self, num_engines: int) -> None:
         self.num_engines = num_engines
         self.in_flight = np.zeros(num_engines, np.int64)  # requests
-        self.waiting_tokens = np.zeros(
-            num_engines, np.int64
-        )  # prompt tokens of requests without a first token
+        self.waiting_tokens = np.zeros(num_engines, np.int64)  # of prompts before the first token
         self._sent: dict[int, tuple[int, int]] = {}  # number -> engine and tokens to compute
 
     def record_sent(self, number: int, engine: int, num_tokens: int) -> None:

@@ -88,7 +88,6 @@ class EngineGroup:
         self._end_of = dict.fromkeys(self._engines, float("inf"))  # valid entries of the heap
 
     def run(self, interval: Interval) -> Report:
-        """Run all engines through an interval."""
         touched = set(interval.engines)
         for number, index in zip(interval.numbers, interval.engines, strict=True):
             self._engines[index].submit(self._traffic.request(number))

@@ -43,7 +43,6 @@ _CAPACITIES = "1000,3000,10000,30000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit code."""
     words = _parser().parse_args(argv)
     return print_result(lambda: _run(words))
 
@@ -159,7 +158,6 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
 
 
 def chosen_capacities(words: argparse.Namespace) -> list[int]:
-    """Return the capacities to try, in blocks of 512 tokens."""
     if words.max_total_tokens is not None:
         return [max(words.max_total_tokens // BLOCK_TOKENS, 1)]
     return words.capacity_blocks or _capacities(_CAPACITIES)

@@ -107,7 +107,6 @@ class HostLink:
 
     @property
     def next_end_s(self) -> float | None:
-        """Return the time of the next end; None if nothing moves."""
         return self._ends[0][0] if self._ends else None
 
     def ended(self, now_s: float) -> list[TransferEnd]:

@@ -87,7 +87,6 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def served_text(values: Mapping[str, Any]) -> str:
-    """Return the values of `served_values` as lines of text."""
     oracles = ", ".join(f"{name} {rate:.3f}" for name, rate in values["oracle_hit_rates"].items())
     host = values["host_us_per_step"]
     lines = [

@@ -21,7 +21,6 @@ class RankLoad(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of queries of decode rows and prefill chunks."""
         return self.decode_rows + self.prefill_tokens
 
 

@@ -59,7 +59,6 @@ class FolderStore:
                 count.write(self._make_room(self._measure(), 0))
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether it has a file."""
         return [self._path(key).exists() for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -50,11 +50,9 @@ class MooncakeStore:
             raise RuntimeError(f"Mooncake's store could not be set up: error {code}")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether the cluster has it."""
         return [found == 1 for found in self._store.batch_is_exist(list(keys))]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value of each key, or None."""
         found = self._store.get_batch(list(keys))
         return [self._checked(key, bytes(data)) for key, data in zip(keys, found, strict=True)]
 
@@ -74,5 +72,4 @@ class MooncakeStore:
             raise OSError(f"Mooncake's store did not take {len(keys)} values: error {code}")
 
     def close(self) -> None:
-        """Leave the cluster."""
         self._store.close()
