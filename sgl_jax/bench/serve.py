@@ -81,10 +81,8 @@ class Load:
 
 
 def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
-    """Return random prompts of the requested lengths; equal seeds give equal prompts.
-
-    Raises LoadError if the server would refuse a request.
-    """
+    """Return random prompts of the requested lengths; equal seeds give equal prompts. Raises
+    LoadError if the server would refuse a request."""
     prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
     most = facts.max_request_tokens
     if most is not None and prompt_len + args.random_output_len > most:

@@ -32,9 +32,7 @@ Schema = Mapping[str, Any]
 
 def closed(schema: Schema, *, is_open: bool = False) -> dict[str, Any]:
     """Return `schema` with `"additionalProperties": false` in each object that should have it.
-
-    Values that are not JSON schemas are copied unchanged. If `is_open`, no object is closed.
-    """
+    Values that are not JSON schemas are copied unchanged. If `is_open`, no object is closed."""
     joined: set[str] = set()
     num_before = -1
     while len(joined) > num_before:  # a new reference may reveal more

@@ -42,10 +42,8 @@ def parse_server_args(
 
 
 def config_flags(file: Path) -> list[str]:
-    """Return the flags in a YAML file that maps flag names, with `-` or `_`, to values.
-
-    Raises ValueError if the file cannot be read, a name is unknown, or a value has the wrong type.
-    """
+    """Return the flags in a YAML file that maps flag names, with `-` or `_`, to values. Raises
+    ValueError if the file cannot be read, a name is unknown, or a value has the wrong type."""
     try:
         values = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

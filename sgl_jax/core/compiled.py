@@ -60,7 +60,7 @@ def compile_loops(progress: Progress | None = None) -> None:
     num_compiled = 0
     with (progress or Progress()).phase("compiling_loops", len(_pending), "loops") as phase:
         while _pending:
-            loop, types, records = _pending.pop(0)  # in order: a loop calls earlier ones
+            loop, types, records = _pending.pop(0)  # in order: a loop may call earlier loops
             if hasattr(loop, "compile"):  # False with NUMBA_DISABLE_JIT
                 names = {name: from_dtype(dtype) for name, dtype in records.items()}
                 loop.compile(eval(types, vars(numba_types) | names))

@@ -27,10 +27,8 @@ class PageChanges(NamedTuple):
     def listing(
         sizes: EngineSizes, pages: Mapping[tuple[int, int], Sequence[Sequence[int]]]
     ) -> "PageChanges":
-        """Return the changes that put `pages` into the first columns of rows.
-
-        `pages` maps (rank, row) to the page ids of each group.
-        """
+        """Return the changes that put `pages` into the first columns of rows. `pages` maps (rank,
+        row) to the page ids of each group."""
         num_groups = len(sizes.groups)
         cells = [
             ((dp_rank * sizes.num_rows + row) * num_groups + group) * sizes.pages_per_row + column

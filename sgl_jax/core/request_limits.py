@@ -29,10 +29,8 @@ def check_session_id(session_id: str, param: str = "session_id") -> None:
 
 
 def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """Return the namespace from either field, or "" if neither is set.
-
-    Raises `InvalidRequestError` if both are set and differ.
-    """
+    """Return the namespace from either field, or "" if neither is set. Raises `InvalidRequestError`
+    if both are set and differ."""
     if extra_key and cache_salt and extra_key != cache_salt:
         raise InvalidRequestError(
             "extra_key and cache_salt both name the namespace of cached prefixes: send one of them",
@@ -42,10 +40,8 @@ def one_namespace(extra_key: str | None, cache_salt: str | None) -> str:
 
 
 def for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """Return the value of field `name` for each prompt, from a list or one value for all.
-
-    Raises `InvalidRequestError` if the list does not have `num_prompts` entries.
-    """
+    """Return the value of field `name` for each prompt, from a list or one value for all. Raises
+    `InvalidRequestError` if the list does not have `num_prompts` entries."""
     each = list(given) if isinstance(given, list | tuple) else [given] * num_prompts
     if len(each) != num_prompts:
         raise InvalidRequestError(f"{name} has {len(each)} entries for {num_prompts} prompts", name)

@@ -20,10 +20,8 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def _threefry2x32(high: int, low: int, count: int) -> tuple[int, int]:
-    """Return the block (0, count) under the key (high, low), all uint32.
-
-    Threefry with 20 rounds: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
-    """
+    """Return the block (0, count) under the key (high, low), all uint32. Threefry with 20 rounds:
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
     keys = (high, low, high ^ low ^ 0x1BD11BDA)
     x, y = keys[0], (count + keys[1]) & _MASK
     for group in range(5):

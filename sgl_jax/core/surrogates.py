@@ -22,10 +22,8 @@ _MAX_REPLACED = 2**17
 
 
 def replace_in_json(data: bytes | bytearray) -> tuple[bytearray, int]:
-    """Return JSON with at most `_MAX_REPLACED` lone halves replaced, and their number.
-
-    The length does not change.
-    """
+    """Return JSON with at most `_MAX_REPLACED` lone halves replaced, and their number. The length
+    does not change."""
     changed, num_replaced = bytearray(data), 0
     for half, replacement, searched in (
         (_ESCAPED_HALF, rb"\ufffd", data.replace(rb"\\", b"\0\0")),

@@ -67,10 +67,8 @@ def step_limits(args: ServerArgs) -> StepLimits:
 
 
 def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
-    """Return shapes up to `limits`.
-
-    `limits`, a full decode batch (with and without drafts) and a full chunk have exact shapes.
-    """
+    """Return shapes up to `limits`. There are exact shapes for `limits`, for a full decode batch
+    (with and without drafts), and for a full chunk."""
     size = _ACCELERATOR_MIN_TOKENS
     shapes = []
     if platform == "cpu":

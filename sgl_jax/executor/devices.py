@@ -27,10 +27,8 @@ _MOST_SEARCHED = 16  # chips of a rank: searching orders of more takes too long
 
 
 def make_mesh(args: ServerArgs) -> Mesh:
-    """Return the mesh ('data', 'tensor') of dp x tp devices for `args`.
-
-    On a CPU, as many devices as needed are created. Raises RuntimeError if there are too few.
-    """
+    """Return the mesh ('data', 'tensor') of dp x tp devices for `args`. On a CPU, as many devices
+    as needed are created. Raises RuntimeError if there are too few."""
     _request_platform(args)
     try:
         devices = jax.devices(None if args.device == "auto" else args.device)
@@ -112,10 +110,8 @@ def _by_host(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def _in_ring(devices: list[Any]) -> list[Any]:
-    """Return the devices as a ring of connected devices.
-
-    Returns the given order if there is no ring, or if there are too many devices to search.
-    """
+    """Return the devices as a ring of connected devices. Returns the given order if there is no
+    ring, or if there are too many devices to search."""
 
     def connected(one: Any, other: Any) -> bool:
         hops: int = sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))

@@ -15,7 +15,7 @@ ReadCounts = Callable[[], NDArray[np.uint32] | None]
 
 
 class ExpertRecorder:
-    """Records experts, at most one record at a time."""
+    """Records experts, one record at a time."""
 
     def __init__(self, read: ReadCounts) -> None:
         self._read = read

@@ -123,10 +123,8 @@ class HostStore:
         return state, num_pages * self._sizes.page_size / min(seconds)
 
     def measure_store(self) -> float:
-        """Put the same prefix into the store and load it; return the tokens per second.
-
-        Returns 0 without a measurement. The store may serve this prefix from a faster cache.
-        """
+        """Put the same prefix into the store and load it; return the tokens per second. Returns 0
+        without a measurement. The store may serve this prefix from a faster cache."""
         num_pages, listed = self._timed_pages()
         if self._behind is None or num_pages == 0:
             return 0.0

@@ -121,10 +121,8 @@ class DPLayout:
         return self.dp_size * self.rows_per_rank, self.num_groups * self.pages_per_row
 
     def pack(self, ranks: Sequence[RankPlan], tables: PageTables) -> StepInput:
-        """Return new arrays with every rank's rows; padding rows are row 0 with no tokens.
-
-        `tables` must include the plan's page changes.
-        """
+        """Return new arrays with every rank's rows; padding rows are row 0 with no tokens. `tables`
+        must include the plan's page changes."""
         controls = np.zeros((self.dp_size, self.control_words), np.int32)
         end_of_rows = self._row_words * self.rows_per_rank
         by_row = controls[:, :end_of_rows].reshape(self.dp_size, self._row_words, -1)

@@ -235,10 +235,8 @@ class ModelExecutor(Executor):
         )
 
     def start_background(self) -> bool:
-        """Start compiling the programs that `warm_up` skipped; return False if there are none.
-
-        If True, no masked step may be launched before `background_end` returns a string.
-        """
+        """Start compiling the programs that `warm_up` skipped; return False if there are none. If
+        True, no masked step may be launched before `background_end` returns a string."""
         if self._warmup != "plain":
             return False
         jobs = [partial(self._programs.halves, bucket) for bucket in self._buckets.all]
@@ -272,10 +270,8 @@ class ModelExecutor(Executor):
         return launched
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
-        """Sample the tokens of a masked step; see `Executor.draw`.
-
-        Raises RuntimeError if they were sampled already, or if this is not the step launched last.
-        """
+        """Sample the tokens of a masked step; see `Executor.draw`. Raises RuntimeError if they were
+        sampled already, or if this is not the step launched last."""
         if not self._in_flight or self._in_flight[-1] is not handle or handle.undrawn is None:
             raise RuntimeError(f"step {handle.plan.step_id} does not wait for masks")
         self._draw(handle, masks)
@@ -289,10 +285,8 @@ class ModelExecutor(Executor):
         handle.undrawn = None
 
     def result(self, handle: LaunchedStep) -> tuple[RankResult, ...]:
-        """Wait for a step and return each rank's samples.
-
-        Raises RuntimeError if this result was already read, or an earlier step's was not.
-        """
+        """Wait for a step and return each rank's samples. Raises RuntimeError if this result was
+        already read, or an earlier step's was not."""
         if not self._in_flight or self._in_flight[0] is not handle:
             raise RuntimeError(
                 f"step {handle.plan.step_id}: results are read once each, in launch order"
@@ -304,10 +298,8 @@ class ModelExecutor(Executor):
         return results
 
     def transfer(self, transfers: Transfers) -> None:
-        """Begin transfers between the devices and host memory; return while they run.
-
-        After an error the device's state is lost: call `reset` and admit every request again.
-        """
+        """Begin transfers between the devices and host memory; return while they run. After an
+        error the device's state is lost: call `reset` and admit every request again."""
         if self._host_store is not None:
             self._state = self._host_store.transfer(self._state, transfers)
 
@@ -488,9 +480,7 @@ class ModelExecutor(Executor):
 
 def _stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[ModelConfig, str]:
     """Return the model of a folder, as defined by its weights and `args`, and the weights' format.
-
-    Raises ModelConfigError, or CheckpointError for weights that cannot be read.
-    """
+    Raises ModelConfigError, or CheckpointError for weights that cannot be read."""
     config = served_config(ModelConfig.from_path(model_path), args)
     if load_format == "auto":
         load_format = detect_format(Path(model_path))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces devices, at most one trace at a time."""
+    """Traces devices, one trace at a time."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None

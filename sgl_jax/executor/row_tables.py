@@ -39,10 +39,8 @@ def piece_words(max_stop_ids: int) -> int:
 def cut_admissions(
     admissions: Sequence[Sequence[RowAdmission]], max_stop_ids: int
 ) -> Iterator[Int32Array]:
-    """Yield pieces int32[dp, piece_words(max_stop_ids)] that admit all of `admissions[rank]`.
-
-    Each piece is a new array. Unused entries write zeros to the null row.
-    """
+    """Yield pieces int32[dp, piece_words(max_stop_ids)] that admit all of `admissions[rank]`. Each
+    piece is a new array. Unused entries write zeros to the null row."""
     flat = [_flatten(of_rank, max_stop_ids) for of_rank in admissions]
     num_pieces = max(
         max(-(-entries.shape[1] // _PIECE_TOKENS), -(-len(lines) // _PIECE_ROWS))

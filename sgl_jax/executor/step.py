@@ -78,10 +78,8 @@ def run_step(
 
 
 def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[StepState, Computed]:
-    """Run the first half: place drafts, run the model, compute logits where tokens are sampled.
-
-    The returned state has the new KV, drafts and recurrent states.
-    """
+    """Run the first half: place drafts, run the model, compute logits where tokens are sampled. The
+    returned state has the new KV, drafts and recurrent states."""
     token_table, queries = _place_queries(model, state, given)
     given = _placed(given, queries)
     batch, token_rows = _build_batch(given)
@@ -293,10 +291,8 @@ def _write_tokens(
     tokens: jax.Array,
     counts: jax.Array,
 ) -> jax.Array:
-    """Write the first counts[i] of tokens[i] to the table, starting at positions[i].
-
-    The rest goes to the null row, which no result reads.
-    """
+    """Write the first counts[i] of tokens[i] to the table, starting at positions[i]. The rest goes
+    to the null row, which no result reads."""
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_kept = ahead < counts[:, None]
     return token_table.at[
@@ -328,10 +324,8 @@ def _score_if_any(
 def _score(
     model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
 ) -> LogprobArrays:
-    """Return log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`.
-
-    Works block by block: the logits of all queries would take too much memory.
-    """
+    """Return log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`. Works
+    block by block: the logits of all queries would take too much memory."""
     num_tokens = hidden.shape[0]
     block_size = min(num_tokens, _SCORED_BLOCK)
     padding = -num_tokens % block_size

@@ -259,7 +259,7 @@ class StoreTransfers:
             lane.call(self._store.exists, [key])
             lane.call(self._store.get, [key])
             answers = True
-        except Exception:  # of any type
+        except Exception:  # any error fails the probe
             logger.warning("the store still fails", exc_info=True)
         with self._lock:
             if self._probe is lane:  # else the probe was overdue

@@ -70,10 +70,8 @@ def _sweep(request: PlanRequest) -> int:
 
 
 def _nearest(request: PlanRequest, is_compiled: bool) -> str | None:
-    """Return the limit, mesh or smallest slice that fits one request of the load.
-
-    `is_compiled`: the compiler rejects the request, although the byte count fits.
-    """
+    """Return the limit, mesh or smallest slice that fits one request of the load. If `is_compiled`,
+    the compiler rejects the request, although its bytes fit."""
     limit, args = request.args.max_total_tokens, request.args
     unlimited = dataclasses.replace(request, args=dataclasses.replace(args, max_total_tokens=None))
     asked = plan_memory(unlimited)

@@ -59,10 +59,8 @@ def known_models() -> list[str]:
 
 
 def read_config(model_path: str) -> ModelConfig:
-    """Return the config of a model folder, a config.json, or a known model.
-
-    Raises ModelConfigError if there is none, or the model is not supported.
-    """
+    """Return the config of a model folder, a config.json, or a known model. Raises ModelConfigError
+    if there is none, or the model is not supported."""
     if model_path in known_models():
         return ModelConfig.from_path(_MODELS / f"{model_path}.json")
     if not Path(model_path).exists():

@@ -327,10 +327,8 @@ def heads_time(
     *,
     normalised: bool,
 ) -> HeadsTime:
-    """Return the time to split, normalize and rotate heads (`kernels.qkv_heads`).
-
-    `num_tokens` includes the program's padding; `itemsize` is the bytes of an activation.
-    """
+    """Return the time to split, normalize and rotate heads (`kernels.qkv_heads`). `num_tokens`
+    includes the program's padding; `itemsize` is the bytes of an activation."""
     kv_heads = max(config.num_kv_heads // tp_size, 1)
     width = (config.num_heads // tp_size + 2 * kv_heads) * config.head_dim
     angle_bytes = 2 * config.head_dim // 2 * 4

@@ -43,11 +43,8 @@ class MemoryPlan:
 
 
 def plan_memory(request: PlanRequest) -> MemoryPlan:
-    """Divide a device's memory as the engine does at its start.
-
-    Raises ValueError if the model cannot be split that way, or `--swa-full-tokens-ratio` leaves
-    windows too few pages.
-    """
+    """Divide a device's memory as the engine does at its start. Raises ValueError if the model
+    cannot be split that way, or `--swa-full-tokens-ratio` leaves windows too few pages."""
     args, chip = request.args, request.topology.chip
     mesh = topology_mesh(request.topology, args.dp_size, args.tp_size)
     config = EngineConfig.resolve(args, request.config, "tpu")

@@ -173,10 +173,8 @@ class _Walk:
         return cycles if own or opcode == "fusion" else inner_cycles, counts
 
     def _turns(self, loop: str) -> int:
-        """Return the trip count of a loop that compares a counter with a constant; else 1.
-
-        The counters of this package's loops start at 0.
-        """
+        """Return the trip count of a loop that compares a counter with a constant; else 1. The
+        counters of this package's loops start at 0."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop)
         if known:
             return int(known[1])

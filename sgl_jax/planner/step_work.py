@@ -20,7 +20,7 @@ class KernelTime(NamedTuple):
 
     hbm_s: float
     instructions_s: float
-    feeds_mxu: bool = False  # most instructions feed the matrix units
+    feeds_mxu: bool = False  # True if the instructions feed the matrix units
 
     @property
     def total_s(self) -> float:

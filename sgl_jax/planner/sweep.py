@@ -27,9 +27,7 @@ class SweptMesh(NamedTuple):
 
 def sweep(request: PlanRequest) -> dict[SweptMesh, Outcome]:
     """Return the outcome by mesh, most ranks first, with each expert-parallel size if applicable.
-
-    Each mesh that fits takes two compilations; progress is printed to stderr.
-    """
+    Each mesh that fits takes two compilations; progress is printed to stderr."""
     outcomes: dict[SweptMesh, Outcome] = {}
     for dp_size, tp_size in request.topology.meshes():
         has_experts = request.config.moe is not None
@@ -77,10 +75,8 @@ def sweep_table(outcomes: dict[SweptMesh, Outcome]) -> str:
 
 
 def plot_sweep(outcomes: dict[SweptMesh, Outcome], path: Path) -> None:
-    """Plot tokens per second and KV tokens of each mesh that fits.
-
-    Raises RuntimeError without matplotlib, ValueError if no mesh fits.
-    """
+    """Plot tokens per second and KV tokens of each mesh that fits. Raises RuntimeError without
+    matplotlib, ValueError if no mesh fits."""
     plans = {mesh: outcome for mesh, outcome in outcomes.items() if isinstance(outcome, Estimate)}
     if not plans:
         raise ValueError("nothing to plot: no mesh fits")

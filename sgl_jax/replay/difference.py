@@ -10,9 +10,7 @@ _MAX_CHARS = 200  # of a value in the text
 
 def first_difference(path: str, recorded: Any, got: Any) -> str | None:
     """Return the place and kind of the first difference of two values; None if they are equal.
-
-    Compares dataclasses, structs, named tuples, sequences, dictionaries and arrays recursively.
-    """
+    Compares dataclasses, structs, named tuples, sequences, dictionaries and arrays recursively."""
     if isinstance(recorded, np.ndarray) and isinstance(got, np.ndarray):
         return _array_difference(path, recorded, got)
     parts, others = _parts(recorded), _parts(got)

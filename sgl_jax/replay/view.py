@@ -228,9 +228,7 @@ def _decoded(body: bytes, kind: Any) -> Any:
 
 def show(path: Path, port: int) -> None:
     """Serve the view of a recording on localhost only, until interrupted. Port 0: any free port.
-
-    Raises `RecordingError` for an invalid recording, OSError if file or port cannot be used.
-    """
+    Raises `RecordingError` for an invalid recording, OSError if file or port cannot be used."""
     frames = RecordedFrames(path)
     if frames.difference:
         print(f"the view ends where the scheduler differs: {frames.difference}")

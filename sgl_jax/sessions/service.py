@@ -112,9 +112,7 @@ class SessionService(Generic[T]):
 
     def amend_turn(self, message: StopRequest | AbortRequest) -> None:
         """Cut an ended turn to the tokens that its client received, or remove it if there are none.
-
-        The caller has ended the turns that were `built_on` it.
-        """
+        The caller has ended the turns that were `built_on` it."""
         session = None if message.session is None else self.store.find(message.session.id)
         if session is None:
             return

@@ -30,10 +30,8 @@ class Target(NamedTuple):
 
 
 def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
-    """Return JSON values of one run; times are seconds of the clock.
-
-    `goodput` is good answers per second of arrivals. Raises RuntimeError if all were refused.
-    """
+    """Return JSON values of one run; times are seconds of the clock. `goodput` is good answers per
+    second of arrivals. Raises RuntimeError if all were refused."""
     is_met, is_served = target.is_met(run), ~run.is_refused
     if not is_served.any():
         raise RuntimeError("every request was refused: none fits an engine")

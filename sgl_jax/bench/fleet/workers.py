@@ -108,10 +108,8 @@ class EngineGroup:
         return report
 
     def totals(self) -> list[EngineTotals]:
-        """Audit the memory of all engines, and return the work of each.
-
-        Raises `MemoryDefectError` if an engine's memory does not match its ledger.
-        """
+        """Audit the memory of all engines, and return the work of each. Raises `MemoryDefectError`
+        if an engine's memory does not match its ledger."""
         for engine in self._engines.values():
             engine.audit()
         return [
@@ -162,10 +160,8 @@ class Workers:
             _send(pipe, Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
 
     def receive(self) -> Report:
-        """Return the work of all engines in the first interval not yet received.
-
-        Raises RuntimeError if a process failed, `MemoryDefectError` if its memory did.
-        """
+        """Return the work of all engines in the first interval not yet received. Raises
+        RuntimeError if a process failed, `MemoryDefectError` if its memory did."""
         report = Report([], [], [])
         for pipe in self._pipes:
             own: Report = _received(pipe)

@@ -101,9 +101,7 @@ def _behind(block_id: int) -> str:
 
 def block_tokens(block_ids: Sequence[int]) -> Int32Array:
     """Return the tokens of whole blocks, int32[512 * len(block_ids)]; they depend only on the ids.
-
-    Each is a hash of block id and position, by the finalizer of MurmurHash3 (Appleby, 2011).
-    """
+    Each is a hash of block id and position, by the finalizer of MurmurHash3 (Appleby, 2011)."""
     first = np.array(block_ids, np.uint64) * np.uint64(BLOCK_TOKENS)
     positions = np.arange(BLOCK_TOKENS, dtype=np.uint64)
     mixed: NDArray[np.uint64] = np.add.outer(first, positions).ravel()

@@ -42,10 +42,8 @@ class SimulatedEngine(NamedTuple):
 
 
 def print_result(run: Callable[[], str]) -> int:
-    """Print the text of a run, or its error; return the command's exit code.
-
-    0: the run ended. 1: the memory does not match its ledger. 2: bad input.
-    """
+    """Print the text of a run, or its error. Return the exit code: 0 if the run ended, 1 if the
+    memory does not match its ledger, 2 for bad input."""
     try:
         text = run()
     except MemoryDefectError as error:

@@ -9,10 +9,8 @@ from sgl_jax.executor.block_stores.mooncake_store import MooncakeStore
 
 
 def open_block_store(args: ServerArgs) -> BlockStore:
-    """Open the store of `args.hicache_storage_backend`, which is not "none".
-
-    Raises ValueError or RuntimeError, naming the setting, if the store cannot be used.
-    """
+    """Open the store of `args.hicache_storage_backend`, which is not "none". Raises ValueError or
+    RuntimeError, naming the setting, if the store cannot be used."""
     if args.hicache_storage_backend == "file":
         folder = args.storage_folder
         assert folder is not None, "checked by `ServerArgs`"
