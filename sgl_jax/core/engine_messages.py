@@ -42,7 +42,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request since its last output.
 
-    `cached_tokens` counts the prompt tokens whose KV came from the prefix cache. `finish` is set on
+    `cached_tokens` counts the prompt tokens with KV from the prefix cache. `finish` is set on
     the last output of the request, exactly once.
     """
 

@@ -6,8 +6,8 @@ WeightFormat = Literal["int8", "fp8", "int4", "mxfp4"]
 ActivationFormat = Literal["int8", "fp8"]
 
 MXFP4_GROUP = 32  # inputs that share a scale (OCP Microscaling Formats specification, version 1.0)
-# Largest magnitudes that quantizing a float produces. int8 and int4 do not use their minimum, whose
-# magnitude is one larger, so that a number and its negative are rounded alike.
+# Largest magnitudes that quantizing a float produces. int8 and int4 do not use their minimum (the
+# magnitude is one larger), so that a number and its negative are rounded alike.
 GREATEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp4": 6.0}
 
 

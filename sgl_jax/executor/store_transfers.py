@@ -2,7 +2,7 @@
 
 Neither a step nor a device transfer waits for a disk or a network. One thread searches, one runs
 the loads that requests wait for, and one runs puts and everything else. So a request waits neither
-for a put, nor for other requests' loads before its own search has ended.
+for a put, nor for other requests' loads before its search has ended.
 
 If a call fails or takes too long, the store is suspended: its transfers fail immediately until a
 probe succeeds. A thread that hangs in a call is abandoned and touches no block when the call
