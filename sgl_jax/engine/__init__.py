@@ -1,1 +1,1 @@
-"""Wires scheduler and executor; the offline API; the engine process."""
+"""The engine loop and its process, the front that feeds it, and the offline API."""

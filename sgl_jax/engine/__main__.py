@@ -1,4 +1,4 @@
-"""Main program of the engine process. Started by `EngineProcess`, not by hand."""
+"""Main program of the engine process, started by `EngineProcess`."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from sgl_jax.engine.process import Core, run_engine
 
 
 def _build(args: ServerArgs, progress: Progress) -> Core:
-    # Imported here, since jax takes seconds, in which heartbeats are sent already.
+    # Imported here, since importing jax takes seconds and heartbeats must start before that.
     from sgl_jax.engine.follower import FollowerCore
     from sgl_jax.engine.loop.core import EngineCore
 
@@ -17,10 +17,9 @@ def _build(args: ServerArgs, progress: Progress) -> Core:
 
 
 def main() -> None:
-    """Run the engine, and end the process with its exit code."""
     code = run_engine(_build)
     sys.stdout.flush()
-    # The interpreter would wait for a program that is being compiled, perhaps for a minute.
+    # A normal exit would wait for a running compilation, perhaps for a minute.
     os._exit(code)
 
 

@@ -1,14 +1,14 @@
 """Channels that carry messages between the engine loop and the front. Must not import jax.
 
-Within one process they are queues. Between processes they are a pair of connected Unix sockets, of
-which the engine's process inherits one:
+Within one process a channel is a pair of queues. Between processes it is a pair of connected Unix
+sockets; the engine process inherits one end:
 
     front  EngineClient  <----- messages both ways, in order ----->  SocketChannel  engine
 
-A message is its length, four bytes, little-endian, then msgpack. A message goes to the kernel at
-once, by the thread that sends it; only if the other end is behind, a thread of the channel writes
-the rest. So a channel never blocks on a send. Its backlog is unbounded, because both ends limit the
-requests in flight. A channel must never unpickle anything.
+A message is a 4-byte little-endian length followed by msgpack. The sending thread passes it to the
+kernel at once. If the other end does not keep up, a thread of the channel writes the rest, so a
+send never blocks. The backlog is unbounded, because both ends limit the requests in flight. A
+channel must never unpickle anything.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20  # the kernel may allow less
-_REST_TIMEOUT_S = 0.005  # for the rest of a message, of which a part is there
+_REST_TIMEOUT_S = 0.005  # for the rest of a partly received message
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -43,11 +43,11 @@ class Channel(Protocol):
     """The engine's end of a channel."""
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
-        """Messages that have arrived, in order; waits up to `timeout_s` (0: not at all)."""
+        """Return arrived messages in order, after waiting up to `timeout_s` for the first."""
         ...
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message for the front; never blocks. Any thread may send."""
+        """Queue a message for the front without blocking. Thread-safe."""
         ...
 
 
@@ -55,7 +55,7 @@ class InProcessChannel:
     """A `Channel` within one process; the front puts messages into its `inbox`.
 
     Args:
-        deliver: called with each message for the front, in the thread that sends it.
+        deliver: called with each message for the front, in the sending thread.
     """
 
     def __init__(self, deliver: Callable[[EngineMessage], None]) -> None:
@@ -80,13 +80,13 @@ class _Messages:
     """One of two connected sockets, with the codecs of the messages. Any thread may send."""
 
     def __init__(self, end: socket.socket, received: Any) -> None:
-        """`received`: the type of the messages that arrive."""
+        """Set up the socket `end`; `received` is the type of the messages that arrive."""
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self._socket = end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(received)
-        self._arrived = bytearray()  # the part of a message that is not whole yet
+        self._arrived = bytearray()  # the start of an incomplete message
         self._has_peer = True
         self._backlog: deque[memoryview] = deque()
         # Guards the encoder and the backlog, and keeps messages in order.
@@ -95,10 +95,10 @@ class _Messages:
         self._is_closed = False
 
     def send(self, message: Any) -> None:
-        """Queue a message after those before it; it is dropped if the other end has gone.
+        """Queue a message. If the other end has gone, the message is dropped.
 
         Raises:
-            ChannelError: it is too large.
+            ChannelError: the message is too large.
             EngineDeadError: this end is closed.
         """
         with self._changed:
@@ -130,7 +130,7 @@ class _Messages:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close, with one second for sent messages to leave."""
+        """Close the socket after waiting up to one second for sent messages to leave."""
         with self._changed:
             if self._is_closed:
                 return
@@ -143,7 +143,6 @@ class _Messages:
         self._socket.close()
 
     def _write_on(self) -> None:
-        """Runs on a thread of its own: write the backlog whenever there is one."""
         may_write = select.poll()
         may_write.register(self._socket, select.POLLOUT)
         while True:
@@ -157,7 +156,7 @@ class _Messages:
                 self._changed.notify_all()
 
     def _write_backlog(self) -> None:
-        """Hand as much of the backlog to the kernel as it takes now."""
+        """Write as much of the backlog as the kernel accepts now."""
         try:
             while self._backlog:
                 first = self._backlog[0]
@@ -172,7 +171,7 @@ class _Messages:
             self._backlog.clear()
 
     def _receive(self) -> list[Any]:
-        """Messages that have arrived whole, in order. Raises `ChannelError`."""
+        """Return the complete messages received so far, in order. Raises `ChannelError`."""
         while self._has_peer:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -210,19 +209,19 @@ class SocketChannel(_Messages):
     """A `Channel` over a socket. Only the engine loop's thread may use it, except for `send`."""
 
     def __init__(self, end: socket.socket) -> None:
-        """`end`: the engine's end of a pair, as in `EngineClient.engine_end`."""
+        """Take the engine's end of a pair (`EngineClient.engine_end`)."""
         super().__init__(end, FrontMessage)
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
         if timeout_s > 0:
-            if not self._has_peer:  # its process has ended, and this one will
+            if not self._has_peer:  # the front's process has ended, and this process will end too
                 time.sleep(timeout_s)
             elif not self._readable.poll(int(timeout_s * 1000) + 1):
                 return []
         messages = self._receive()
-        # A long message comes in several parts, and each step reads once.
+        # A long message arrives in several parts; without this loop each step would read only one.
         deadline = time.monotonic() + _REST_TIMEOUT_S if self._arrived else 0.0
         while self._arrived and self._has_peer and (left_s := deadline - time.monotonic()) > 0:
             self._readable.poll(left_s * 1000)
@@ -233,7 +232,7 @@ class SocketChannel(_Messages):
 class EngineClient(_Messages):
     """The front's end, on an asyncio loop. Only the loop's thread may create and use it.
 
-    `engine_end` is the engine's end: its process gets it, and closes this one's copy.
+    `engine_end`, the engine's end, is passed to the engine process and then closed here.
     """
 
     def __init__(self) -> None:
@@ -264,7 +263,7 @@ class EngineClient(_Messages):
         self._loop.add_reader(self._socket.fileno(), on_readable)
 
     def close(self) -> None:
-        """Stop listening, and drop messages not sent within a second."""
+        """Stop listening, and drop messages that cannot be sent within a second."""
         self._stop_listening()
         self.engine_end.close()
         super().close()

@@ -1,7 +1,7 @@
-"""The engine loop of every host but host 0: it runs host 0's commands on this host's devices.
+"""The engine loop of every host except host 0: it runs host 0's commands on this host's devices.
 
-It has no scheduler and no memory stack. It reads each step's result as host 0 does, only to bound
-the steps in flight and to measure their time.
+It has no scheduler and no memory stack. It reads the result of each step only to bound the steps in
+flight and to measure their time.
 """
 
 import logging
@@ -36,12 +36,12 @@ _MAX_IN_FLIGHT = 2  # host 0 launches no more before it reads a result
 
 
 class FollowerCore:
-    """A `Core` (engine/process.py) that host 0 leads; `info` is the executor's."""
+    """A `Core` (engine/process.py) driven by host 0's commands; `info` is the executor's."""
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """Meet host 0, load this host's part of the weights, compile.
+        """Connect to host 0, load this host's part of the weights, and compile.
 
-        Raises GroupError if host 0 does not come in time, or refuses this host.
+        Raises GroupError if host 0 does not respond in time or refuses this host.
         """
         self._args = args
         self._progress = progress or Progress()
@@ -99,7 +99,7 @@ class FollowerCore:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """An error within is reported to host 0, which ends the group with the reason."""
+        """Report an error inside the context to host 0, which ends the group with the reason."""
         try:
             yield
         except Exception as error:
@@ -115,18 +115,18 @@ class FollowerCore:
                 self._link.figures = self._link.figures.plus(launch_s=time.monotonic() - arrived_s)
             case MovePages(transfers=transfers):
                 self._executor.transfer(transfers)
-                self._executor.ended_transfers()  # host 0 reports its own
+                self._executor.ended_transfers()  # dropped: host 0 reports its transfers itself
             case Draw(ranks=ranks):
                 self._executor.draw(self._in_flight[-1][0], with_free_rows(ranks))
             case CallExecutor(name=name, args=args):
                 try:
                     self._calls[name](*args)
                 except (RuntimeError, OSError, WeightsError) as error:
-                    # Host 0 has the same refusal, or this host alone writes no trace.
+                    # Host 0 was refused in the same way, or only this host fails to write a trace.
                     logger.warning("%s: %s", name, error)
 
     def _read_results(self, *, is_forced: bool) -> None:
-        """Read the results of the steps that have ended; with `is_forced`, wait for the oldest."""
+        """Read the results of ended steps. With `is_forced`, wait for the oldest."""
         while self._in_flight:
             handle, arrived_s = self._in_flight[0]
             if not (is_forced or handle.has_ended):

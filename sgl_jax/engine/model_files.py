@@ -13,8 +13,7 @@ def open_model_files(args: ServerArgs) -> Tokenizer:
     """Load the tokenizer of `args`. Raises ValueError, with the file's name, if it is unusable."""
     if not Path(args.model_path).is_dir():
         raise ValueError(f"--model-path: there is no folder {args.model_path!r}")
-    # The tokenizer's library reads config.json too, and would report a bad one as the tokenizer's
-    # fault.
+    # The tokenizer's library also reads config.json, and would blame the tokenizer for a bad file.
     if (Path(args.model_path) / CONFIG_FILE).is_file():
         served_config(ModelConfig.from_path(args.model_path), args)
     return load_tokenizer(args)

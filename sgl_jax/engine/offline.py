@@ -1,4 +1,4 @@
-"""The offline API: the engine loop in a thread of this process, no server.
+"""The offline API: the engine loop in a thread of this process, without a server.
 
 with Engine(model_path="models/demo") as engine:
     print(engine.generate("The code of Anna is", {"max_new_tokens": 8}).text)
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 # A server refuses requests that would wait too long; offline, the caller waits for all prompts.
 _NO_QUEUE_LIMIT = 10_000_000
-# From this many prompts on, a progress bar is shown.
+# Minimum number of prompts for a progress bar.
 _MANY_PROMPTS = 16
 
 
 class Engine:
     """A model ready to generate. Keyword arguments are the fields of `ServerArgs`.
 
-    A prompt is a string or a list of token ids; `sampling_params` is a `SamplingParams` or a
-    mapping of its fields, one for all prompts or a list with one for each.
+    A prompt is a string or a list of token ids. `sampling_params` is a `SamplingParams` or a
+    mapping of its fields: either one for all prompts, or a list with one per prompt.
     """
 
     def __init__(self, model_path: str = "", **settings: Any) -> None:
@@ -82,7 +82,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Facts of the loaded model, and the sizes of the engine."""
+        """Return facts of the loaded model, and the sizes of the engine."""
         return self._core.info
 
     @property
@@ -115,19 +115,19 @@ class Engine:
 
         Args:
             prompts: a string, or a list of strings or token id lists.
-            sampling_params: for all, or one for each.
+            sampling_params: one value for all prompts, or a list with one per prompt.
             input_ids: token id lists, instead of `prompts`.
-            progress: show a progress bar; None shows one for many prompts on a terminal.
+            progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `dp_rank`. `priority`, and `extra_key` or `cache_salt` (a
-                namespace of cached prefixes): one for all prompts, or a list with one for each.
-                `session_params`, with a single prompt: the session that it continues, as a
-                `SessionTurn` or a mapping of its fields (`{"id": ...}`).
+                `logprob_start_len`, `dp_rank`. One value or a list with one per prompt: `priority`,
+                and `extra_key` or `cache_salt` (a namespace of cached prefixes). With a single
+                prompt: `session_params`, a `SessionTurn` or a mapping of its fields (`{"id":
+                ...}`).
 
         Raises:
-            InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, unless
-                it is a grammar that cannot be compiled: then all other prompts are aborted.
-            GenerationError: a step failed, or the engine refused a request; the engine goes on.
+            InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, except
+                if a grammar cannot be compiled: then all other prompts are aborted.
+            GenerationError: a step failed, or the engine refused a request. The engine continues.
             EngineDeadError: the engine ended.
         """
         batch, params = as_batch(prompts, sampling_params, input_ids)
@@ -154,7 +154,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> Iterator[Generation]:
-        """Generate for one prompt; yields the whole output so far each time it has grown.
+        """Generate for one prompt, and yield the whole output so far each time it has grown.
 
         Leaving the loop early ends the request in the engine.
         """
@@ -174,7 +174,7 @@ class Engine:
     async def async_generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> Generation:
-        """`generate` for one prompt, without blocking the event loop."""
+        """Run `generate` for one prompt without blocking the event loop."""
         latest = None
         async for so_far in self.async_stream(prompt, sampling_params, **options):
             latest = so_far
@@ -184,7 +184,7 @@ class Engine:
     async def async_stream(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> AsyncIterator[Generation]:
-        """`stream`, without blocking the event loop."""
+        """Run `stream` without blocking the event loop."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def on_ready(_: int) -> None:
@@ -213,10 +213,10 @@ class Engine:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """Open a session; returns its id, a new one if `session_id` is None.
+        """Open a session and return its id, which is new if `session_id` is None.
 
         Args:
-            capacity_of_str_len: tokens that the history may hold; 0: only the context's limit.
+            capacity_of_str_len: maximum tokens of the history; 0: only the context's limit.
             streaming: append-only, one request in flight, KV kept in place between turns.
             timeout: idle seconds after which the session is closed; None: never.
             extra_key, cache_salt: namespace of cached prefixes for all its turns; set one of them.
@@ -244,33 +244,34 @@ class Engine:
         return name
 
     def close_session(self, session_id: str) -> None:
-        """Close a session, after a turn in flight has ended."""
+        """Close a session after a turn in flight has ended."""
         self._checked_call(CloseSession(session_id=session_id))
 
     def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
-        """Take a streaming session back to the end of its first `num_turns` turns.
+        """Roll a streaming session back to the end of its first `num_turns` turns.
 
-        Returns the `num_turns` and `num_tokens` that it now has.
+        Returns the session's new `num_turns` and `num_tokens`.
         """
         return self._checked_call(RollbackSession(session_id=session_id, num_turns=num_turns))
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
-        """Open a streaming session with the history of another; returns its id.
+        """Open a streaming session with the history of session `session_id`, and return its id.
 
-        Raises as `open_session`; also `InvalidRequestError` if the other session does not exist, is
-        not a streaming one, or has a turn in flight.
+        Raises `InvalidRequestError` if the new id is in use or invalid, or the other session is
+        missing, not streaming, or has a turn in flight. Raises `GenerationError` if too many
+        sessions are open.
         """
         name = as_new_id(new_session_id)
         self._checked_call(ForkSession(session_id=session_id, new_session_id=name))
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
-        """All open sessions, as dictionaries with the fields of `SessionEntry`."""
+        """Return all open sessions, as dictionaries with the fields of `SessionEntry`."""
         sessions: list[dict[str, Any]] = self._checked_call(ListSessions())["sessions"]
         return sessions
 
     def check_health(self) -> float:
-        """Seconds since the engine loop began its current turn: large while a long step runs.
+        """Return the seconds since the engine loop began its current turn.
 
         Raises:
             EngineDeadError: the engine ended.
@@ -281,15 +282,15 @@ class Engine:
         return self._health.turn_s or 0.0
 
     def server_info(self) -> dict[str, Any]:
-        """The memory view of each rank, and counters."""
+        """Return the memory view of each rank, and counters."""
         return self._call(GetState()).data
 
     def flush_cache(self) -> bool:
-        """Empty the prefix caches; False while requests are running."""
+        """Empty the prefix caches. Return False while requests are running."""
         return self._call(FlushCache()).ok
 
     def shutdown(self) -> None:
-        """End the engine and free its memory; requests in flight end with an abort."""
+        """End the engine and free its memory. Requests in flight end with an abort."""
         if not self._frontend.has_ended:
             self._channel.inbox.put(Shutdown())
         self._thread.join()
@@ -330,7 +331,7 @@ class Engine:
         *,
         streaming: bool,
     ) -> list[RequestStream]:
-        """Check all prompts, then submit all; `on_ready` gets the index of a prompt."""
+        """Check all prompts, then submit all. `on_ready` gets the index of a prompt."""
         checks, requests = self._frontend.checks, list[GenerateRequest]()
         each_options = as_options(options, len(prompts))
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
@@ -360,11 +361,8 @@ class Engine:
         return reply
 
     def _checked_call(self, message: CallMessage) -> dict[str, Any]:
-        """The data of the reply.
-
-        Raises `InvalidRequestError` if the call was refused, `GenerationError` if the engine could
-        not do it.
-        """
+        """Return the data of the reply. Raises `InvalidRequestError` if the call was refused,
+        `GenerationError` if it failed."""
         reply = self._call(message)
         if reply.data.get("status_code") is not None:
             raise GenerationError(reply.message)

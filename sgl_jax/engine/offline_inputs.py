@@ -1,4 +1,4 @@
-"""Converts the inputs of the offline `Engine`, which may have many forms, to one form."""
+"""Converts the input forms accepted by the offline `Engine` to one form."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 
 
 def as_new_id(given: str | None) -> str:
-    """`given`, or a new id. Raises `InvalidRequestError` if it cannot name a session."""
+    """Return `given`, or a new id if None. Raises `InvalidRequestError` if it is invalid."""
     name = uuid.uuid4().hex if given is None else given
     check_session_id(name)
     return name
 
 
 def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
-    """Options of `Engine.generate` as arguments of `RequestChecks.prepare`, one dict per prompt.
+    """Convert options of `Engine.generate` to arguments of `RequestChecks.prepare` for each prompt.
 
     Raises `InvalidRequestError`.
     """
@@ -40,7 +40,7 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
 
 
 def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
-    """`for_each` of values of this `kind`."""
+    """Return one value of type `kind`, or None, per prompt. Raises `InvalidRequestError`."""
     each = for_each(name, given, num_prompts)
     for value in each:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -51,7 +51,7 @@ def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T |
 
 
 def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
-    """`session_params` as a turn. Raises `InvalidRequestError`, also for several prompts."""
+    """Return `session_params` as a turn. Raises `InvalidRequestError`, also for several prompts."""
     turn = None if given is None else as_struct(given, SessionTurn, "session_params")
     if turn is not None and num_prompts != 1:
         raise InvalidRequestError(
@@ -65,10 +65,7 @@ def as_batch(
     sampling_params: Sampling | Sequence[Sampling],
     input_ids: Sequence[Sequence[int]] | None,
 ) -> tuple[list[Prompt], list[Sampling]]:
-    """Lists of prompts and of their sampling parameters, equally long.
-
-    Raises `InvalidRequestError`.
-    """
+    """Return prompts and sampling parameters, equally many. Raises `InvalidRequestError`."""
     if (prompts is None) == (input_ids is None):
         raise InvalidRequestError("give either prompts or input_ids", "prompts")
     batch: list[Prompt] = (
@@ -89,7 +86,7 @@ def as_batch(
 
 
 def as_struct(given: Any, kind: type[T], param: str) -> T:
-    """A struct, or a mapping of its fields, as a struct. Raises `InvalidRequestError`."""
+    """Convert a struct or a mapping of its fields to a struct. Raises `InvalidRequestError`."""
     if isinstance(given, kind):
         return given
     try:

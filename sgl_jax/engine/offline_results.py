@@ -1,4 +1,4 @@
-"""Results of the offline `Engine`, put together from the chunks of a stream."""
+"""Results of the offline `Engine`, assembled from the chunks of a stream."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ class Generation:
     """The output of one prompt (so far, while streaming).
 
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
-    `logprob_start_len` on; both are empty unless requested. If the request is a session's turn,
-    `rid` is the turn's name, and `num_prompt_tokens` includes the history.
+    `logprob_start_len` on; both are empty unless requested. For a session's turn, `rid` is the
+    turn's name, and `num_prompt_tokens` includes the history.
     """
 
     text: str
@@ -35,8 +35,8 @@ class GenerationError(RuntimeError):
 def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> Generation:
     """Return `so_far` with `chunk` added.
 
-    A request that its own input ends after some output, such as one whose grammar became too
-    costly, keeps that output, with the finish reason `abort`: other prompts of the call go on.
+    A request that ends after some output because of its input, such as a grammar that became too
+    costly, keeps that output with the finish reason `abort`: other prompts of the call continue.
 
     Raises:
         InvalidRequestError: a parameter, such as a grammar, cannot be served.

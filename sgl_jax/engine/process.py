@@ -1,10 +1,9 @@
-"""The engine in a process of its own: its start, its supervision, and the child's main function.
+"""The engine in a separate process: its start, its supervision, and the child's main function.
 
 The child is `python -m sgl_jax.engine` (only its `__main__.py` imports jax). It reads one line of
-JSON from its standard input, `{"args": {...}, "socket": 5}`, the latter a file descriptor that it
-inherits. When that pipe ends, the parent
-has ended, and the child exits, so that it does not keep the device. Its output goes to the parent's
-terminal; the report of its exit has the last line.
+JSON from its standard input, `{"args": {...}, "socket": 5}`, where `socket` is an inherited file
+descriptor. When that pipe ends, the parent has ended, and the child exits to free the device. The
+child's output is forwarded to the parent's terminal; the report of its exit has the last line.
 """
 
 import contextlib
@@ -38,21 +37,19 @@ _LAST_LINE_BYTES = 4096
 
 
 class Core(Protocol):
-    """The program of the child: `EngineCore`, or a scripted one in tests."""
+    """The program of the child: `EngineCore`, `FollowerCore`, or a scripted program in tests."""
 
     info: dict[str, Any]
 
     def run(self, channel: Channel, *, after_turn: Callable[[bool], object] | None = None) -> None:
-        """Serve until `Shutdown`; `after_turn` gets True after a turn with nothing to do."""
+        """Serve until `Shutdown`. `after_turn` gets True after a turn with nothing to do."""
         ...
 
 
 class ExitReport(NamedTuple):
-    """The end of the engine process."""
-
-    exit_code: int  # the process's; of a signal, its number, negative
+    exit_code: int  # or the negative number of a signal
     how: str  # a sentence with the exit code or signal; may be shown to clients
-    last_line: str  # of its output, only for the operator; "" if there was none
+    last_line: str  # last line of output, only for the operator; "" if there was none
 
     def __str__(self) -> str:
         return f"{self.how}; its last line: {self.last_line}" if self.last_line else self.how
@@ -84,11 +81,11 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(engine_end.fileno(),),
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
-            umask=0o077,  # its files hold prompts, KV and recordings
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then stops the child
+            umask=0o077,  # files hold prompts, KV and recordings
         )
         assert self._process.stdin is not None
-        # If the child has died already, the report of its exit is better than a broken pipe's.
+        # If the child has already died, the report of its exit is better than a broken pipe error.
         with contextlib.suppress(BrokenPipeError):
             start = {"args": dataclasses.asdict(args), "socket": engine_end.fileno()}
             self._process.stdin.write(json.dumps(start).encode() + b"\n")
@@ -106,8 +103,8 @@ class EngineProcess:
         return self._process.poll() is None
 
     def stop(self, timeout_s: float) -> None:
-        """Wait `timeout_s` for the process to end by itself (after `Shutdown`), else kill it. Its
-        exit has been reported afterwards."""
+        """Wait `timeout_s` for the process to end (after `Shutdown`), else kill it. Report its
+        exit."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -116,7 +113,7 @@ class EngineProcess:
         self._report()
 
     def kill(self) -> None:
-        """End the process now. Its exit has been reported afterwards."""
+        """Kill the process, and report its exit."""
         self._process.kill()
         self._report()
 
@@ -130,7 +127,7 @@ class EngineProcess:
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):
             tail = (tail + data)[-_LAST_LINE_BYTES:]
-            # If the terminal has gone, keep reading, since the child would block otherwise.
+            # If the terminal has gone, keep reading, or the child would block.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()
@@ -142,7 +139,7 @@ class EngineProcess:
 
 
 def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
-    """Main function of the child: build the engine, send its `EngineInfo`, run it.
+    """Build the engine, send its `EngineInfo`, and run it: the main function of the child.
 
     Returns the exit code.
     """
@@ -161,7 +158,7 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
         with Watchdog(channel.send, progress):
             core = build(args, progress)
         take_over_collection()
-        # Or the server would be ready, and still report the last phase of the start.
+        # Without this the server, although ready, would still report the last phase of the start.
         channel.send(Heartbeat(turn_s=None, progress=progress.report))
         channel.send(EngineInfo(info=core.info))
         core.run(channel, after_turn=collect_if_many)
@@ -188,7 +185,6 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
 
 
 def _die_with_parent() -> None:
-    """Exit when the parent has ended."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)

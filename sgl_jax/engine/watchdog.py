@@ -1,7 +1,7 @@
-"""Sends heartbeats to the front, and notices when the engine loop hangs.
+"""Sends heartbeats to the front, and detects a hanging engine loop.
 
-Both run in a thread beside the loop. So heartbeats continue during a long step and while the model
-is loaded and compiled, and a hung device, which never returns an error, is noticed.
+Both run in a separate thread. So heartbeats continue during a long step and while the model is
+loaded and compiled, and a hung device, which never returns an error, is detected.
 """
 
 import faulthandler
@@ -27,7 +27,8 @@ def exit_process() -> None:
 class Watchdog:
     """A thread that calls `beat` every second, and `on_stall` once if `feed` is overdue.
 
-    It runs while this object is entered as a context manager.
+    It runs while this object is entered as a context manager. Each heartbeat includes `progress`.
+    `stall_timeout_s` is the time without `feed` that counts as a stall; None: no limit.
     """
 
     def __init__(
@@ -37,8 +38,6 @@ class Watchdog:
         stall_timeout_s: float | None = None,
         on_stall: Callable[[], None] = exit_process,
     ) -> None:
-        """`progress` goes with each heartbeat. `stall_timeout_s`: seconds without `feed` that count
-        as a stall; None: any number."""
         self._beat = beat
         self._progress = progress
         self._stall_timeout_s = stall_timeout_s
@@ -49,12 +48,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
-        """Call this at the start of each turn of the loop."""
+        """Record the start of a turn of the loop. Call this in each turn."""
         self._fed_at = time.monotonic()
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """Inside this context a turn may take any time; heartbeats continue."""
+        """Allow a turn to take any time inside this context. Heartbeats continue."""
         self._is_patient = True
         try:
             yield

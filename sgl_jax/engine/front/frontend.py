@@ -1,7 +1,7 @@
-"""The front between clients and the engine: requests in flight, and the streams of their outputs.
+"""The front between clients and the engine: requests in flight and their output streams.
 
-The HTTP server and the offline `Engine` share it. It is synchronous and calls back, so that both
-asyncio and threads can use it. It must never import jax or wait for anything.
+The HTTP server and the offline `Engine` share it. It is synchronous and uses callbacks, so that it
+works with both asyncio and threads. It must never import jax or block.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ from sgl_jax.text.tokenizer_check import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
-# Calls without a reply, at most: the engine may not respond.
+# Maximum number of calls without a reply: the engine may not respond.
 _MAX_CALLS = 1024
 
 
 class Frontend:
-    """Sends requests that passed its `checks` to the engine, and hands out their streams.
+    """Sends checked requests to the engine and distributes their outputs to streams.
 
     Thread-safe: one lock guards the streams, and callbacks run outside it.
     """
@@ -61,14 +61,14 @@ class Frontend:
         send: Callable[[FrontMessage], None],
         tracer: Tracer | None = None,
     ) -> None:
-        """The front of a started engine.
+        """Create the front of a started engine.
 
         Args:
-            info: of the engine's `EngineInfo`.
-            send: queues a message for the engine, after those before it, and never blocks.
+            info: `EngineInfo.info` of the engine.
+            send: queues a message for the engine, in order, without blocking.
 
         Raises:
-            ValueError: the tokenizer is not of the engine's model.
+            ValueError: the tokenizer does not match the engine's model.
         """
         self.facts = EngineFacts.from_info(info)
         check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
@@ -82,10 +82,10 @@ class Frontend:
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
         # Requests without any output so far: sent, waiting, or computing their first token. They
-        # are limited here, since the channel to the engine has no limit while the engine does not
-        # read it. A request whose client went away still counts, as its message is still there.
-        self._pending: dict[str, str] = {}  # and the tenant in whose share each counts
-        self.num_tokens = 0  # of all outputs so far, also of requests whose clients have gone
+        # are limited here, because the channel to the engine is unbounded while the engine does not
+        # read it. After a disconnect a request still counts, because its message still exists.
+        self._pending: dict[str, str] = {}  # rid -> tenant charged for the request
+        self.num_tokens = 0  # of all outputs so far, including requests with disconnected clients
         self._max_queued = args.max_queued_requests
         most = self._max_queued + self.facts.max_running_requests
         self._shares = Shares(most, args.share_part, self._max_queued)
@@ -95,26 +95,25 @@ class Frontend:
 
     @property
     def num_open(self) -> int:
-        """Return requests in flight."""
         return len(self._streams)
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the engine is gone, and no call can reach it."""
+        """Return whether the engine has ended, so that no call can reach it."""
         return self._death is not None
 
     def check_alive(self) -> None:
-        """Raise the error of the engine's end, if it ended: see `fail`."""
+        """Raise the error passed to `fail` if the engine has ended."""
         if self._death is not None:
             raise self._end_error(self._death)
 
     def check_room(self, num_requests: int, tenant: Tenant | None = None) -> None:
-        """Raise if so many requests of `tenant` cannot be taken now.
+        """Raise if `num_requests` more requests of `tenant` cannot be accepted now.
 
         Raises:
-            InvalidRequestError: they never can, because they are too many together.
-            QueueFullError: the engine has too much before it.
-            TenantQueueFullError: it has too much of the tenant's.
+            InvalidRequestError: there are too many of them to be ever accepted together.
+            QueueFullError: the engine's queue is full.
+            TenantQueueFullError: the tenant's share of the queue is full.
         """
         holder, num_rows = holder_of(tenant), self.facts.max_running_requests
         num_held = self._shares.held_by(holder)
@@ -156,20 +155,19 @@ class Frontend:
     ) -> RequestStream:
         """Send a prepared request.
 
-        In the engine it has a unique rid, so that late outputs of an ended request cannot reach a
-        later request with the same rid of the client.
-
-        No limit of the queue counts for a probe.
+        The engine sees a unique rid, so that late outputs of an ended request cannot reach a later
+        request with the same client rid. Probes are exempt from queue limits.
 
         Args:
-            on_ready: called (on the engine's side) when `take` has something to give.
-            streaming: False calls it only at the end.
-            sender: the caller that may `abort` it by its name.
-            kept_tokens: as for `RequestStream`.
+            on_ready: called on the engine's side when `take` has something to return.
+            streaming: if False, `on_ready` is called only at the end.
+            sender: the caller that may `abort` the request by its client rid.
+            kept_tokens: special tokens that stay in the text even if special tokens are skipped.
 
         Raises:
-            EngineDeadError, ShuttingDownError: as given to `fail`.
-            QueueFullError, TenantQueueFullError: as `check_room`.
+            EngineDeadError, ShuttingDownError: the engine has ended, with the error passed to
+                `fail`.
+            QueueFullError, TenantQueueFullError: the queue or the tenant's share of it is full.
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
@@ -204,9 +202,9 @@ class Frontend:
         return stream
 
     def abandon(self, stream: RequestStream) -> None:
-        """End the request of `stream`, whose consumer has gone, unless it has ended. Call it once.
+        """End the request of `stream` after its consumer has gone. Call it at most once.
 
-        If the consumer did not take the end of a session's turn, the turn is rolled back, also if
+        If the consumer did not take the end of a session's turn, the turn is rolled back, even if
         the request has finished in the engine.
         """
         rid, session = stream.request.rid, stream.request.session
@@ -217,12 +215,12 @@ class Frontend:
             self._log_end(stream, "the client went away")
             self.metrics.aborted.inc()
         if is_open or (is_unseen and session is not None):
-            with contextlib.suppress(EngineDeadError):  # then it has ended there, too
+            with contextlib.suppress(EngineDeadError):  # then the request has ended as well
                 self._send(AbortRequest(rid=rid, message="the client went away", session=session))
         stream.end_trace()
 
     def abort(self, client_rid: str, sender: str | None = None) -> int:
-        """Abort the requests with this rid of the client, "" for all; returns their number.
+        """Abort the requests with this client rid ("" for all), and return their number.
 
         Their streams end with an abort. If `sender` is given, only its requests are aborted.
         """
@@ -240,11 +238,11 @@ class Frontend:
         return len(rids)
 
     def call(self, message: CallMessage, on_reply: Callable[[Reply], None]) -> str:
-        """Send a message to which the engine replies; `on_reply` gets the reply. Returns the id
-        of the call.
+        """Send a message to the engine and return the call's id. `on_reply` gets the reply.
 
         Raises:
-            EngineDeadError, ShuttingDownError: as given to `fail`.
+            EngineDeadError, ShuttingDownError: the engine has ended, with the error passed to
+                `fail`.
             QueueFullError: too many calls have no reply yet.
         """
         rid = f"call#{next(self._sequence)}"
@@ -262,7 +260,7 @@ class Frontend:
         return rid
 
     def cancel_call(self, rid: str) -> None:
-        """Cancel a call that has no reply yet; its reply comes all the same."""
+        """Cancel a call without a reply. The reply is still delivered."""
         with contextlib.suppress(EngineDeadError, ShuttingDownError):
             if rid in self._on_reply:
                 self._send(CancelCall(call=rid))
@@ -270,7 +268,7 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Handle an output or a reply of the engine; other messages are ignored."""
+        """Handle an output or a reply of the engine, and ignore other messages."""
         if isinstance(message, Reply):
             with self._lock:
                 on_reply = self._on_reply.pop(message.rid, None)
@@ -282,7 +280,7 @@ class Frontend:
     def fail(
         self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
     ) -> None:
-        """End all requests and calls with an error; a second call of this has no effect.
+        """End all requests and calls with an error. Only the first call has an effect.
 
         Args:
             reason: text for clients.
@@ -302,12 +300,12 @@ class Frontend:
             on_reply(Reply(rid=rid, ok=False, message=reason))
 
     def _deliver(self, batch: OutputBatch) -> None:
-        """Feed the streams. Runs once per step, so its work per token is kept to a minimum."""
+        """Feed the streams. Runs once per step, so the work per token is kept to a minimum."""
         now = time.perf_counter()
         self.num_tokens += len(batch.rids) + sum(len(each.token_ids) for each in batch.outputs)
         ready: list[RequestStream] = []
         num_tokens = 0
-        # Number of streams by the time of their last token: most streams share it.
+        # Number of streams by the time of their last token; most streams share one time.
         num_since: Counter[float] = Counter()
         with self._lock:
             streams = self._streams
@@ -320,7 +318,7 @@ class Frontend:
                     streams[rid].marks += marks
             for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
                 stream = streams.get(rid)
-                if stream is None:  # ended here already: overshoot
+                if stream is None:  # the stream has ended here: overshoot
                     continue
                 try:
                     stream.accept_token(token)
@@ -332,7 +330,7 @@ class Frontend:
                         stream.last_token_at = now
                     if stream.finish is not None:
                         self._end(stream, now, stopped_here=True)
-                except Exception as error:  # of any type: other streams go on
+                except Exception as error:  # of any type: other streams continue
                     self._fail_stream(stream, error, now)
                 if stream.streaming or stream.has_ended:
                     ready.append(stream)
@@ -349,7 +347,7 @@ class Frontend:
                     if gained:
                         self._note_tokens(stream, gained, now)
                     if stream.finish is not None:
-                        # It may have ended by itself beyond the stop string.
+                        # The request may also have ended in the engine, past the stop string.
                         self._end(stream, now, stopped_here=stream.finish is not output.finish)
                 except Exception as error:
                     self._fail_stream(stream, error, now)
@@ -366,7 +364,7 @@ class Frontend:
                     self._fail_stream(stream, error, now)
 
     def _fail_stream(self, stream: RequestStream, error: Exception, now: float) -> None:
-        """End one request whose output this process cannot handle; its consumer gets `error`."""
+        """End a request if this process cannot handle its output. The consumer gets `error`."""
         request = stream.request
         logger.error("request %r: its output could not be handled", request.rid, exc_info=error)
         stream.error = error
@@ -393,7 +391,7 @@ class Frontend:
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
-        """`stopped_here`: the front found a stop string, so the engine is sent a `StopRequest`."""
+        """End a stream, and notify the engine if the front found a stop string (`stopped_here`)."""
         del self._streams[stream.request.rid]
         stream.finished_at = now
         assert stream.finish is not None
@@ -424,7 +422,7 @@ class Frontend:
 
 
 def _check_fits(num_requests: int, most: int, holder: str) -> None:
-    """Raise `InvalidRequestError` if so many requests of one client are more than ever fit."""
+    """Raise `InvalidRequestError` if `num_requests` requests of one client can never fit."""
     if num_requests > most:
         raise InvalidRequestError(
             f"prompts times n must be no more than {holder}: at most {most}, got {num_requests}"

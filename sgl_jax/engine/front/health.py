@@ -1,6 +1,6 @@
-"""The health of the engine process, judged by its heartbeats.
+"""Health of the engine process, judged by its heartbeats.
 
-A loop that makes no progress is found by the `Watchdog`, in the engine process.
+The `Watchdog` in the engine process detects a loop that makes no progress.
 """
 
 import time
@@ -23,31 +23,28 @@ class EngineHealth:
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._last = (clock(), Heartbeat(turn_s=None))  # with its time of arrival
+        self._last = (clock(), Heartbeat(turn_s=None))  # and its time of arrival
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat."""
         self._last = (self._clock(), heartbeat)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat, or since the start if there was none."""
+        """Return the seconds since the last heartbeat, or since the start if there was none."""
         return self._clock() - self._last[0]
 
     @property
     def turn_s(self) -> float | None:
-        """`Heartbeat.turn_s` of the last heartbeat; None before the first."""
         return self._last[1].turn_s
 
     @property
     def progress(self) -> PhaseReport | None:
-        """`Heartbeat.progress` of the last heartbeat; None before the first."""
         return self._last[1].progress
 
     @property
     def is_in_long_turn(self) -> bool:
-        """True if the loop was in a long turn at the last heartbeat, which is recent: it loads,
-        compiles, or runs a step longer than a heartbeat's interval."""
+        """Return whether a recent heartbeat reported a long turn: the loop loads, compiles, or runs
+        a step longer than a heartbeat interval."""
         heartbeat = self._last[1]
         progress = heartbeat.progress
         is_loading = progress is not None and progress.phase != "compiling_in_background"
@@ -56,7 +53,7 @@ class EngineHealth:
 
     @property
     def stuck_since(self) -> datetime | None:
-        """Time (UTC) of the last heartbeat if the engine is stuck, else None."""
+        """Return the time (UTC) of the last heartbeat if the engine is stuck, else None."""
         silent_s = self.silent_s
         if silent_s <= self._timeout_s:
             return None

@@ -1,7 +1,7 @@
-"""Checks requests of clients, and converts them to messages for the engine.
+"""Checks client requests, and converts them to messages for the engine.
 
-The limits here follow from the model and the engine's memory; `core/request_limits.py` has the
-limits of names and numbers.
+The limits here follow from the model and the engine's memory. Limits of names and numbers are in
+`core/request_limits.py`.
 """
 
 import uuid
@@ -23,12 +23,12 @@ from sgl_jax.core.request_limits import (
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sgl_jax.text.tokenizer import Tokenizer
 
-# A tokenizer's normaliser may shorten a text (compose characters, merge spaces), hardly by more
-# than this factor.
+# Practical upper bound on the factor by which a tokenizer's normalizer shortens a text (composes
+# characters, merges spaces).
 _MAX_NORMALIZER_SHRINK = 4
-# English has 4 to 5 characters a token on average, indented code up to 8.
+# English has 4 to 5 characters per token on average, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
-_SHORT_PROMPT_CHARS = 65_536  # a prompt of so many characters may exceed that average
+_SHORT_PROMPT_CHARS = 65_536  # prompts up to this length may exceed that average
 
 
 class EngineFacts(NamedTuple):
@@ -36,7 +36,7 @@ class EngineFacts(NamedTuple):
 
     vocab_size: int
     max_context_len: int  # tokens of one request, prompt and output together
-    max_request_tokens: int  # of those, as many as fit into a rank's KV memory
+    max_request_tokens: int  # `max_context_len`, limited to a rank's KV memory
     dp_size: int
     max_running_requests: int  # over all ranks
 
@@ -46,21 +46,23 @@ class EngineFacts(NamedTuple):
 
 
 class RequestChecks:
-    """Checks against the limits of one engine. Thread-safe."""
+    """Checks against the limits of one engine. Thread-safe.
+
+    `is_strict` refuses an output limit that does not fit, instead of lowering it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, *, is_strict: bool) -> None:
-        """`is_strict`: refuse more output tokens than there is room for, instead of fewer."""
         self._tokenizer = tokenizer
         self._facts = facts
         self._is_strict = is_strict
 
     @property
     def max_prompt_chars(self) -> int:
-        """Return the most characters of a prompt. Longer ones would have too many tokens, and are
-        not encoded.
+        """Return the maximum number of characters of a prompt. Longer prompts are not encoded.
 
-        The longest tokens are runs of spaces or dashes, which no real text consists of. So a long
-        prompt may have at most `_MOST_CHARS_PER_TOKEN` characters per token on average.
+        A longer prompt would have too many tokens. The longest tokens are runs of spaces or dashes,
+        which no real text consists of, so a long prompt may have at most `_MOST_CHARS_PER_TOKEN`
+        characters per token on average.
         """
         max_tokens = self._facts.max_request_tokens
         longest = max_tokens * self._tokenizer.longest_token_chars * _MAX_NORMALIZER_SHRINK
@@ -76,7 +78,8 @@ class RequestChecks:
         self.check_length(len(text))
 
     def check_length(self, num_chars: int) -> None:
-        """`check_text` for a text of `num_chars` characters."""
+        """Check a prompt's length in characters. Raises `InvalidRequestError` if it cannot be
+        encoded."""
         self._tokenizer.check_can_encode()
         most = self.max_prompt_chars
         if num_chars > most:
@@ -92,7 +95,7 @@ class RequestChecks:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt. Raises `InvalidRequestError` as `check_text`."""
+        """Return the token ids of a prompt. Raises `InvalidRequestError` if `check_text` fails."""
         self.check_text(text)
         return self._tokenizer.encode(text)
 
@@ -108,24 +111,24 @@ class RequestChecks:
         priority: int | None = None,
         **options: Any,
     ) -> GenerateRequest:
-        """Make the message of a request, after all checks that need no state of the engine, except
-        the grammar's.
+        """Build the message of a request after all checks that need neither engine state nor the
+        grammar.
 
         Args:
-            prompt_ids: token ids of the prompt; of a session's turn, without the history.
+            prompt_ids: token ids of the prompt; for a session's turn, without the history.
             sampling: sampling parameters as the client set them.
-            rid: the client's name of the request; None: a new one.
+            rid: the client's name of the request; None: a new name.
             default_max_new_tokens: used if `sampling` sets no limit; None: the rest of the context.
-                The default is lowered where the context has less room, and so is the client's
-                limit without `--strict-max-tokens`. For a session's turn the engine lowers it,
-                which has the history.
+                If the context has less room, this default is lowered, and without
+                `--strict-max-tokens` also the client's limit. The engine does so for a session's
+                turn, since only it has the history.
             token_ids_logprob: tokens to report wherever log-probabilities are reported.
             session: set if the request is a session's turn.
             priority: None is 0.
             options: other fields of `GenerateRequest`.
 
         Raises:
-            InvalidRequestError: has the field at fault and its allowed values.
+            InvalidRequestError: names the invalid field and its allowed values.
         """
         self._check_prompt(prompt_ids)
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
@@ -159,7 +162,7 @@ class RequestChecks:
             )
         for token in ids:
             check_between("token_ids_logprob", token, 0, self._facts.vocab_size - 1)
-        # Positions count a turn's history, and only the engine has its length.
+        # Positions include a turn's history, and only the engine has its length.
         is_turn = request.session is not None
         longest = self._facts.max_request_tokens if is_turn else len(request.input_ids)
         check_between("logprob_start_len", request.logprob_start_len, -1, longest)

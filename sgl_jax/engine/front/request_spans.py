@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry, made at each request's end from the stamps of its stream.
+"""Spans of requests for OpenTelemetry, created at each request's end from the stamps of its stream.
 
     request                  from its arrival until the consumer has taken its last text
       queue                  until the engine starts it
@@ -6,7 +6,7 @@
       decode                 until its last token; after a retract, chunks again
       detokenize             until its last text is made and taken
 
-The phases of a request follow each other without a gap: a phase that a request did not reach is
+The phases of a request follow each other without a gap. A phase that the request did not reach is
 missing.
 """
 
@@ -37,7 +37,7 @@ _NAME = "sgl_jax"
 _MAX_QUEUED_SPANS = 16_384
 _CLOSE_S = 5.0
 _LOG_INTERVAL_S = 60.0
-# They log each try to reach the collector, and each span that is dropped.
+# These loggers write a line for each attempt to reach the collector and for each dropped span.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
     "opentelemetry.sdk._shared_internal",
@@ -45,10 +45,10 @@ _LOGGERS = (
 
 
 class RequestTracer:
-    """Hands the spans of requests to `exporter`, in batches and on a thread of its own.
+    """Passes the spans of requests to `exporter`, in batches, on a separate thread.
 
-    A batch that fails is dropped. Spans wait for a slow exporter; beyond `_MAX_QUEUED_SPANS` the
-    oldest are dropped. Sampling follows the parent, and the SDK's variables of the environment.
+    A failed batch is dropped. Spans wait for a slow exporter; beyond `_MAX_QUEUED_SPANS` the oldest
+    are dropped. Sampling follows the parent, and the SDK's environment variables.
     """
 
     def __init__(self, model_name: str, exporter: SpanExporter) -> None:
@@ -66,7 +66,7 @@ class RequestTracer:
 
     @contextmanager
     def continued(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """Requests that begin within continue the trace of the W3C `traceparent` in `headers`."""
+        """Continue the trace of the W3C `traceparent` in `headers` for requests begun inside."""
         token = contexts.attach(TraceContextTextMapPropagator().extract(headers))
         try:
             yield
@@ -74,11 +74,11 @@ class RequestTracer:
             contexts.detach(token)
 
     def begin(self) -> Callable[[RequestStream], None]:
-        """Called where a request arrives; the result is called once, when its stream has ended."""
+        """Return a function to call when the stream ends. Call this where a request arrives."""
         return partial(self._end, contexts.get_current(), request_id.get())
 
     def close(self) -> None:
-        """Send the spans that wait, within `_CLOSE_S`; the rest is dropped."""
+        """Send the queued spans within `_CLOSE_S`, and drop the rest."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
@@ -89,7 +89,7 @@ class RequestTracer:
         now, now_ns = time.perf_counter(), time.time_ns()
 
         def clock_ns(stamp: float) -> int:
-            """A stamp of `time.perf_counter` in nanoseconds since 1970."""
+            """Convert a stamp of `time.perf_counter` to nanoseconds since 1970."""
             return now_ns - round((now - stamp) * 1e9)
 
         def start(name: str, parent: Context, begin: float, **options: Any) -> Span:
@@ -111,14 +111,14 @@ class RequestTracer:
                     size = {"sgl_jax.num_tokens": mark.num_tokens}
                     within = set_span_in_context(phase)
                     chunk = start("prefill_chunk", within, mark.begin_s, attributes=size)
-                    # The next phase may begin sooner: its stamp is the front's.
+                    # The next phase may begin sooner, because its stamp is taken in the front.
                     chunk.end(clock_ns(min(mark.end_s, end)))
                 phase.end(clock_ns(end))
         whole.end(now_ns)
 
 
 class _OneLineAMinute(logging.Filter):
-    """A collector that is away must not fill the log."""
+    """Limits the log lines about an unreachable collector to one per minute."""
 
     _next_at = 0.0
 
@@ -130,7 +130,7 @@ class _OneLineAMinute(logging.Filter):
 
 
 def _phases(stream: RequestStream) -> list[tuple[str, float]]:
-    """The phases that the request reached, and when each began; one ends where the next begins."""
+    """Return the phases that the request reached, each with its begin and in order."""
     is_whole = stream.finish is not None and stream.finish.type != "abort"
     begins = {
         "queue": stream.created_at,
@@ -144,8 +144,8 @@ def _phases(stream: RequestStream) -> list[tuple[str, float]]:
 def _attributes(
     stream: RequestStream, model_name: str, http_id: str, now: float
 ) -> dict[str, AttributeValue]:
-    """By OpenTelemetry's conventions for GenAI where they have a name, else `sgl_jax.`; times in
-    seconds."""
+    """Return span attributes, named by OpenTelemetry's conventions for GenAI where they have a
+    name, else `sgl_jax.`; times in seconds."""
     request, sampling = stream.request, stream.request.sampling
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",
@@ -178,7 +178,7 @@ def _finish_reason(stream: RequestStream) -> str:
 
 
 def _set_status(span: Span, stream: RequestStream) -> None:
-    """An error, if the server is at fault: not if the client aborts, or goes away."""
+    """Set an error status if the server is at fault, not if the client aborts or goes away."""
     finish, error = stream.finish, stream.error
     if finish is None and error is not None:
         span.set_attribute("error.type", type(error).__name__)

@@ -1,8 +1,8 @@
 """The output of one request on its way from the engine to its consumer.
 
-It is converted to text here, and searched for stop strings. The `Frontend` calls `accept*`, and the
-consumer calls `take`, perhaps on another thread; the lock of the `Frontend` guards both. Must never
-touch the network or asyncio.
+The stream decodes tokens to text and searches for stop strings. The `Frontend` calls `accept*`, and
+the consumer calls `take`, perhaps on another thread; the lock of the `Frontend` guards both. Must
+never touch the network or asyncio.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
     text: str
     token_ids: list[int]
-    num_output_tokens: int  # so far, these included
+    num_output_tokens: int  # so far, including this chunk
     logprobs: list[TokenLogprobs]  # one per token of this chunk, if requested
     prompt_logprobs: list[TokenLogprobs]
     finish: FinishReason | None
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 class RequestStream:
     """One request in flight, from `Frontend.submit` to its last chunk.
 
-    Without stop strings, tokens are queued, and `take` decodes them together: under load, many
+    Without stop strings, tokens are queued and `take` decodes them together: under load, many
     tokens cost as much as one.
     """
 
@@ -48,20 +48,20 @@ class RequestStream:
         streaming: bool,
         kept_tokens: Set[int] = frozenset(),
     ) -> None:
-        """`kept_tokens`: special tokens that stay in the text even if others are skipped."""
+        """Create the stream; `kept_tokens` are special tokens never skipped in the text."""
         self.request = request
         self.client_rid = client_rid  # the client's rid; request.rid is unique
         self.sender = sender  # the caller that may abort it
         self.on_ready = on_ready
         self.streaming = streaming
         self.num_output_tokens = 0
-        # For a session's turn, without the history until the first output.
+        # A session's turn excludes the history until the first output.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
         self.dp_rank = 0
         self.finish: FinishReason | None = None
-        self.error: Exception | None = None  # ended it, instead of a finish reason
-        # By `time.perf_counter`, in the engine for `started_at` and `marks`.
+        self.error: Exception | None = None  # set instead of `finish` after a failure
+        # By `time.perf_counter`; `started_at` and `marks` are stamped in the engine.
         self.created_at = time.perf_counter()
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -88,7 +88,7 @@ class RequestStream:
             if sampling.stop
             else None
         )
-        self._text = ""  # decoded and not yet taken; only used with stop strings
+        self._text = ""  # decoded but not yet taken; used only with stop strings
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -96,17 +96,17 @@ class RequestStream:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if no more output follows: it has finished, or failed."""
+        """Return whether the request has finished or failed, so that no more output follows."""
         return self.finish is not None or self.error is not None
 
     @property
     def e2e_latency_s(self) -> float:
-        """Return seconds from arrival to the end, or to now."""
+        """Return the seconds from arrival to the end, or to now."""
         end = time.perf_counter() if self.finished_at is None else self.finished_at
         return end - self.created_at
 
     def accept_token(self, token: int) -> None:
-        """Take one plain token. Sets `finish` if it completes a stop string."""
+        """Take one plain token, and set `finish` if it completes a stop string."""
         if self._stop_checker is not None:
             self._scan([token], [token])
             return
@@ -114,7 +114,7 @@ class RequestStream:
         self.num_output_tokens += 1
 
     def accept(self, output: RequestOutput) -> None:
-        """Take a full output. Sets `finish` at the end, or if it completes a stop string."""
+        """Take a full output, and set `finish` at the end or if it completes a stop string."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
         if output.prompt_tokens is not None:
@@ -140,7 +140,7 @@ class RequestStream:
             self._text += rest.text + self._stop_checker.flush()
 
     def drop_unseen_end(self) -> bool:
-        """Called when no `take` will follow. True, once, if the end of the output was not taken."""
+        """Return True, once, if the end of the output was not taken. No `take` may follow."""
         if self._last_chunk_taken or self.finish is None or self.finish.type == "abort":
             return False
         self._last_chunk_taken = True
@@ -176,13 +176,13 @@ class RequestStream:
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
 
     def end_trace(self) -> None:
-        """End the trace: the consumer has taken all, or has gone. A second call has no effect."""
+        """End the trace, after the consumer has taken all or has gone. Idempotent."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
 
     def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:
-        """Decode token by token, to find the one that completes a stop string."""
+        """Decode token by token, to find the token that completes a stop string."""
         assert self._stop_checker is not None
         min_new_tokens = self.request.sampling.min_new_tokens
         for index, token in enumerate(ids):
@@ -201,25 +201,24 @@ class RequestStream:
                 return
 
     def _with_text(self, ids: list[int], finish: FinishReason | None) -> list[int]:
-        """Return `ids` without the stop token that ended the output, unless `no_stop_trim` is
-        set."""
+        """Return `ids` without the stop token that ended the output, except with `no_stop_trim`."""
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids
 
 
 class Tracer(Protocol):
-    """Reports each request's times when it has ended."""
+    """Reports each request's times after the request has ended."""
 
     def continued(self, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Requests that begin within continue the trace that HTTP headers name, if any."""
+        """Continue the trace named in HTTP headers, if any, for requests that begin inside."""
         ...
 
     def begin(self) -> Callable[[RequestStream], None]:
-        """Begin the trace of a request in the current context. The result is called once, with the
-        stream, when that has ended."""
+        """Begin a request's trace in the current context. Returns a function to call once, with the
+        stream, after the stream has ended."""
         ...
 
     def close(self) -> None:
-        """Send all that waits, within seconds."""
+        """Send all queued spans, within seconds."""
         ...

@@ -1,4 +1,4 @@
-"""Opens the tracer of `--enable-trace`, whose libraries are an optional extra."""
+"""Opens the tracer of `--enable-trace`. Its libraries are an optional extra."""
 
 import re
 
@@ -9,9 +9,9 @@ _ENDPOINT = re.compile(r"(https?://)?[^\s/:]+:\d{1,5}|(https?://)?\[[0-9a-fA-F:]
 
 
 def open_tracer(args: ServerArgs) -> Tracer | None:
-    """The tracer of `args`, to be closed; None if tracing is off. Does not wait for the collector.
+    """Return the tracer of `args`, or None if tracing is off. Does not wait for the collector.
 
-    Raises ValueError if OpenTelemetry is not installed, or the endpoint is no address.
+    Raises ValueError if OpenTelemetry is not installed, or the endpoint is not HOST:PORT.
     """
     if not args.enable_trace:
         return None
@@ -20,7 +20,7 @@ def open_tracer(args: ServerArgs) -> Tracer | None:
             f"--otlp-traces-endpoint must be HOST:PORT, got {args.otlp_traces_endpoint!r}"
         )
     try:
-        # Imported here, since it may be missing.
+        # Imported here, because it may be missing.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         from sgl_jax.engine.front.request_spans import RequestTracer

@@ -1,6 +1,6 @@
-"""Walks the memory of a busy engine in slices, at a bounded share of the host's time.
+"""Audits the memory of a busy engine in slices, within a bounded share of the host's time.
 
-Slices never change the scheduler's state, so when they run is no event of a recording.
+A slice never changes the scheduler's state, so a recording does not need to contain it.
 """
 
 import time
@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 
 from sgl_jax.mem_cache.errors import MemoryDefectError
 
-# The most host time that slices take, as a share of all time.
+# Upper bound on the host time of slices, as a share of all time.
 MAX_SHARE = 0.006
-# Seconds from the start of a walk to the start of the next, if the share allows it. So each record
-# is proved once in 60 s if a walk needs at most 0.24 s of host time: 40 s at this share. A longer
-# walk takes longer.
+# Seconds between the starts of two walks, if the share allows it. A walk that needs 0.24 s of host
+# time takes 40 s at this share, so each record is verified at least once in 60 s.
 PERIOD_S = 20.0
 
 
 class BackgroundAudit:
-    """Runs the slices of `begin_walk()`, of one walk after another.
+    """Runs the slices of `begin_walk()`, one walk after another.
 
     `thread_time` returns the processor time of the calling thread, in seconds.
     """
@@ -30,22 +29,22 @@ class BackgroundAudit:
     ) -> None:
         self._begin_walk = begin_walk
         self._thread_time = thread_time
-        self.num_walks = 0  # complete ones
+        self.num_walks = 0  # complete walks
         self._started_s = self.due_s = self._proved_s = now_s
         self._walk = begin_walk()
 
     def age_s(self, now_s: float) -> float:
-        """Seconds since the last complete proof of all records ended."""
+        """Return the seconds since the end of the last verification of all records."""
         return now_s - self._proved_s
 
     def proved(self, now_s: float) -> None:
-        """All records were proved by other means, or have not changed since."""
+        """Record that all records were verified by other means or have not changed since."""
         self._proved_s = now_s
 
     def run_if_due(self, now_s: float) -> None:
         """Run the next slice unless `now_s` is before `due_s`.
 
-        Raises `LedgerError` if it finds a defect; the walk then begins again.
+        Raises `LedgerError` if the slice finds a defect. The walk then starts again.
         """
         if now_s < self.due_s:
             return

@@ -1,18 +1,18 @@
-"""Steps that undo the latest calls, for callers that no longer wait for the reply.
+"""Undoes the latest calls if their callers no longer wait for the reply.
 
-A call may be made just before its caller gets a 503. The `CancelCall` that follows then finds the
-step here. It is left alone if a later call has changed the same thing, because that call's caller
-got its reply.
+A call may take effect just before its caller receives a 503. The `CancelCall` that follows finds
+the undo step here. The step is not run if a later call, which was confirmed to its caller, has
+changed the same subject.
 """
 
 from collections.abc import Callable
 
-# No more calls can be without a reply (`Frontend.call`), so no older one can still be cancelled.
+# Upper bound on calls without a reply (`Frontend.call`), so older calls can no longer be cancelled.
 _MAX_STEPS = 1024
 
 
 class CallUndo:
-    """For each subject, such as one session, the call that changed it last, and how to undo it."""
+    """The last call that changed each subject (for example a session), with its undo step."""
 
     def __init__(self) -> None:
         self._steps: dict[str, tuple[str, Callable[[], object]]] = {}
@@ -25,7 +25,7 @@ class CallUndo:
             del self._steps[next(iter(self._steps))]
 
     def undo(self, rid: str) -> None:
-        """Undo call `rid`, unless it has changed nothing or its subject has changed since."""
+        """Undo call `rid`, unless it changed nothing or its subject has changed since."""
         for subject, (noted, undo) in self._steps.items():
             if noted == rid:
                 del self._steps[subject]

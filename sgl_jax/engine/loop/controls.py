@@ -1,7 +1,7 @@
-"""An operator's calls to a running engine: pauses, new weights, changed settings, traces.
+"""Handles an operator's calls to a running engine: pauses, new weights, settings, traces.
 
-Each call runs between two turns of the engine loop. It changes requests only by events of the
-scheduler, so that a recording has the changes.
+Each call runs between two turns of the engine loop. It changes requests only through scheduler
+events, so a recording contains the changes.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import Configure, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# No program or buffer depends on these settings, except on the chunk size, which may only shrink.
+# No program or buffer depends on these settings, except for the chunk size, which may only shrink.
 CHANGEABLE = (
     "schedule_policy",
     "load_balance_method",
@@ -76,19 +76,18 @@ class Controls:
     """Handles each `ControlMessage` of `core` between two turns of its loop."""
 
     def __init__(self, core: Controlled, undo: CallUndo) -> None:
-        """`undo` gets a step for each call with `Call.is_undone`."""
+        """Handle calls for `core`. `undo` gets a step for each call with `Call.is_undone`."""
         self._core = core
         self._undo = undo
 
     def pause(self, message: PauseGeneration) -> Reply:
-        """Launch no more steps; the tokens of launched ones are still sent."""
+        """Launch no more steps. Tokens of launched steps are still sent."""
         was_paused = self._core.scheduler.is_paused
         self._core.settle()
         self._core.scheduler.handle(Pause(message.mode))
         return self._generation_reply(message, was_paused)
 
     def resume(self, message: ContinueGeneration) -> Reply:
-        """Launch steps again."""
         was_paused = self._core.scheduler.is_paused
         self._core.scheduler.handle(Resume())
         return self._generation_reply(message, was_paused)
@@ -108,13 +107,13 @@ class Controls:
         return answer(message, now)
 
     def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
-        """Load other weights between two steps; requests continue, also if loading fails."""
+        """Load other weights between two steps. Requests continue, even if loading fails."""
         path = message.model_path
         try:
             self._core.executor.check_model(path)
         except ModelConfigError as error:
             return refusal(message, str(error), code="other_model", param="model_path")
-        except (OSError, ValueError) as error:  # the path cannot be a file's
+        except (OSError, ValueError) as error:  # not a valid path
             return refusal(message, str(error), code="weights_refused", param="model_path")
         self._core.settle()
         num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
@@ -135,12 +134,12 @@ class Controls:
         return answer(message, WeightsUpdated(True, text, num_running))
 
     def _give_up_kv(self) -> None:
-        """Retract all requests and empty all caches, whose KV is of the old weights."""
+        """Retract all requests and empty all caches, since their KV belongs to the old weights."""
         self._core.scheduler.handle(RetractAll())
         self._core.empty_caches()
 
     def set_settings(self, message: SetInternalState) -> Reply:
-        """Change all settings in `message`, or none if one of them is refused."""
+        """Change all settings in `message`, or none if any of them is refused."""
         core, given = self._core, message.server_args
         most = core.executor.sizes.max_chunk_tokens
         try:
@@ -161,7 +160,7 @@ class Controls:
         return answer(message, SettingsChanged(updated=True, server_args=changes))
 
     def _configure(self, args: ServerArgs, shown: dict[str, Any]) -> None:
-        """Use the settings `args`, and send `shown` to the front."""
+        """Apply the settings `args`, and send `shown` to the front."""
         core = self._core
         core.args = args
         chunk = args.chunked_prefill_size or core.executor.sizes.max_chunk_tokens
@@ -169,7 +168,7 @@ class Controls:
         core.change_info(settings=shown)
 
     def start_profile(self, message: StartProfile) -> Reply:
-        """Start a device trace; if it is refused, the temporary folder made for it is removed."""
+        """Start a device trace. If it is refused, remove the temporary folder made for it."""
         folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
             self._core.executor.profiler.start(Path(folder), message.num_steps)
@@ -204,10 +203,7 @@ class Controls:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """`value` in the type of setting `name`.
-
-    Raises ValueError if the type is wrong, or if the setting cannot be changed.
-    """
+    """Convert `value` to the type of setting `name`. Raises ValueError if either is invalid."""
     if name not in CHANGEABLE:
         raise ValueError(
             f"{name} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
@@ -221,11 +217,11 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def answer(message: Any, data: Any) -> Reply:
-    """The reply to a call that succeeded; a dictionary holds builtins alone, and is not copied."""
+    """Return the reply to a successful call. A dictionary of builtins as `data` is not copied."""
     builtins = data if isinstance(data, dict) else msgspec.to_builtins(data)
     return Reply(rid=message.rid, ok=True, data=builtins)
 
 
 def refusal(message: Any, why: str, **data: Any) -> Reply:
-    """The reply to a refused call, with the reason `why`; `data` as in `Reply`."""
+    """Return the reply to a refused call, with the reason `why` and `Reply.data` from `data`."""
     return Reply(rid=message.rid, ok=False, message=why, data=data)

@@ -1,7 +1,7 @@
 """The engine loop: messages in, steps on the device, outputs out.
 
-`EngineCore` owns one scheduler and one executor. It runs in a process of its own behind the HTTP
-server, or in a thread behind the offline `Engine`, with the same code.
+`EngineCore` owns one scheduler and one executor. The HTTP server runs it in a separate process, the
+offline `Engine` in a thread, with the same code.
 """
 
 import logging
@@ -77,9 +77,8 @@ from sgl_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
-_MOVING_POLL_S = 0.005  # instead, while prefixes are loaded or put, or grammars are compiled
-# Used when requests wait, none can run, and no step is in flight: this is rare, and a busy loop
-# would gain nothing.
+_MOVING_POLL_S = 0.005  # used while prefixes are loaded or stored, or grammars are compiled
+# Used in the rare case that requests wait, none can run, and no step is in flight.
 _STARVED_POLL_S = 0.001
 _NOT_AWAITED = "its caller no longer waits"
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
@@ -92,13 +91,13 @@ _REBUILT = (
 class EngineCore:
     """Builds the executor, compiles its programs, and runs a scheduler on it.
 
-    `info` has the facts that a front needs: sizes, model path, end-of-sequence ids, dtype. Changes
-    of it are sent to the front. The scheduler's state changes only by `scheduler.handle`, whose
-    events a recording repeats.
+    `info` holds the facts needed by a front: sizes, model path, end-of-sequence ids, dtype. Its
+    changes are sent to the front. The scheduler's state changes only by `scheduler.handle`, and a
+    recording repeats its events.
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """`progress` gets the phases of the start, and of long work afterwards."""
+        """Load the model. `progress` gets the phases of the start, and of long work afterwards."""
         self.args = args
         self._progress = progress or Progress()
         # First, so that a failure is reported before the model is loaded.
@@ -170,12 +169,12 @@ class EngineCore:
         close: bool = True,
         after_turn: Callable[[bool], object] | None = None,
     ) -> None:
-        """Serve until a `Shutdown` message. Raises errors that the engine cannot recover from.
+        """Serve until a `Shutdown` message. Raises errors from which the engine cannot recover.
 
         Args:
             on_stall: called from another thread if a step takes longer than the watchdog allows.
             close: free the device's memory afterwards.
-            after_turn: called after each turn of the loop, with True if there was nothing to do.
+            after_turn: called after each turn of the loop, with True if the turn had nothing to do.
         """
         self._channel = channel
         if isinstance(self.executor, GroupExecutor):
@@ -193,8 +192,8 @@ class EngineCore:
                 messages = channel.poll(poll_s)
                 is_idle = may_wait and not is_moving and not messages
                 now_s = time.monotonic()
-                # A message must see the current time. Without one, a tick is made only if due,
-                # since each is recorded.
+                # Messages must see the current time. Without messages, tick only if needed, since
+                # each tick is recorded.
                 if messages or self.scheduler.needs_tick(now_s):
                     self._tick(now_s)
                 cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
@@ -228,7 +227,7 @@ class EngineCore:
                     has_stamps = self._stamps.starts or self._stamps.marks
                     channel.send(self._stamps.add_to(batch) if has_stamps else batch)
                 if self._failures.num_consecutive:
-                    self._failures.check()  # once all requests of the last step have their answers
+                    self._failures.check()  # after the replies to the last step's requests
                 if self._kv_events is not None:
                     self._kv_events.publish()
                 if after_turn is not None:
@@ -252,12 +251,12 @@ class EngineCore:
             self.executor.close()
 
     def _is_moving(self) -> bool:
-        """Return whether work beside the loop may end soon, while no step can be planned."""
+        """Return whether background work may end soon while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
         return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
-        """When the background compilation has ended, start the requests that waited for it."""
+        """If the background compilation has ended, start the requests that waited for it."""
         end = self.executor.background_end()
         if end is None:
             return
@@ -269,7 +268,7 @@ class EngineCore:
     # -- steps ------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
-        """Set the scheduler's time. If that ends requests or sessions, audit the memory again."""
+        """Set the scheduler's time. Mark the memory for audit if that ends requests or sessions."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
         try:
             self.scheduler.handle(Tick(now_s))
@@ -279,7 +278,7 @@ class EngineCore:
             self._is_audited = False
 
     def _transfer(self, run: Callable[[], None]) -> None:
-        """Run a method of `HostTransfers`; after an error of the device, start over."""
+        """Run a method of `HostTransfers`, and recover from an error of the device."""
         try:
             run()
         except MemoryDefectError:
@@ -288,7 +287,7 @@ class EngineCore:
             self._recover(error)
 
     def _step(self) -> None:
-        """Plan and launch one step; read the oldest once enough are in flight."""
+        """Plan and launch one step, and read the oldest result if enough steps are in flight."""
         is_resting = self.scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
         if plan is not None:
@@ -311,7 +310,7 @@ class EngineCore:
             time.sleep(_STARVED_POLL_S)
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
-        """Sample a masked step after reading all earlier results; False after an error."""
+        """Sample a masked step after reading all earlier results. Return False after an error."""
         while len(self._in_flight) > 1:
             if not self._read_oldest():
                 return False
@@ -329,7 +328,7 @@ class EngineCore:
             self._read_oldest()
 
     def _read_oldest(self) -> bool:
-        """Wait for the oldest step in flight, and apply its result; False after an error."""
+        """Wait for the oldest step in flight and apply its result. Return False after an error."""
         plan, handle = self._in_flight.popleft()
         try:
             results = self.executor.result(handle)
@@ -347,10 +346,7 @@ class EngineCore:
         return True
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: end all requests with an error, and reset the device.
-
-        Raises `error` if it means that the hosts of the engine no longer agree.
-        """
+        """End all requests with an error and reset the device. Reraises `GroupError`."""
         if isinstance(error, GroupError):
             raise error
         logger.exception("a step failed; all requests in flight end with an error")
@@ -359,7 +355,7 @@ class EngineCore:
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
     def _probe(self) -> None:
-        """Run a step of no request, to find out whether the device works again.
+        """Run a step without requests to check whether the device works again.
 
         The last step failed, so nothing is cached that the probe could overwrite.
         """
@@ -373,7 +369,7 @@ class EngineCore:
         self.scheduler.handle(FailAll("the device was reset"))
 
     def _reset_device(self) -> None:
-        """Start over with an empty pool; the results of steps in flight are not read."""
+        """Start over with an empty pool. The results of steps in flight are not read."""
         self._in_flight.clear()
         if self._transfers is not None:
             self._transfers.reset()
@@ -392,12 +388,11 @@ class EngineCore:
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
-        """Update `info`, and send it to the front."""
         self.info = self.info | facts
         self._channel.send(EngineInfo(info=self.info))
 
     def _audit(self) -> None:
-        """While idle, prove by a full walk that no page has leaked since the last audit."""
+        """Verify by a full walk, while idle, that no page has leaked since the last audit."""
         if self.args.check_memory == "off":
             return
         if not self._is_audited:
@@ -408,7 +403,7 @@ class EngineCore:
     # -- messages ---------------------------------------------------------------------------
 
     def _handle(self, message: FrontMessage) -> None:
-        """Call the message's method in the table of calls, and send the reply that it returns."""
+        """Call the handler given by the table of calls, and send the reply that it returns."""
         call = CALL_OF[type(message)]
         if isinstance(message, ControlMessage):
             handle: Any = getattr(self._controls, call.handler)
@@ -436,7 +431,7 @@ class EngineCore:
             self._channel.send(reply)
 
     def cancel(self, message: CancelCall) -> None:
-        """Undo a call whose caller no longer waits; `run` skips one that it has not begun."""
+        """Undo a call that its caller abandoned. `run` skips such calls that have not begun."""
         for flush in self._flushes.take(message.call):
             self._channel.send(refusal(flush, _NOT_AWAITED))
         self._undo.undo(message.call)
@@ -453,16 +448,14 @@ class EngineCore:
         return reply
 
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request, and compile its grammar if it has one."""
         self.scheduler.handle(message)
         self._grammars.begin(message)
 
     def shut_down(self, message: Shutdown) -> None:
-        """This turn of the loop is the last."""
         self._is_shutting_down = True
 
     def _abort_all(self) -> None:
-        """At the end, abort all requests, which releases all leases, and audit the memory."""
+        """Abort all requests at the end, which releases all leases, and audit the memory."""
         self._in_flight.clear()
         try:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
@@ -477,13 +470,13 @@ class EngineCore:
                 self._channel.send(self.scheduler.handle(TakeOutputs()))
 
     def flush(self, message: FlushCache) -> Reply | None:
-        """Empty the prefix caches, while nothing runs and once no prefix is on its way to the
-        store. The reply is sent then, at the earliest in this turn of the loop."""
+        """Queue a flush of the prefix caches. The reply is sent once nothing runs and no prefix is
+        being written to the store, at the earliest in this turn of the loop."""
         self._flushes.add(message)
         return None
 
     def save_cache(self, message: SaveCache) -> Reply | None:
-        """Save the cache beside the loop, and reply when that has ended."""
+        """Save the cache on another thread. The reply is sent when the save has ended."""
         if self._saver is None:
             return refusal(message, "there is no --restore-cache to save to", code="no_folder")
 
@@ -500,14 +493,12 @@ class EngineCore:
         return None
 
     def empty_caches(self) -> None:
-        """Empty the prefix caches now. No request may run; prefixes on their way to the store are
-        given up."""
+        """Empty the prefix caches and give up pending writes to the store. No request may run."""
         if self._transfers is not None:
             self._transfer(self._transfers.give_up_puts)
         self.scheduler.handle(Flush())
 
     def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
-        """Reply with a reading of the memory."""
         try:
             return answer(message, read(message))
         except InvalidRequestError as error:
@@ -520,7 +511,7 @@ class EngineCore:
         return answer(message, self.state())
 
     def state(self) -> dict[str, Any]:
-        """`Scheduler.rank_states`, and counters since the start."""
+        """Return `Scheduler.rank_states`, and counters since the start."""
         scheduler = self.scheduler
         counters = {
             **scheduler.counters(),

@@ -1,28 +1,28 @@
-"""Python's garbage collection: in the engine process while it is idle, not between steps.
+"""Controls Python's garbage collection, so that it runs while the engine is idle.
 
 By default, Python collects after every few thousand new objects, and a full collection visits all
-objects. With thousands of requests and sessions this delays a step by tens of milliseconds, and
-finds nothing, since the scheduler and the memory stack drop no cycles. So the engine collects while
-it is idle. Under constant load it collects only after so many new objects that other code's cycles
-may have piled up.
+objects. With thousands of requests and sessions this delays a step by tens of milliseconds and
+finds nothing, because the scheduler and the memory stack create no garbage cycles. Under constant
+load the engine collects only after enough new objects that cycles of other code may have
+accumulated.
 
-The server's process has no idle moment to wait for. There a collection is due after so many new
-objects that one answer with log-probabilities, thousands of them, makes none due.
+The server process has no idle moment to wait for. Its threshold is high enough that one reply with
+log-probabilities (thousands of objects) triggers no collection.
 """
 
 import gc
 
-# New objects since the last collection that make the next one due: while idle, and under load.
+# New objects since the last collection that trigger the next one: while idle, and under load.
 _MANY_AT_REST = 10_000
 _MANY_UNDER_LOAD = 1_000_000
-# In the server's process.
+# In the server process.
 _MANY_OF_ANSWERS = 50_000
 
 
 def take_over_collection() -> None:
-    """Switch automatic collection off; from now on only `collect_if_many` collects.
+    """Disable automatic collection, so that only `collect_if_many` collects.
 
-    Objects that exist now are exempt from collection, and stay until the process ends.
+    Existing objects are exempt from collection and stay until the process ends.
     """
     gc.collect()
     gc.freeze()
@@ -30,8 +30,8 @@ def take_over_collection() -> None:
 
 
 def collect_if_many(is_resting: bool) -> bool:
-    """Collect if there are many new objects since the last collection; returns True if it did."""
-    # The interpreter counts new objects minus freed ones also if automatic collection is off.
+    """Collect if there are many new objects since the last collection. Return True if it did."""
+    # The interpreter also counts allocations minus frees while automatic collection is off.
     if gc.get_count()[0] < (_MANY_AT_REST if is_resting else _MANY_UNDER_LOAD):
         return False
     gc.collect()
@@ -39,7 +39,7 @@ def collect_if_many(is_resting: bool) -> bool:
 
 
 def collect_seldom() -> None:
-    """Exempt the objects that exist now from collection, and collect after many new ones only."""
+    """Exempt existing objects from collection, and collect only after many new objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MANY_OF_ANSWERS)

@@ -1,4 +1,4 @@
-"""The tokens that grammars allow in a step, as masks."""
+"""Masks of the tokens that grammars allow in a step."""
 
 import numpy as np
 
@@ -11,11 +11,11 @@ _GIVEN_UP = "the output could not be held to its grammar any longer: "
 
 
 def step_masks(plan: StepPlan, scheduler: Scheduler) -> list[Int32Array]:
-    """Return the masks of a masked step in flight, after all earlier results were read.
+    """Return the masks of a masked step in flight. All earlier results must have been read.
 
-    For each rank int32[rows, 1 + max_draft_tokens, words], a bit for each token of the vocabulary;
-    all bits are set for a row without a grammar. Tokens that a grammar forces become events of the
-    scheduler, and so does the end of a request that its grammar can no longer follow.
+    For each rank int32[rows, 1 + max_draft_tokens, words], one bit per token of the vocabulary; all
+    bits are set for a row without a grammar. Tokens that a grammar forces become scheduler events,
+    and so does the end of a request if its grammar failed.
     """
     sizes = scheduler.sizes
     shape = (1 + sizes.max_draft_tokens, mask_words(sizes.vocab_size))

@@ -1,4 +1,4 @@
-"""Moves pages between the devices and the host's memory as the scheduler plans it."""
+"""Moves pages between device memory and CPU memory as planned by the scheduler."""
 
 import time
 from collections.abc import Mapping
@@ -19,16 +19,17 @@ from sgl_jax.scheduler.events import (
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# A load itself ends at the timeout, with the blocks so far; this is for a store that hangs.
+# A load normally ends at the timeout, with the pages loaded so far. This covers a hanging store.
 _GRACE_S = 0.5
 _POLL_S = 0.002
 
 
 class HostTransfers:
-    """The transfers of an engine whose host's memory holds prefixes.
+    """The transfers of an engine that keeps prefixes in CPU memory.
 
-    It also reports the rates by which the scheduler chooses to load or to compute: the ones that
-    the executor has measured, and the speed of later prompts.
+    It also reports the rates from which the scheduler decides between loading and computing: the
+    rates measured by the executor, and the speed of later prompts. Requests wait at most
+    `store_timeout_s` seconds for a lookup and its load; None: until both end.
     """
 
     def __init__(
@@ -37,7 +38,6 @@ class HostTransfers:
         executor: ModelExecutor | GroupExecutor,
         store_timeout_s: float | None,
     ) -> None:
-        """Requests wait `store_timeout_s` at most for a search and its load; None: for all."""
         self._scheduler = scheduler
         self._executor = executor
         self._meter = PrefillMeter(executor.prefill_rate)
@@ -48,14 +48,12 @@ class HostTransfers:
         if executor.store_rate:
             scheduler.handle(StoreRate(executor.store_rate))
         self._store_timeout_s = store_timeout_s
-        # The awaited searches and loads under way, and the times by which they are to end.
+        # Deadlines of the lookups and loads for which a request waits.
         self._due_s: dict[tuple[int, int], float] = {}
 
     def move(self) -> None:
-        """Report ended transfers to the scheduler, and begin the ones that it plans.
-
-        Raises the errors of `ModelExecutor.transfer`.
-        """
+        """Report ended transfers and begin planned transfers. Raises errors of the executor's
+        transfer."""
         ended_due_s = self._report_ended()
         if self._due_s:
             self._give_up_waiting(time.monotonic())
@@ -66,8 +64,8 @@ class HostTransfers:
             self._executor.transfer(transfers)
 
     def _report_ended(self) -> dict[tuple[int, int], float]:
-        """Report ended transfers, and answers of the store. Return the times by which awaited
-        transfers were to end."""
+        """Report ended transfers and replies of the store. Return the deadlines of the ended
+        transfers for which requests wait."""
         for answers in self._executor.look_at_store():
             self._scheduler.handle(StoreSuspended(answers))
         ended_due_s = {}
@@ -81,8 +79,8 @@ class HostTransfers:
     def _limited(
         self, transfers: Transfers, timeout_s: float, ended_due_s: Mapping[tuple[int, int], float]
     ) -> Transfers:
-        """Set the ends of awaited loads: a load has the time that its search has left, and its
-        number."""
+        """Set the deadlines of pending loads. A load has the number of its lookup and gets its time
+        left."""
         due_s = time.monotonic() + timeout_s
         for move in (*transfers.searches, *transfers.loads):
             if move.is_awaited:
@@ -101,31 +99,28 @@ class HostTransfers:
             self._scheduler.handle(StoreOverdue(dp_rank, number))
 
     def settle(self, limit_s: float) -> None:
-        """Wait for prefixes on their way to the host's memory and the store, `limit_s` at most."""
+        """Wait up to `limit_s` seconds for prefixes being written to CPU memory and the store."""
         end_s = time.monotonic() + limit_s
         while self._scheduler.is_moving_out and time.monotonic() < end_s:
             self.move()
             time.sleep(_POLL_S)
 
     def give_up_puts(self) -> None:
-        """End all transfers of the store as failed, without a wait: their blocks can be freed
-        then."""
+        """Fail all transfers of the store without waiting, so that their pages can be freed."""
         while self._scheduler.is_storing:
-            self.move()  # begins the ones that were planned
+            self.move()  # begins planned transfers
             self._executor.give_up_store()
             self._report_ended()
 
     def launched(self, plan: StepPlan) -> None:
-        """A step was launched."""
         self._meter.launched(plan, time.monotonic())
 
     def ended(self, plan: StepPlan) -> None:
-        """The result of a step was read."""
         rate = self._meter.ended(plan, time.monotonic())
         if rate is not None:
             self._scheduler.handle(PrefillRate(rate))
 
     def reset(self) -> None:
-        """Steps and transfers in flight will not end."""
+        """Forget steps and transfers in flight, which will not end."""
         self._meter.reset()
         self._due_s.clear()

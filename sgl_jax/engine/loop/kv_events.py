@@ -1,13 +1,13 @@
-"""Publishes the blocks of the prefix caches, for routers that choose an engine by a cached prefix.
+"""Publishes changes of the prefix caches, for routers that choose an engine by a cached prefix.
 
-In the format of vLLM and SGLang: msgpack over ZeroMQ. Each data-parallel rank has a PUB socket
-at its own port, with messages of three frames: topic, sequence number (8 bytes, big-endian), batch
+The format is vLLM's and SGLang's: msgpack over ZeroMQ. Each data-parallel rank has a PUB socket at
+a separate port. A message has three frames: topic, sequence number (8 bytes, big-endian), and batch
 (`KVEventBatch`). A subscriber that finds a gap in the numbers sends a first number to the ROUTER
-socket, and gets the buffered messages from there on, then one with the number -1.
+socket. It gets the buffered messages from there on, then a message with the number -1.
 
-The engine's loop hands the events of a turn to a thread, which encodes and sends them. A replay is
-sent as fast as its subscriber reads: the thread keeps the batches that the subscriber still gets,
-and tries again later when the subscriber's queue is full.
+The engine loop passes the events of a turn to a thread, which encodes and sends them. A replay is
+sent as fast as its subscriber reads: if the subscriber's queue is full, the thread keeps the
+remaining batches and tries again later.
 
 Nothing is authenticated or encrypted, and the events hold the token ids of all prompts.
 """
@@ -33,11 +33,11 @@ _DEVICE = "GPU"  # the medium's name in the format, for device memory of any kin
 _WAKE = "inproc://kv-events"
 _OF_THIS_MACHINE = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _NUMBER_BYTES = 8
-# Replays that a rank sends at once; each may hold `buffer_steps` batches that are kept no more.
+# Concurrent replays per rank; each may hold `buffer_steps` batches that left the buffer.
 _MAX_REPLAYS = 8
-_REPLAY_QUEUE = 100  # messages that wait in a socket for a slow subscriber
+_REPLAY_QUEUE = 100  # messages queued in a socket for a slow subscriber
 _REPLAY_POLL_MS = 5
-_REPLAY_TIMEOUT_S = 60.0  # without any message taken
+_REPLAY_TIMEOUT_S = 60.0  # without any message read
 _END_TIMEOUT_S = 5.0
 _Socket: TypeAlias = "zmq.Socket[bytes]"
 _Context: TypeAlias = "zmq.Context[_Socket]"
@@ -47,12 +47,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The value of `--kv-events-config`, JSON.
 
     Attributes:
-        endpoint: of rank 0's PUB socket; rank k has the port k above, or the suffix `_dpk`.
-        replay_endpoint: of the ROUTER socket, likewise; None: no replay.
-        buffer_steps: batches kept for a replay, for each rank.
-        hwm: messages that wait for a slow subscriber before it loses some.
-        max_queue_size: batches that wait for the thread; later events join a later batch.
-        topic: of all messages.
+        endpoint: address of rank 0's PUB socket. Rank k adds k to the port, or appends `_dpk`.
+        replay_endpoint: address of rank 0's ROUTER socket, with the same rule; None: no replay.
+        buffer_steps: number of batches kept for a replay, for each rank.
+        hwm: messages queued for a slow subscriber before it loses some.
+        max_queue_size: batches queued for the thread; later events join a later batch.
+        topic: topic of all messages.
     """
 
     publisher: Literal["null", "zmq"] = "zmq"
@@ -65,7 +65,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, text: str | None) -> "KVEventsConfig":
-        """None publishes nothing. Raises ValueError for text that is no such JSON."""
+        """Parse the setting; None publishes nothing. Raises ValueError for invalid text."""
         if text is None:
             return cls(publisher="null")
         try:
@@ -77,11 +77,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KVCacheEvent(
     msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True, tag=True
 ):
-    """An array: the type's name, then its fields."""
+    """Encoded as an array: the type's name, then its fields."""
 
 
 class BlockStored(KVCacheEvent, frozen=True):
-    """Blocks of `block_size` tokens each, one behind the other."""
+    """Consecutive blocks of `block_size` tokens each were stored."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -92,18 +92,18 @@ class BlockStored(KVCacheEvent, frozen=True):
 
 
 class BlockRemoved(KVCacheEvent, frozen=True):
-    """Blocks that left."""
+    """Blocks were removed."""
 
     block_hashes: list[int]
     medium: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent, frozen=True):
-    """All blocks of the rank left."""
+    """All blocks of the rank were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """The events of a turn of the engine's loop; `ts` in seconds since 1970."""
+    """The events of a turn of the engine loop; `ts` in seconds since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -120,8 +120,7 @@ class _Replay:
 
 
 class _RankSockets:
-    """The sockets of one rank, its next sequence number, the batches kept for a replay, and the
-    replays that go on."""
+    """One rank's sockets, next sequence number, batches kept for replay, and active replays."""
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, context: "_Context") -> None:
         self._topic = config.topic.encode()
@@ -135,7 +134,7 @@ class _RankSockets:
             _open(self._publisher, _of_rank(config.endpoint, dp_rank))
             if config.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
-                # A full queue is an error; by default the message would be dropped.
+                # Report a full queue as an error; the default drops the message.
                 self.router.set(zmq.ROUTER_MANDATORY, 1)
                 self.router.set(zmq.SNDHWM, _REPLAY_QUEUE)
                 _open(self.router, _of_rank(config.replay_endpoint, dp_rank))
@@ -150,9 +149,9 @@ class _RankSockets:
         self._publisher.send_multipart((self._topic, number, payload))
 
     def start_replays(self) -> None:
-        """Read requests for a replay, as far as more may go on; the others wait in the socket.
+        """Read requests for a replay up to the limit; further requests wait in the socket.
 
-        Anything but a sequence number gets the end only.
+        A request that is not a sequence number gets only the end message.
         """
         assert self.router is not None
         while len(self.replays) < _MAX_REPLAYS and self.router.poll(0):
@@ -163,7 +162,7 @@ class _RankSockets:
             self.replays.append(_Replay(client, [*messages, end]))
 
     def continue_replays(self) -> None:
-        """Send each subscriber as much as its queue takes; give up one that reads nothing.
+        """Send each subscriber as much as its queue accepts, and give up after a timeout.
 
         A subscriber with two requests gets one replay after the other.
         """
@@ -186,7 +185,7 @@ class _RankSockets:
                 return False
             logger.warning("a subscriber of KV events reads no replay: it gets no more of it")
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it has gone
+            if error.errno != zmq.EHOSTUNREACH:  # the subscriber has gone
                 raise
         return True
 
@@ -197,7 +196,7 @@ class _RankSockets:
 
 
 class KVEventPublisher:
-    """Publishes the events of `logs`, one of each rank, with blocks of `block_size` tokens.
+    """Publishes the events of `logs`, one log per rank, with blocks of `block_size` tokens.
 
     Raises ValueError if an endpoint cannot be opened.
     """
@@ -225,7 +224,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Send the events since the last call, soon."""
+        """Queue the events since the last call for sending."""
         if self._batches.qsize() >= self._most_queued:
             return
         has_any = False
@@ -237,7 +236,7 @@ class KVEventPublisher:
             self._wake_thread()
 
     def _wake_thread(self) -> None:
-        with contextlib.suppress(zmq.Again):  # it has not yet read that it was woken before
+        with contextlib.suppress(zmq.Again):  # an earlier wake-up is still unread
             self._wake.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -253,7 +252,7 @@ class KVEventPublisher:
     def _close_sockets(self) -> None:
         for rank in self._ranks:
             rank.close()
-        # This was seen to hang, though all sockets were closed.
+        # This has been observed to hang, although all sockets were closed.
         end = threading.Thread(target=self._context.term, name="kv-events-end", daemon=True)
         end.start()
         end.join(_END_TIMEOUT_S)
@@ -268,14 +267,14 @@ class KVEventPublisher:
             for rank in ranks:
                 rank.start_replays()
                 rank.continue_replays()
-                # A request that has to wait must not wake the thread.
+                # A request over the limit must not wake the thread.
                 is_full = len(rank.replays) == _MAX_REPLAYS
                 poller.register(rank.router, 0 if is_full else zmq.POLLIN)
             has_replays = any(rank.replays for rank in ranks)
             found = dict(poller.poll(_REPLAY_POLL_MS if has_replays else None))
             if self._woken in found:
                 self._woken.recv()
-                is_closing = self._is_closing  # before the queue is emptied
+                is_closing = self._is_closing  # read before the queue is emptied
                 while not self._batches.empty():
                     self._send(*self._batches.get())
                 if is_closing:
@@ -298,9 +297,9 @@ class KVEventPublisher:
 def open_kv_events(
     config: KVEventsConfig, memories: Sequence[RankMemory]
 ) -> KVEventPublisher | None:
-    """Return the publisher of `config`, if it has one. Call it before the first lease.
+    """Return the publisher of `config`, or None. Call it before the first lease.
 
-    Raises ValueError as `KVEventPublisher`.
+    Raises ValueError if an endpoint cannot be opened.
     """
     if config.publisher == "null":
         return None
@@ -316,7 +315,7 @@ def open_kv_events(
 
 
 def _of_rank(endpoint: str, dp_rank: int) -> str:
-    """Return the endpoint of a rank: rank 0 has the given one."""
+    """Return the endpoint of a rank; rank 0 uses `endpoint` unchanged."""
     if not dp_rank:
         return endpoint
     address, colon, port = endpoint.rpartition(":")

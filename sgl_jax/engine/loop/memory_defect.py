@@ -1,6 +1,6 @@
 """Logs, dumps and counts defects in the memory records of a rank.
 
-`EngineCore` then ends or continues, by a setting; nothing here changes requests or memory.
+`EngineCore` then ends or continues, by a setting. This module changes no requests and no memory.
 """
 
 import logging
@@ -17,14 +17,14 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 
 logger = logging.getLogger(__name__)
 
-# Bounds the disk space: an engine that continues after a defect may find it again and again.
+# Bounds the disk space: an engine that continues after a defect may find it repeatedly.
 MAX_DUMPS = 10
 
 
 class DefectRecord:
-    """Logs, dumps and counts the memory defects of one engine.
+    """The record of one engine's memory defects.
 
-    Dumps go to `folder`; if it is None, to a new temporary folder that only this user can read.
+    Dumps go to `folder`, or if it is None, to a new temporary folder readable only by this user.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -34,7 +34,7 @@ class DefectRecord:
     def record(
         self, error: MemoryDefectError, memories: Sequence[RankMemory], context: dict[str, Any]
     ) -> str:
-        """Record a defect; returns a phrase with the path of its dump."""
+        """Log, dump and count a defect, and return a phrase with the path of the dump."""
         self.num_defects += 1
         where = self._dump(str(error), memories, context)
         logger.critical(

@@ -1,4 +1,4 @@
-"""Flushes of the prefix caches that wait until no prefix is on its way to the store."""
+"""Flushes of the prefix caches that wait until no prefix is being written to the store."""
 
 import time
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.scheduler.events import Flush
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# A flush is refused if prefixes have not reached the store by then.
+# Timeout after which a flush is refused.
 _LIMIT_S = 20.0
 
 
 class PendingFlushes:
-    """The flushes of one engine.
+    """The pending flushes of one engine.
 
     Attributes:
-        calls: those without a reply so far, each with the `time.monotonic()` until which it waits.
+        calls: the calls without a reply, each with its deadline by `time.monotonic()`.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -27,22 +27,21 @@ class PendingFlushes:
         self.calls: list[tuple[FlushCache, float]] = []
 
     def add(self, message: FlushCache) -> None:
-        """Let a call wait for the next `answer_all`."""
         self.calls.append((message, time.monotonic() + _LIMIT_S))
 
     def take(self, rid: str) -> list[FlushCache]:
-        """Remove and return the call with this `rid`, if it waits."""
+        """Remove and return the pending call with this `rid`, if any."""
         taken = [message for message, _ in self.calls if message.rid == rid]
         self.calls = [each for each in self.calls if each[0].rid != rid]
         return taken
 
     def answer_all(self, send: Callable[[Reply], object], defect_text: str) -> None:
-        """Flush if that is possible now, and reply to the calls that need wait no longer.
+        """Flush if that is possible now, and reply to the calls that need not wait any longer.
 
-        Raises `MemoryDefectError` if the flush finds a defect of the memory; all calls are then
-        refused with `defect_text`.
+        If the flush finds a defect of the memory, all calls are refused with `defect_text` and
+        `MemoryDefectError` is raised.
         """
-        # Taken first: a flush that finds a defect of the memory is not tried again.
+        # Removed first, so that a flush that finds a defect of the memory is not repeated.
         calls, self.calls = self.calls, []
         is_running = self._scheduler.num_running > 0
         may_flush = not is_running and not self._scheduler.is_moving_out

@@ -1,18 +1,15 @@
-"""Measures how many prompt tokens a rank computes in a second."""
+"""Measures the prompt tokens per second computed by a rank."""
 
 from sgl_jax.core.step_plan import StepPlan
 
-_LEAST_TOKENS = 64  # of a step that is measured: shorter ones mostly take the time of their launch
-_NEW_SHARE = 0.25  # of the last step in the moving average
+_LEAST_TOKENS = 64  # of a measured step: the launch dominates the time of shorter steps
+_NEW_SHARE = 0.25  # weight of the last step in the moving average
 _LEAST_CHANGE = 0.1
 
 
 class PrefillMeter:
-    """Sees steps as they are launched and as their results are read, in order; times in seconds of
-    any one clock.
-
-    `rate` is the one that was measured and reported before, or 0.
-    """
+    """Measures from steps as they are launched and as their results are read, in order; times in
+    seconds of any one clock. `rate` is the rate reported before, or 0."""
 
     def __init__(self, rate: float = 0.0) -> None:
         self._launched_s: dict[int, float] = {}
@@ -23,7 +20,7 @@ class PrefillMeter:
         self._launched_s[plan.step_id] = now_s
 
     def ended(self, plan: StepPlan, now_s: float) -> float | None:
-        """The tokens a second, if they differ clearly from the last report; else None."""
+        """Return the tokens per second if they differ clearly from the last report, else None."""
         begin_s = max(self._launched_s.pop(plan.step_id), self._last_end_s)
         self._last_end_s = now_s
         num_tokens = max(int(rank.q_lens[rank.num_decode :].sum()) for rank in plan.ranks)
@@ -37,5 +34,5 @@ class PrefillMeter:
         return self._rate
 
     def reset(self) -> None:
-        """Steps in flight will not end."""
+        """Forget steps in flight, which will not end."""
         self._launched_s.clear()

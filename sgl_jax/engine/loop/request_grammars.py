@@ -1,7 +1,7 @@
-"""Compiles the grammar of each request beside the engine loop, while the request waits at the gate.
+"""Compiles the grammar of each request outside the engine loop, while the request waits.
 
-Between two steps the loop sends the scheduler an event (`GrammarReady`) for each finished
-compilation. From then on the request holds its own matcher, so a step never waits for one.
+Between two steps the loop sends the scheduler a `GrammarReady` event for each finished compilation.
+From then on the request holds a matcher, so a step never waits for one.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.scheduler.events import GrammarReady
 from sgl_jax.scheduler.scheduler import Scheduler
 
-# Requests that get their grammar in one turn of the loop: some milliseconds of the host's time.
+# Requests that get their grammar in one turn of the loop: some milliseconds of host time.
 _MAX_HANDED_OUT = 256
 
 
@@ -25,8 +25,8 @@ class RequestGrammars:
     """The grammars of the requests of `scheduler`.
 
     Attributes:
-        queue: the grammars to compile; `hand_out` is needed while `queue.ended` has any.
-        ended: requests whose grammar has ended, and is to be handed out.
+        queue: the grammars to compile. Call `hand_out` while `queue.ended` is not empty.
+        ended: requests with a finished compilation that has not been delivered yet.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class RequestGrammars:
         *,
         has_shares: bool,
     ) -> None:
-        """`max_queued` and `has_shares`: as for `CompileQueue`."""
         self._scheduler = scheduler
         self._compiler = compiler
         self._has_shares = has_shares
@@ -48,15 +47,14 @@ class RequestGrammars:
 
     @property
     def is_busy(self) -> bool:
-        """True while a request waits for its grammar."""
         return bool(self.ended) or bool(self.queue)
 
     def begin(self, message: GenerateRequest) -> None:
-        """Compile the grammar of a request that the scheduler has just got, if it has one."""
+        """Compile the grammar, if any, of a request that the scheduler has just received."""
         grammar = message.sampling.grammar
         request = self._scheduler.awaits_grammar(message.rid)
         if grammar is None or request is None or request.message.sampling is not message.sampling:
-            return  # it was refused, perhaps because another request has its id
+            return  # refused, perhaps because another request has this id
         holder = holder_of(message.tenant)
         matcher = self.queue.find(grammar)
         if matcher is not None:
@@ -67,8 +65,7 @@ class RequestGrammars:
             self._scheduler.handle(GrammarReady(message.rid, full))
 
     def hand_out(self) -> None:
-        """Pass on compiled grammars, and end requests whose grammar is refused, `_MAX_HANDED_OUT`
-        at most."""
+        """Deliver compiled grammars and end refused requests, up to `_MAX_HANDED_OUT` requests."""
         if self.queue.ended:
             self.ended += [(rid, job) for job in self.queue.take() for rid, _ in job.requests]
         for _ in range(min(len(self.ended), _MAX_HANDED_OUT)):
@@ -80,7 +77,7 @@ class RequestGrammars:
 
     def _pass_on(self, rid: str, matcher: LLMatcher) -> None:
         request = self._scheduler.awaits_grammar(rid)
-        if request is not None:  # else its client has left
+        if request is not None:  # None: its client has left
             request.matcher = self._compiler.follow(matcher)
             self._scheduler.handle(GrammarReady(rid))
 
@@ -93,7 +90,7 @@ def _refusal(job: Job) -> FinishReason:
 
 
 def _queue_full(whose: str | None) -> FinishReason:
-    """The end of a request for which a tenant in words, or None for all, has no place left."""
+    """Return the finish reason for a full queue of the tenant named `whose`, or of all if None."""
     if whose is None:
         text = "too many grammars wait to be compiled"
         return FinishReason("abort", message=text, status_code=503, code="queue_full")

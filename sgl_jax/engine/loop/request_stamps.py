@@ -1,6 +1,6 @@
-"""Times in the lives of requests, stamped by the engine's loop for the front.
+"""Times of events in the lives of requests, recorded by the engine loop for the front.
 
-They travel with the next outputs (`OutputBatch`), by `time.perf_counter` of this machine.
+They are sent with the next outputs (`OutputBatch`), by `time.perf_counter` of this machine.
 """
 
 import time
@@ -16,21 +16,20 @@ from sgl_jax.scheduler.request import Request
 
 
 class RequestStamps:
-    """First starts of requests; if `has_marks`, also their prefill chunks and retracts."""
+    """First starts of requests; with `has_marks`, also their prefill chunks and retracts."""
 
     def __init__(self, ranks: Sequence[RankScheduler], *, has_marks: bool) -> None:
         self.has_marks = has_marks
         self.starts: dict[str, float] = {}
         self.marks: dict[str, list[Mark]] = {}
         self._ranks = ranks
-        # Steps whose result was not read: id, time of the launch, rid and tokens of each chunk.
+        # Steps in flight: id, time of the launch, rid and tokens of each chunk.
         self._launched: deque[tuple[int, float, list[tuple[str, int]]]] = deque()
         if has_marks:
             for rank in ranks:
                 rank.on_retract = self._note_retract
 
     def note_launch(self, plan: StepPlan) -> None:
-        """A step will be launched now."""
         now = time.perf_counter()
         chunks: list[tuple[str, int]] = []
         for rank, part in zip(self._ranks, plan.ranks, strict=True):
@@ -46,7 +45,7 @@ class RequestStamps:
             self._launched.append((plan.step_id, now, chunks))
 
     def note_result(self, step_id: int) -> None:
-        """The result of a step was read. A step before it that has chunks left was lost."""
+        """Record that the result of a step was read. Earlier steps with chunks left were lost."""
         now = time.perf_counter()
         while self._launched and self._launched[0][0] <= step_id:
             launched_id, launched_at, chunks = self._launched.popleft()
@@ -55,7 +54,7 @@ class RequestStamps:
                     self._add(rid, Mark(launched_at, now, num_tokens))
 
     def add_to(self, batch: OutputBatch) -> OutputBatch:
-        """`batch` with the times since the last call."""
+        """Return `batch` with the times since the last call."""
         starts, self.starts = self.starts, {}
         marks, self.marks = self.marks, {}
         return msgspec.structs.replace(batch, starts=starts, marks=marks)

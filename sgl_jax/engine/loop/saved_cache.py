@@ -1,8 +1,8 @@
-"""Saves which prefixes and sessions an engine has, and gives them back to its successor.
+"""Saves the prefixes and sessions of an engine, and restores them in its successor.
 
-The pages themselves are in the store behind the host's memory, by their contents; this keeps the
-prefixes' tokens in the order of their use, and the open sessions. Each save is one step of an orbax
-checkpoint: it is there as a whole or not at all, and the last two are kept.
+The pages are in the remote store, addressed by their contents. A save holds the prefixes' tokens in
+the order of their use, and the open sessions. It is one step of an orbax checkpoint, so it is
+written completely or not at all. The last two saves are kept.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from sgl_jax.sessions.saving import SavedSession
 logger = logging.getLogger(__name__)
 
 _NUM_KEPT = 2
-# The end waits so long for the store, and so long for a save.
+# Timeout of `close` for the store, and again for a save.
 _CLOSE_LIMIT_S = 60.0
-_FOLDER = "saved_cache_1"  # another number for each change of the format
+_FOLDER = "saved_cache_1"  # increment the number for each change of the format
 
 
 class SavedCache(msgspec.Struct, frozen=True):
@@ -71,8 +71,8 @@ class SavedCacheFolder:
             )
 
     def load(self, fingerprint: str) -> SavedCache | None:
-        """The last save that is whole, if it is of this fingerprint; else None, after one line in
-        the log."""
+        """Return the last complete save. If it is missing or has another fingerprint, log that and
+        return None."""
         try:
             return self._load(fingerprint)
         except Exception:  # of any type: the folder may hold anything
@@ -128,7 +128,7 @@ class CacheSaver:
         scheduler: Scheduler,
         transfers: HostTransfers,
     ) -> None:
-        """`fingerprint` returns the one of the weights that are served."""
+        """Create the saver; `fingerprint` returns the fingerprint of the served weights."""
         assert args.restore_cache is not None, "else nothing is saved"
         self._folder = SavedCacheFolder(Path(args.restore_cache))
         self._fingerprint = fingerprint
@@ -140,7 +140,6 @@ class CacheSaver:
         self._last: Future[int] | None = None
 
     def restore(self) -> None:
-        """Give the scheduler the sessions and prefixes that were saved."""
         saved = self._folder.load(self._fingerprint())
         if saved is None:
             return
@@ -152,7 +151,7 @@ class CacheSaver:
         )
 
     def save(self) -> "Future[int]":
-        """Save beside the loop; the number of saved tokens."""
+        """Save the cache on another thread. The future holds the number of saved tokens."""
         saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.saved_trees())
         self._last = self._thread.submit(self._write, saved, self._fingerprint())
         return self._last
@@ -168,7 +167,7 @@ class CacheSaver:
         return num_tokens
 
     def save_if_due(self, now_s: float) -> None:
-        """Save if the interval has passed, and the last save has ended; a failure is logged."""
+        """Save if the interval has passed and the last save has ended. A failure is logged."""
         if not self._interval_s or now_s < self._next_s:
             return
         if self._last is not None and not self._last.done():
@@ -177,9 +176,9 @@ class CacheSaver:
         self.save().add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """The engine ends: save, wait for the transfers to the store, and save once more. Each wait
+        """Save at the engine's end, wait for the transfers to the store, and save again. Each wait
         has a limit."""
-        # The first save is for a store that is so slow that the engine is killed before the second.
+        # The first save counts if the store is so slow that the engine is killed before the second.
         self.save().add_done_callback(_log_failure)
         try:
             self._transfers.settle(_CLOSE_LIMIT_S)

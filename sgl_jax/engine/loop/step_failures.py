@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from sgl_jax.core.errors import StepsFailedError
 
-# While requests come, they show whether the device works again. Load balancers send none while
-# /health is 503, so the engine runs a step of its own this long after the last failure.
+# Incoming requests show whether the device works again. Load balancers send none while /health is
+# 503, so the engine runs a probe step this long after the last failure.
 PROBE_INTERVAL_S = 5.0
 
 
@@ -19,8 +19,8 @@ class StepFailures:
         clock: returns monotonic seconds.
 
     Attributes:
-        num_failed: since the start.
-        num_consecutive: since the last step that succeeded.
+        num_failed: failures since the start.
+        num_consecutive: failures since the last step that succeeded.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class StepFailures:
         self._on_change(self.num_consecutive)
 
     def note_success(self) -> None:
-        """Start to count anew. Needed only if `num_consecutive` is not 0."""
+        """Reset `num_consecutive`. Needed only if it is not 0."""
         self.num_consecutive = 0
         self._on_change(0)
 
     @property
     def is_probe_due(self) -> bool:
-        """Return whether the last step failed, and no other has run for `PROBE_INTERVAL_S`."""
+        """Return whether the last step failed, and no step has run for `PROBE_INTERVAL_S`."""
         return self.num_consecutive > 0 and self._clock() - self._failed_at >= PROBE_INTERVAL_S
 
     def check(self) -> None:

@@ -21,11 +21,10 @@ class StepLog:
         self._line_at = time.monotonic()
         self._line_generated = 0
         self._throughput = 0.0
-        self._num_nonfinite = 0  # of the last warning
+        self._num_nonfinite = 0  # at the last warning
         self._warned_at = -_WARNING_INTERVAL_S
 
     def after_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """Count a step whose result was applied."""
         self._steps += 1
         for rank in plan.ranks:
             if rank.num_decode < len(rank.q_lens):
@@ -49,7 +48,7 @@ class StepLog:
         self._num_nonfinite, self._warned_at = num_nonfinite, now_s
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, and output tokens per second between the last two lines."""
+        """Return totals since the start, and output tokens per second between the last lines."""
         return {
             "steps": self._steps,
             "prefilled_tokens": self._prefilled,
