@@ -1,7 +1,7 @@
-"""From the engine's requests to an HTTP answer, streamed or whole.
+"""Turns engine requests into an HTTP response, streamed or whole.
 
-One HTTP request may need several engine requests (`n`, lists of prompts). When the client goes away
-or one of them fails, the others are aborted.
+One HTTP request may need several engine requests (`n`, lists of prompts). If the client goes away
+or one of them fails, the rest are aborted.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone
 from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
-# Number of tokens that an answer may have, if its limit exceeded the room in the context.
+# Reduced token limit of an answer, sent if the requested limit exceeded the context.
 CLAMPED_HEADER = "x-max-tokens-clamped"
 DONE = b"data: [DONE]\n\n"
-_PIECE_BYTES = 64 * 1024  # sent at a time
+_PIECE_BYTES = 64 * 1024  # per send
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-BODY = {"type": "http.response.body"}  # without a body, the end
+BODY = {"type": "http.response.body"}  # without a body: the end
 
 
 class AnswerFormat(ABC):
@@ -39,20 +39,19 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        """Return the answer that is not streamed, to be written as JSON. A chunk is all of a
-        choice."""
+        """Return the non-streamed answer, to be encoded as JSON. Each chunk is a whole choice."""
 
     def closing(self, streams: Sequence[RequestStream]) -> bytes:
         """Return event lines after the last chunk."""
         return DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event lines that end a stream within an answer."""
+        """Return the event lines that end a stream in which an error occurred."""
         return b"data: %b\n\n" % envelope(error)
 
 
 class StreamGroup:
-    """The engine requests behind one HTTP request. Leaving the block aborts the rest."""
+    """The engine requests of one HTTP request. Leaving the block aborts unfinished requests."""
 
     def __init__(
         self,
@@ -63,11 +62,11 @@ class StreamGroup:
         names: Mapping[str, str],
         kept_tokens: Set[int] = frozenset(),
     ) -> None:
-        """Hold the requests; they start on entering the block.
+        """Hold the requests, which start when the block is entered.
 
         Args:
-            names: the client's name of each field that the client calls otherwise than we do.
-            kept_tokens: as for `Frontend.submit`.
+            names: engine field -> the client's name of it, where they differ.
+            kept_tokens: special tokens that stay in the text even if special tokens are skipped.
         """
         self.request = request
         self._frontend = references_of(request).frontend
@@ -77,8 +76,8 @@ class StreamGroup:
         self._kept_tokens = kept_tokens
         self._sender = caller_of(request).name
         self._for_client = owner_of(request, requests[0].tenant).for_client
-        self._ready: dict[int, None] = {}  # ordered set of indices into `streams`
-        self._waiting: asyncio.Future[None] | None = None  # for something to be ready
+        self._ready: dict[int, None] = {}  # ordered set of indices in `streams`
+        self._waiting: asyncio.Future[None] | None = None  # until a stream is ready
         self.streams: list[RequestStream] = []
         self.num_open = len(requests)
 
@@ -112,7 +111,7 @@ class StreamGroup:
         self._abandon()
 
     async def next_batch(self) -> list[tuple[int, Chunk]]:
-        """Chunks with the index of their request, all that wait, or at least one.
+        """Return all ready chunks, at least one, each with the index of its request.
 
         Raises:
             ApiError: a request was aborted with an HTTP status, such as 503 for a full queue.
@@ -134,12 +133,12 @@ class StreamGroup:
                         raise failure
                     self.num_open -= 1
                 elif self.streams[index].error is not None:
-                    self._signal(index)  # the error comes with the next `take`
+                    self._signal(index)  # the next `take` raises the error
                 batch.append((index, chunk))
         return batch
 
     async def collect(self) -> list[Chunk]:
-        """Return the one chunk of each request: unless it is streamed, all comes at the end."""
+        """Return one chunk per request, with its whole output. The group must not be streaming."""
         chunks: dict[int, Chunk] = {}
         async with self:
             while self.num_open:
@@ -154,7 +153,7 @@ class StreamGroup:
     def _abandon(self) -> None:
         for stream in self.streams:
             self._frontend.abandon(stream)
-            # It held this group, which holds it: a circle around all prompts.
+            # Break the reference cycle with this group, which would keep all prompts alive.
             stream.on_ready = lambda: None
 
 
@@ -169,7 +168,7 @@ async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:
         response.headers.update(group.headers)
         return response
 
-    # A prompt has thousands of log-probabilities: others' streams go on while they are written.
+    # Encode the thousands of log-probabilities of a prompt in a thread, so that streams continue.
     has_many = any(chunk.prompt_logprobs for chunk in chunks)
     return await asyncio.to_thread(write) if has_many else write()
 
@@ -188,12 +187,12 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer. Headers wait for the first chunk, so that a refusal is a plain error.
+    """A streamed answer. Headers are sent with the first chunk, so that a refusal is a plain error.
 
-    Talks ASGI itself: chunks are bytes already, and a layer less per event is most of its cost.
-    A client that does not read holds bounded memory: it gets the stream in pieces of
-    `_PIECE_BYTES`, later output waits unwritten in the `RequestStream`, and after
-    `reader_timeout_s` without room for the next piece its requests are aborted.
+    It speaks ASGI directly, because chunks are already bytes and the framework layer would dominate
+    the cost of an event. A client that does not read uses bounded memory: it gets the stream in
+    pieces of `_PIECE_BYTES`, and later output waits unwritten in the `RequestStream`. If the next
+    piece has no room for `reader_timeout_s`, the client's requests are aborted.
     """
 
     def __init__(self, group: StreamGroup, answer_format: AnswerFormat) -> None:

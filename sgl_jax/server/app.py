@@ -1,4 +1,4 @@
-"""Puts the HTTP application together. No sockets, no processes: those are `lifecycle`'s."""
+"""Builds the HTTP application. Sockets and processes belong to `lifecycle`."""
 
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,7 @@ _PAGES = Path(__file__).parent / "pages"
 
 
 def build_app(refs: References, keys: ApiKeys) -> FastAPI:
-    """Return the application over `refs`, for callers with one of `keys`; nothing is started."""
+    """Return the application over `refs` for callers with one of `keys`. Starts nothing."""
     app = FastAPI(
         title="sgl_jax",
         version=metadata.version("sgl-jax"),
@@ -48,7 +48,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)
     for router in (*apis, call_routes.router, management.router, memory_routes.router, *others):
-        # Not `include_router`: a request would be matched with every route twice.
+        # `include_router` would match a request against every route twice.
         app.router.routes.extend(router.routes)
     pages = [
         *page_routes(_PAGES, "/", "chat.html"),
@@ -56,7 +56,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     ]
     app.router.routes.extend(pages)
     install_error_handlers(app)
-    # The last one is the first that a request passes.
+    # A request passes the middleware added last first.
     app.add_middleware(BodyLimitMiddleware, limits=refs.limits)
     public = {page.path for page in pages}
     app.add_middleware(OriginMiddleware, args=refs.args, public=public)
@@ -74,9 +74,9 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
 
 
 def with_cors(app: ASGIApp, args: ServerArgs) -> ASGIApp:
-    """Serve `app` to pages of the origins in `--cors-allow-origins`, too.
+    """Also serve `app` to pages of the origins in `--cors-allow-origins`.
 
-    It is the outermost layer, so that a page can read every refusal.
+    This is the outermost layer, so that a page can read every refusal.
     """
     origins = allowed_origins(args)
     if not origins:
@@ -86,5 +86,5 @@ def with_cors(app: ASGIApp, args: ServerArgs) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["retry-after", HEADER, CLAMPED_HEADER],  # browsers always show some others
+        expose_headers=["retry-after", HEADER, CLAMPED_HEADER],  # browsers always show some more
     )

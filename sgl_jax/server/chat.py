@@ -1,16 +1,16 @@
-"""The one way from a chat to its answer, for every API: body -> chat -> requests -> parts -> bytes.
+"""The path of a chat to its answer, shared by all APIs: body -> chat -> requests -> parts -> bytes.
 
-A chat's body passes seven names until the engine has its requests:
+The body passes these functions until the engine has its requests:
 
-- `apis/chat.py`: `chat_completions` gets it as a `ChatRequest`, which other APIs' bodies make;
+- `apis/chat.py`: `chat_completions` gets a `ChatRequest`, built from the bodies of other APIs;
 - `chat.py`: `answer_chat` checks it;
-- `requests.py`: `encode_chat` has it tokenized, and `prompt_requests` makes a request of each
-  choice, by `RequestChecks.prepare` of `engine/front/request_checks.py`;
-- `answer_stream.py`: a `StreamGroup` submits each by `Frontend.submit`
-  (`engine/front/frontend.py`), which sends it by `EngineClient.send`.
+- `requests.py`: `encode_chat` tokenizes it, and `prompt_requests` makes a request of each choice
+  with `RequestChecks.prepare` of `engine/front/request_checks.py`;
+- `answer_stream.py`: a `StreamGroup` submits each with `Frontend.submit` of
+  `engine/front/frontend.py`, which sends it with `EngineClient.send`.
 
-Their chunks return to the group. The API's `AnswerFormat` reads them with a `ChatAnswer` as parts,
-and writes these as events, or as one answer at the end.
+The chunks return to the group. The API's `AnswerFormat` reads them as parts with a `ChatAnswer`,
+and writes the parts as events, or as one answer at the end.
 """
 
 import uuid
@@ -41,15 +41,15 @@ from sgl_jax.text.output_events import (
     Reasoning,
 )
 
-_PROMPT_TAIL_TOKENS = 16  # in which a prompt opens or closes the reasoning
+_PROMPT_TAIL_TOKENS = 16  # where a prompt may open or close the reasoning
 
 
 async def answer_chat(
     request: Request, chat: ChatRequest, answer_format: AnswerFormat, names: Mapping[str, str]
 ) -> Response:
-    """Run `chat`, which the body of `request` makes, and respond in `answer_format`.
+    """Run `chat`, built from the body of `request`, and respond in `answer_format`.
 
-    Errors name fields by `names`, as for `client_names`.
+    Errors name fields by `names`, which maps engine fields to the client's fields.
     """
     refs, parser = references_of(request), references_of(request).answer_parser
     check_chat(refs, chat)
@@ -103,10 +103,10 @@ def check_chat(refs: References, chat: ChatRequest) -> None:
 
 
 def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
-    """The sampling parameters that hold the calls of the answer to the tools' schemas.
+    """Return the sampling parameters that constrain tool calls to the tools' schemas.
 
-    None are needed where calls are free, unless the text of the answer must be JSON: then calls
-    are the alternative to it. Raises `InvalidRequestError` for tools whose calls cannot be held.
+    They are empty if calls are free, unless the text must be JSON: then calls are its alternative.
+    Raises `InvalidRequestError` if the calls cannot be constrained.
     """
     text_schema = chat.json_format if chat.shown_tools else None
     if not chat.holds_calls and text_schema is None:
@@ -135,7 +135,7 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
 
 
 def _prompt_tail(refs: References, prompt: Sequence[int]) -> str:
-    """The last characters of a prompt, special tokens included."""
+    """Return the last characters of a prompt, including special tokens."""
     tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
     return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
 
@@ -150,12 +150,12 @@ _KINDS: dict[type[Event], PartKind] = {
 
 @dataclass
 class AnswerPart:
-    """Content, reasoning or a call, as far as it is made."""
+    """Content, reasoning or a call, as far as it is generated."""
 
-    index: int  # in the answer
+    index: int  # position in the answer
     kind: PartKind
-    text: str = ""  # of a call: the JSON of its arguments
-    name: str = ""  # of the tool that is called
+    text: str = ""  # for a call: the JSON of its arguments
+    name: str = ""  # of the called tool
     call_id: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -171,7 +171,7 @@ class ChatAnswer:
             has_reasoning=chat.separate_reasoning,
         )
         self._is_parallel = chat.parallel_tool_calls
-        self._num_calls = 0  # also of calls that are not handed out
+        self._num_calls = 0  # including suppressed calls
         self._is_amid_call = False
         self.parts: list[AnswerPart] = []
 
@@ -180,9 +180,9 @@ class ChatAnswer:
         return self._num_calls if self._is_parallel else min(self._num_calls, 1)
 
     def feed(self, chunk: Chunk) -> Iterator[tuple[AnswerPart, str | None]]:
-        """A part and the text that it gains; "" where it begins, None where it is complete.
+        """Yield each part with its new text: "" at its beginning, None when it is complete.
 
-        Each part is complete before the next begins. Read one before the next is made.
+        Each part is complete before the next begins. Consume each item before requesting the next.
         """
         for event in self._reader.feed(chunk.text, is_last=chunk.finish is not None):
             kind = _KINDS[type(event)]
@@ -207,20 +207,20 @@ class ChatAnswer:
             yield self.parts[-1], None
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
-        """The name in OpenAI's API. A call that a stop string has cut off does not count."""
+        """Return OpenAI's name of the reason. A call cut off by a stop string does not count."""
         if finish is None:
             return None
         has_calls = self._num_calls > 0 and not self._is_amid_call
         return "tool_calls" if finish.type == "stop" and has_calls else finish.type
 
 
-# The name of a server-sent event and its fields, written before the answer grows further.
+# Name and fields of a server-sent event, to be written before the answer grows further.
 NamedEvent = tuple[str, dict[str, Any]]
 
 
 class PartsFormat(AnswerFormat):
-    """Writes an answer with one choice as named events. The whole answer is `_object`, as the last
-    event leaves it."""
+    """Writes an answer with one choice as named events. The last event completes the whole answer,
+    `_object`."""
 
     _object: Any
 
@@ -259,8 +259,8 @@ class PartsFormat(AnswerFormat):
 
     @abstractmethod
     def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
-        """`gain` as of `ChatAnswer.feed`."""
+        """Yield the events for new text of `part`: "" at its beginning, None at its end."""
 
     @abstractmethod
     def _ended(self, stream: RequestStream) -> Iterator[NamedEvent]:
-        """All parts are complete."""
+        """Yield the last events. All parts are complete."""

@@ -1,6 +1,5 @@
-"""A conversation, its tools and settings: the body of `/v1/chat/completions`, and the form that
-the bodies of `/v1/responses` and `/v1/messages` take.
-"""
+"""A conversation with its tools and settings: the body of `/v1/chat/completions`, and the form to
+which the bodies of `/v1/responses` and `/v1/messages` are converted."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +43,8 @@ class Tool(StrictModel):
 
 
 class CalledFunction(Part):
-    """A call that the model made. Any answer can be sent back, so names have any length here."""
+    """A call that the model made. Its name may have any length, so that any answer can be sent
+    back."""
 
     name: str
     arguments: str = Field(
@@ -75,7 +75,7 @@ class NamedTool(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """The tools that the model may call, or one of which it must, among those it sees."""
+    """The subset of the shown tools that the model may call, or of which it must call one."""
 
     mode: Literal["auto", "required"]
     tools: ToolList[NamedTool] = Field(min_length=1)
@@ -122,14 +122,14 @@ class ChatMessage(Part):
 
     @property
     def num_chars(self) -> int:
-        """Return the least number of characters that the template will write for it."""
+        """Return a lower bound on the characters that the template writes for this message."""
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
         return len(joined_text(self.content)) + calls
 
     def for_template(self) -> dict[str, Any]:
-        """Return the form that chat templates expect; the worker adapts it to the model's.
+        """Return the form expected by chat templates; the worker adapts it to the model's template.
 
-        There is a string without content, too: many templates add it to others.
+        `content` is a string even without content, because many templates concatenate it.
         """
         written = {"content"} if self.tool_calls else {"content", "tool_calls"}
         others = self.model_dump(exclude=written, exclude_none=True)
@@ -137,14 +137,14 @@ class ChatMessage(Part):
 
 
 def joined_text(content: str | list[Any] | None) -> str:
-    """Return a content's text; its parts, which have a `text` each, become lines."""
+    """Return a content's text. Parts, which have a `text` each, are joined by newlines."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content or ())
 
 
 def content_of(content: str | list[Any] | None) -> str | list[dict[str, str]]:
-    """Return a content as chat templates expect it: a string, or a list if it has several parts."""
+    """Return a content for chat templates: a string, or a list if it has several parts."""
     if isinstance(content, list) and len(content) > 1:
         return [{"type": "text", "text": part.text} for part in content]
     return joined_text(content)
@@ -189,11 +189,10 @@ class ChatRequest(GenerationFields):
         tools: Sequence[Part] | None,
         **given: Any,
     ) -> "ChatRequest":
-        """Return the chat of another API's body: the fields that have one name in both, and
-        `given`.
+        """Build the chat of another API's body from the fields with a common name, and `given`.
 
-        `tools` have the fields of a `FunctionDefinition`. Raises `InvalidRequestError` at the
-        body's `field`.
+        `tools` have `FunctionDefinition`'s fields. Raises `InvalidRequestError` with the body's
+        `field`.
         """
         own = set(FunctionDefinition.model_fields)
         functions = [tool.model_dump(include=own, exclude_none=True) for tool in tools or ()]
@@ -219,13 +218,13 @@ class ChatRequest(GenerationFields):
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]] | None:
-        """Return the schema of arguments of each shown tool, by name; None without any."""
+        """Return the argument schema of each shown tool, by name; None if no tool is shown."""
         functions = [tool.function for tool in self.shown_tools]
         return {function.name: function.parameters or {} for function in functions} or None
 
     @property
     def _choice(self) -> tuple[str, set[str]]:
-        """Return the mode, and the names of the tools that may be called."""
+        """Return the mode, and the names of the callable tools."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return "required", {function.name}
@@ -236,9 +235,9 @@ class ChatRequest(GenerationFields):
 
     @property
     def held_schemas(self) -> dict[str, dict[str, Any]]:
-        """By name of each tool that may be called the schema that its arguments are held to.
+        """Return the schema that constrains the arguments of each callable tool, by name.
 
-        Raises `InvalidRequestError` if a tool is chosen that there is not.
+        Raises `InvalidRequestError` if a missing tool is chosen.
         """
         _, chosen = self._choice
         schemas = {
@@ -255,14 +254,13 @@ class ChatRequest(GenerationFields):
 
     @property
     def holds_calls(self) -> bool:
-        """Calls, if there are any, are held to `held_schemas`."""
+        """Return whether calls, if any, are constrained to `held_schemas`."""
         has_strict = any(tool.function.strict for tool in self.shown_tools)
         return self.must_call or has_strict or isinstance(self.tool_choice, AllowedToolChoice)
 
     @property
     def json_format(self) -> dict[str, Any] | None:
-        """Return the schema of the text of the answer; None: the text is no JSON, or need not
-        be."""
+        """Return the JSON schema of the answer's text; None if the text need not be JSON."""
         grammar = self.response_format.grammar() if self.response_format else {}
         return json.loads(grammar["json_schema"]) if "json_schema" in grammar else None
 

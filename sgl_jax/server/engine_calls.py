@@ -1,6 +1,6 @@
-"""Calls to the engine, each with a limit of time.
+"""Calls to the engine, each with a timeout.
 
-A call that is no longer awaited is cancelled, so that a 503 stays true.
+A call is cancelled when no one waits for it any longer, so that a 503 remains true.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from sgl_jax.core.messages import CallMessage, PauseGeneration
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 
-# For a reply while the engine loads weights or compiles: as for `/update_weights_from_disk`.
+# Timeout while the engine loads weights or compiles, equal to `/update_weights_from_disk`'s.
 _LONG_TIMEOUT_S = 3600.0
-_LOOK_INTERVAL_S = 1.0  # at whether it still does
+_LOOK_INTERVAL_S = 1.0  # between checks of that
 
 
 def refused(reply: Reply, message: str) -> ApiError:
-    """The error for a call that the engine refused, with its reason as the caller may read it."""
+    """Return the error for a call refused by the engine; `message` is the reason for the caller."""
     data = reply.data
     return ApiError(
         data.get("status_code", 400), message, param=data.get("param"), code=data.get("code")
@@ -33,16 +33,15 @@ async def call_engine(
 ) -> Reply:
     """Send a call to the engine and wait for its reply.
 
-    The call is cancelled if this no longer waits for it, because time was up or it was cancelled
-    itself.
+    The call is cancelled if this coroutine times out or is cancelled.
 
     Args:
-        timeout_s: by default `answer_timeout_s`.
+        timeout_s: seconds to wait; None: `answer_timeout_s`.
         is_patient: wait longer while the engine loads weights or compiles.
 
     Raises:
-        ApiError: 503, no reply in time, with the fate of the call.
-        EngineStuckError: there would be none.
+        ApiError: 503, no reply in time. The message describes the fate of the call.
+        EngineStuckError: the engine is stuck, so no reply is expected.
     """
     refs.health.check()
     timeout_s = refs.answer_timeout_s if timeout_s is None else timeout_s

@@ -1,8 +1,8 @@
-"""Every refusal and failure leaves as `{"error": {"message", "type", "param", "code"}}`, or on
-Anthropic's routes as `{"type": "error", "error": {"type", "message"}}`.
+"""Maps exceptions to HTTP error responses.
 
-Owns the mapping from exceptions to HTTP answers. Must never show a traceback or the client's own
-data back to it.
+Every refusal and failure has the form `{"error": {"message", "type", "param", "code"}}`, or on
+Anthropic's routes `{"type": "error", "error": {"type", "message"}}`. Must never show a traceback,
+or return the client's data to it.
 """
 
 import logging
@@ -29,7 +29,7 @@ from sgl_jax.core.errors import (
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-# Answers to try again later: the status, and the `code` that programs can test.
+# Errors after which a client may retry: the status, and the `code` for programs.
 _UNAVAILABLE: Mapping[type[Exception], tuple[int, str]] = {
     EngineDeadError: (503, "engine_dead"),
     EngineStuckError: (503, "engine_stuck"),
@@ -37,7 +37,7 @@ _UNAVAILABLE: Mapping[type[Exception], tuple[int, str]] = {
     ShuttingDownError: (503, "shutting_down"),
     TenantQueueFullError: (429, "tenant_queue_full"),
 }
-# Anthropic's routes begin with it.
+# Prefix of Anthropic's routes.
 MESSAGES_PATH = "/v1/messages"
 _MESSAGES_KINDS = {
     401: "authentication_error",
@@ -48,16 +48,16 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Field at fault -> details, by which Anthropic's tool runner goes on without the field.
+# Invalid field -> details with which Anthropic's tool runner retries without the field.
 _MESSAGES_DETAILS = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
-# Pydantic puts the branch of a union into the path of an error; clients see no branches.
+# Pydantic includes union branches in the path of an error; they are hidden from clients.
 _UNION_BRANCH = re.compile(r"^(str|int|float|bool|constrained-.*|list\[.*|dict\[.*|[A-Z]\w*)$")
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The reason; `param` is the field at fault, `code` a name that programs can test."""
+    """The reason; `param` is the invalid field, `code` a name for programs."""
 
     message: str
     type: str
@@ -72,7 +72,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reason, of one of the kinds in Anthropic's API; `details` are for programs."""
+    """The reason, with a type of Anthropic's API; `details` are for programs."""
 
     type: str
     message: str
@@ -86,7 +86,7 @@ class MessagesError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
 
 
 class ApiError(HTTPException):
-    """An answer other than 200, with all that the envelope holds."""
+    """An answer other than 200, with all fields of the envelope."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ApiError(HTTPException):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the answer for `error`; any unknown exception is a defect of the server, a 500."""
+    """Return the answer for `error`. An unknown exception is a defect of the server, a 500."""
     match error:
         case ApiError():
             return error
@@ -124,10 +124,9 @@ def to_api_error(error: Exception) -> ApiError:
 def abort_error(
     finish: FinishReason, names: Mapping[str, str], for_client: Callable[[str], str]
 ) -> ApiError | None:
-    """Return the error behind an abort that carries an HTTP status, else None: then it is an
-    ending.
+    """Return the error of an abort with an HTTP status, or None for an abort without a status.
 
-    `names`: as for `client_names`; `for_client`: the engine's message as the caller may read it.
+    `names` maps engine fields to the client's; `for_client` converts the engine's message.
     """
     if finish.type != "abort" or finish.status_code is None:
         return None
@@ -140,7 +139,7 @@ def abort_error(
 
 
 def refuse_abort(finish: FinishReason | None) -> None:
-    """Raise `ApiError` 503 for an abort, of which an API has no reason to finish."""
+    """Raise `ApiError` 503 for an abort, in APIs without such a finish reason."""
     if finish is not None and finish.type == "abort":
         raise ApiError(503, finish.message or "the request was aborted", code="aborted")
 
@@ -156,7 +155,7 @@ def envelope(error: ApiError) -> bytes:
 
 
 def messages_error(error: ApiError) -> MessagesError:
-    """Return the same for Anthropic's clients. The field at fault is named in the message."""
+    """Convert an error for Anthropic's clients. The message names the invalid field."""
     status, message = error.status_code, str(error.detail)
     other = "invalid_request_error" if status < 500 else "api_error"
     kind, details = _MESSAGES_KINDS.get(status, other), _MESSAGES_DETAILS.get(error.param or "")
@@ -168,19 +167,19 @@ def is_of_messages(path: str) -> bool:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return an error as a whole HTTP answer of route `path`."""
+    """Return an error as a whole HTTP response of route `path`."""
     body = msgspec.json.encode(messages_error(error)) if is_of_messages(path) else envelope(error)
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every way out of `app` use the envelope."""
+    """Make `app` send all errors in the envelope."""
 
     async def handle(request: Request, error: Exception) -> Response:
         answer = to_api_error(error)
         path = request.url.path
         if answer.status_code == 405:
-            # Each method is a route of its own, and a plain 405 names only the first.
+            # Each method is a separate route, and a plain 405 names only the first.
             routes = [each for each in app.routes if isinstance(each, APIRoute)]
             allowed = [m for route in routes if route.path == path for m in route.methods or ()]
             answer.headers = {"allow": ", ".join(allowed)} if allowed else answer.headers
@@ -195,7 +194,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 @contextmanager
 def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Within, errors name fields as this route's clients spell them."""
+    """Rename fields in errors raised inside the context to the client's names."""
     try:
         yield
     except InvalidRequestError as error:
@@ -211,14 +210,14 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """Return one clear sentence from pydantic's list: the error that got deepest into the body.
+    """Return one clear sentence from pydantic's list: the deepest error in the body.
 
     In a union, the branch with the value's type has the useful error.
     """
     worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = field_path(worst["loc"])
     cause = worst.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidRequestError):  # by a check of the whole object at `path`
+    if isinstance(cause, InvalidRequestError):  # raised by a check of the object at `path`
         names = (path, cause.param)
         cause.param = ".".join(filter(None, names)) or None
         return to_api_error(cause)
@@ -231,7 +230,7 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def field_path(location: Sequence[str | int]) -> str | None:
-    """("body", "messages", 0, "content") -> "messages[0].content"; None for the whole body."""
+    """Return "messages[0].content" for ("body", "messages", 0, "content"), None for the body."""
     path = ""
     for step in location[1:]:
         if isinstance(step, int):

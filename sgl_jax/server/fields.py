@@ -1,4 +1,4 @@
-"""Fields of bodies that several APIs share. Nothing is coerced, nothing unknown is ignored."""
+"""Body fields shared by several APIs. Nothing is coerced, and nothing unknown is ignored."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -49,15 +49,15 @@ T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 User = Annotated[str, Field(max_length=MAX_USER_CHARS)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-# The check of a list ends at its first fault.
+# Validation of a list ends at its first error.
 Items = Annotated[list[T], Field(fail_fast=True)]
-# One for each prompt.
+# One value per prompt.
 ForEach = Annotated[Items[T], Field(max_length=MAX_REQUESTS_PER_CALL)]
 TokenIds = Items[Annotated[int, Field(ge=0)]]
 
 
 def _check_metadata(given: Any) -> Any:
-    """Refuse metadata beyond OpenAI's limits, without the client's own keys in the message."""
+    """Refuse metadata beyond OpenAI's limits, without showing the client's keys in the message."""
     is_within = not isinstance(given, dict) or (
         len(given) <= _MAX_METADATA
         and all(len(key) <= _MAX_METADATA_KEY_CHARS for key in given)
@@ -88,8 +88,8 @@ def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> No
 class StrictModel(BaseModel):
     """No coercion, no unknown fields, no NaN; a null counts as not given.
 
-    `unserved` fields are accepted only where they request nothing. A validation with the context
-    `STRICT` refuses fields without effect: some of `unserved`, and all of `ineffective`.
+    `unserved` fields are accepted only with values that request nothing. A validation with the
+    context `STRICT` refuses fields without effect: some of `unserved`, and all of `ineffective`.
     """
 
     model_config = ConfigDict(
@@ -107,7 +107,7 @@ class StrictModel(BaseModel):
     def _drop_unserved(cls, body: Any, info: ValidationInfo) -> Any:
         if not isinstance(body, dict):
             return body
-        if len(body) > MAX_FIELDS:  # or each unknown one would become an error of its own
+        if len(body) > MAX_FIELDS:  # otherwise each unknown field would become a separate error
             raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
         unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
         is_strict = info.context == STRICT
@@ -129,7 +129,7 @@ class Part(StrictModel):
 
 
 class RequestFields(StrictModel):
-    """The fields that all protocols share. A list has one entry for each prompt."""
+    """The fields shared by all protocols. A list has one entry per prompt."""
 
     unserved = unserved_fields.REQUEST
 
@@ -153,8 +153,8 @@ class RequestFields(StrictModel):
     )
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """Return the options of each prompt, as `RequestChecks.prepare` takes them. Raises
-        `InvalidRequestError` for a list of another length, and for several ranks."""
+        """Return arguments of `RequestChecks.prepare` for each prompt. Raises `InvalidRequestError`
+        for a list of another length, and for several ranks."""
         ranks = [(getattr(self, name), name) for name in _RANK_FIELDS]
         given = [(rank, name) for rank, name in ranks if rank is not None]
         dp_rank = given[0][0] if given else None
@@ -170,18 +170,18 @@ class RequestFields(StrictModel):
         ]
 
 
-_MAX_STOP_IDS_SENT = 256  # each is looked at for every answer, though few may count
+_MAX_STOP_IDS_SENT = 256  # each is checked for every answer, although few may count
 
 
 def in_range(name: str, description: str | None = None) -> Any:
-    """Return a field that may be left out, held to the range of `name`."""
+    """Return an optional field, limited to the range of `name`."""
     low, high, is_low_open = RANGES[name]
     above, least = (low, None) if is_low_open else (None, low)
     return Field(default=None, gt=above, ge=least, le=high, description=description)
 
 
 def _few_keys(bias: Any) -> Any:
-    """Refuse millions of entries before each is read."""
+    """Refuse millions of entries before each is validated."""
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}")
     return bias
@@ -192,12 +192,12 @@ StopStrings = Annotated[
     Items[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)
 ]
 _GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-# An object, or its JSON.
+# An object, or its JSON text.
 _Json = _GrammarText | dict[str, Any]
 
 
 class SamplingFields(StrictModel):
-    """The sampling parameters that all protocols spell alike."""
+    """The sampling parameters with the same name in all protocols."""
 
     unserved = unserved_fields.REQUEST
 
@@ -235,7 +235,7 @@ class SamplingFields(StrictModel):
         return self.n or 1
 
     def to_sampling(self, choice: int) -> SamplingParams:
-        """Return the engine's parameters; each choice has a different seed."""
+        """Return the engine's parameters. Each choice has a different seed."""
         values = [(name, vars(self).get(sent)) for sent, name in _ENGINE_NAMES.items()]
         given = {name: value for name, value in values if value is not None}
         if isinstance(given.get("stop"), str):
@@ -253,7 +253,7 @@ class SamplingFields(StrictModel):
         return SamplingParams(**given)
 
 
-# Name in some API -> the engine's name. If a client sends several, the last counts.
+# Name in some API -> the engine's name. If a client sends several, the last in this table counts.
 _ENGINE_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -264,7 +264,7 @@ _ENGINE_NAMES = {
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
-    """JSON has only string keys: `{"17": -1.0}` -> `{17: -1.0}`."""
+    """Convert string keys, the only kind in JSON, to token ids: `{"17": -1.0}` -> `{17: -1.0}`."""
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError as error:
@@ -274,7 +274,7 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 class SessionParams(StrictModel):
-    """`session_params`: the session that a request is a turn of, and how it continues it."""
+    """`session_params`: the session that a request continues, and how."""
 
     id: SessionId
     rid: Rid | None = Field(default=None, description="the turn to append to; null starts anew")
@@ -292,7 +292,7 @@ def session_turn(params: SessionParams | None) -> SessionTurn | None:
 
 
 def refuse_several(count: int, field: str) -> None:
-    """Raise `InvalidRequestError` if `field` makes several requests of a turn, which is one."""
+    """Raise `InvalidRequestError` if `field` makes several requests of a session's turn."""
     if count != 1:
         raise InvalidRequestError(
             f"a session takes one request at a time, {field} makes {count}", field
@@ -307,7 +307,7 @@ class StreamOptions(Part):
 
 
 class JsonSchema(StrictModel):
-    """A schema with a name. Without `strict`, parts that no grammar can hold are dropped."""
+    """A schema with a name. Without `strict`, parts unsupported by grammars are dropped."""
 
     name: str
     description: str | None = None
@@ -326,7 +326,7 @@ class ResponseFormat(StrictModel):
     triggers: list[str] | None = Field(default=None, description="of a structural_tag")
 
     def grammar(self) -> dict[str, str]:
-        """Return the equal sampling parameter, by name; none for text."""
+        """Return the equivalent sampling parameter, by name; empty for text."""
         if self.type == "json_object":
             return {"json_schema": '{"type": "object"}'}
         if self.type == "structural_tag":

@@ -1,8 +1,8 @@
-"""The server process of every host but host 0, from start to end.
+"""The server process of every host except host 0, from start to end.
 
-It serves `/health` and `/metrics` of its own host, and takes no other requests. After a signal it
-has host 0 finish all requests and end the engine; otherwise it ends as its engine process does, by
-the codes in core/exit_codes.py. Must never import jax.
+It serves `/health` and `/metrics` of its host, and takes no other requests. After a signal, it
+makes host 0 finish all requests and end the engine. Otherwise it ends when its engine process does,
+with the codes in core/exit_codes.py. Must never import jax.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_ENGINE_STOP_TIMEOUT_S = 15.0  # beside the time that host 0 has to finish its requests
+_ENGINE_STOP_TIMEOUT_S = 15.0  # after the time that host 0 has to finish its requests
 
 
 def serve_follower(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve this host's part until its engine process ends; returns the process's exit code."""
+    """Serve this host's part until its engine process ends, and return the process's exit code."""
 
     async def run() -> int:
         return await _FollowerServer(args, engine_command).run()
@@ -114,9 +114,9 @@ class _FollowerServer:
             return self._exit_code(self._ended.result())
 
     async def _leave(self) -> None:
-        """Have host 0 end the engine, and wait until this host's process has ended."""
+        """Request that host 0 end the engine, and wait until this host's process has ended."""
         notify_systemd("STOPPING=1")
-        if not self._is_ready or self._health.stuck_since:  # it reads no messages
+        if not self._is_ready or self._health.stuck_since:  # the process reads no messages
             assert self._process is not None
             self._process.kill()
         else:
@@ -130,7 +130,7 @@ class _FollowerServer:
         if report.exit_code == 0 or (self._signalled.is_set() and not self._is_ready):
             return 0
         logger.error("%s", report if self._failure is None else self._failure.message)
-        if report.exit_code == -signal.SIGABRT:  # as jax does at once when host 0 has gone
+        if report.exit_code == -signal.SIGABRT:  # raised by jax when host 0 has gone
             return HOST_LOST
         return report.exit_code if report.exit_code in GROUP_CODES else FAILED
 
@@ -147,7 +147,7 @@ class _FollowerServer:
             notify_systemd("READY=1")
 
     def _on_exit(self, report: ExitReport) -> None:
-        """Runs on a thread of the process's handle."""
+        """Record the exit; runs on a thread of the process's handle."""
 
         def end() -> None:
             if not self._ended.done():

@@ -1,10 +1,10 @@
 """The probe behind `/health_generate`: whether the engine generates tokens.
 
-A token of any request proves it. The probe sends a request of one token only if no other is in
-flight, or no token came for a second, so it costs a busy engine nothing. No limit of the queue
-refuses that request. At most one is in flight, and they are at least `_INTERVAL_S` apart, or
-`_INTERVAL_AFTER_ERROR_S` after one that got no token, however many clients probe: on a device that
-fails every step, each counts towards the limit at which the engine ends.
+A token of any request is proof. The probe sends a one-token request only if no other request is in
+flight, or no token came for a second, so it costs a busy engine nothing. That request is exempt
+from queue limits. However many clients probe, at most one such request is in flight. Requests are
+at least `_INTERVAL_S` apart, or `_INTERVAL_AFTER_ERROR_S` after a request without a token: on a
+device that fails every step, each failure counts towards the limit at which the engine ends.
 """
 
 import asyncio
@@ -17,23 +17,21 @@ from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.request_stream import RequestStream
 
 _INTERVAL_S = 0.1
-_INTERVAL_AFTER_ERROR_S = 5.0  # as between the engine's own steps after a failure
-_OTHERS_TIME_S = 1.0  # for a token of other requests, before the probe sends its own
+_INTERVAL_AFTER_ERROR_S = 5.0  # equals the interval of the engine's probe steps
+_OTHERS_TIME_S = 1.0  # wait for a token of other requests before sending a request
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class HealthProbe:
-    """Probes one server's engine."""
-
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._request: RequestStream | None = None  # the last one, which may be in flight yet
+        self._request: RequestStream | None = None  # the last probe, possibly in flight
         self._sent_at = -_INTERVAL_S
 
     async def finds_token(self, timeout_s: float) -> bool:
-        """Wait for a token that the engine sends from now on; False if none came in time.
+        """Wait for a token that the engine sends from now on. Return False if none came in time.
 
-        Raises `EngineDeadError`, `ShuttingDownError`: none will come.
+        Raises `EngineDeadError` or `ShuttingDownError` if no token will come.
         """
         before, began_at = self._frontend.num_tokens, time.monotonic()
         while self._frontend.num_tokens == before:

@@ -56,7 +56,7 @@ from sgl_jax.text.worker_process import TextWorkers
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ENGINE_STOP_TIMEOUT_S = 15.0
-_SAVE_TIMEOUT_S = 120.0  # and more, if the engine saves its cache
+_SAVE_TIMEOUT_S = 120.0  # added if the engine saves its cache
 _DRAIN_POLL_S = 0.05
 _SILENCE_POLL_S = 1.0
 _TOKENIZER_TIMEOUT_S = 60.0
@@ -64,10 +64,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until a signal; returns the process's exit code.
+    """Serve until a signal, and return the process's exit code.
 
     Args:
-        engine_command: command of the engine process; tests put a scripted one here.
+        engine_command: command of the engine process; tests pass a scripted engine.
     """
     try:
         exit_code: int = uvloop.run(_serve(args, engine_command))
@@ -77,7 +77,7 @@ def serve(args: ServerArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> i
         print(f"sgl_jax cannot serve: {reason}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, EngineDeadError) else FAILED
     finally:
-        for number in _SIGNALS:  # the interpreter ends, with this code
+        for number in _SIGNALS:  # the interpreter is ending with this code
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -85,7 +85,7 @@ async def _serve(args: ServerArgs, engine_command: Sequence[str]) -> int:
     code = 1
     try:
         code = await _Server(args, engine_command).run()
-    finally:  # to end is all that is left: a signal from now on must not change the exit code
+    finally:  # from now on a signal must not change the exit code
         for number in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, lambda number, frame: os._exit(code))
@@ -102,7 +102,7 @@ class _Server:
         self._texts = TextPool(self._text_workers)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()  # engine's facts
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()  # engine facts
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._exit_code = FAILED  # if the engine dies
@@ -150,8 +150,8 @@ class _Server:
                 probing = asyncio.ensure_future(self._texts.probe())
                 stack.callback(probing.cancel)
                 await asyncio.wait((probing, stopping), return_when=asyncio.FIRST_COMPLETED)
-            # The objects built so far stay as long as the process. A full collection through all of
-            # them, modules and vocabulary, would hold up every client.
+            # Existing objects live as long as the process. A full collection of all of them
+            # (modules, vocabulary) would block every client.
             collect_seldom()
             gate.open(app)
             logger.info("serving %s as %r", self._args.model_path, refs.model_name)
@@ -165,7 +165,7 @@ class _Server:
     async def _start(
         self, loading: "asyncio.Future[Tokenizer]", stopping: "asyncio.Future[Any]"
     ) -> References | None:
-        """Wait for the engine; the tokenizer loads meanwhile. None if a signal came first."""
+        """Wait for the engine while the tokenizer loads. Return None if a signal came first."""
         first = asyncio.FIRST_COMPLETED
         await asyncio.wait((loading, stopping), return_when=first, timeout=_TOKENIZER_TIMEOUT_S)
         if not loading.done() and not stopping.done():
@@ -174,7 +174,7 @@ class _Server:
                 f"conversation by its chat template within {_TOKENIZER_TIMEOUT_S:g} s"
             )
         if loading.done():
-            # The workers load it too, but only once it has been read here.
+            # The workers load it too, but only after it was loaded here.
             if loading.result().can_encode:
                 self._text_workers.start()
             await asyncio.wait((self._ready, stopping), return_when=first)
@@ -190,7 +190,7 @@ class _Server:
         return References(args, front, info, metrics, limits, self._texts, self._health)
 
     async def _drain(self, refs: References) -> None:
-        """Wait for the running requests, up to the time allowed; the rest ends with an error."""
+        """Wait up to `drain_timeout` for running requests, then end the rest with an error."""
         refs.draining = True
         frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
@@ -223,7 +223,7 @@ class _Server:
             return
         is_deaf = (self._frontend is None and self._death is None) or self._health.stuck_since
         if is_deaf or not self._process.is_alive:
-            self._process.kill()  # it is compiling, or stopped, and reads no messages
+            self._process.kill()  # the engine compiles or is stopped, and reads no messages
             return
         self._client.send(Shutdown())
         save_s = 0.0 if self._args.restore_cache is None else _SAVE_TIMEOUT_S
@@ -232,7 +232,7 @@ class _Server:
     def _on_message(self, message: EngineMessage) -> None:
         if isinstance(message, EngineInfo):
             if self._ready.done():
-                self._ready.result().update(message.info)  # which `References` holds
+                self._ready.result().update(message.info)  # shared with `References`
             else:
                 self._ready.set_result(message.info)
         elif isinstance(message, Heartbeat):
@@ -247,23 +247,24 @@ class _Server:
             self._frontend.handle(message)
 
     def _on_exit(self, report: ExitReport) -> None:
-        """Runs on a thread of the process's handle."""
+        """Handle the engine's exit; runs on a thread of the process's handle."""
         code = report.exit_code if report.exit_code in ENGINE_CODES else FAILED
         self._loop.call_soon_threadsafe(self._on_death, str(report), report.how, code)
 
     def _on_death(self, reason: str, shown: str, exit_code: int = FAILED) -> None:
-        """Note that the engine cannot go on; the first reason stands. Clients read `shown`."""
+        """Record that the engine cannot continue. The first reason counts. Clients see `shown`."""
         if self._engine_may_end or self._death is not None:
             return
         self._death, self._exit_code = reason, exit_code
-        if self._ready.done():  # before, the start fails with it
+        if self._ready.done():  # otherwise the start fails with this reason
             logger.error("%s", reason)
         if self._frontend is not None:
             self._frontend.fail(shown)
         self._stop.set()
 
     async def _end_if_silent(self) -> None:
-        """On one host a silent engine may go on later; on several, the other hosts have ended."""
+        """End if the engine is silent for too long: on several hosts, the other hosts have then
+        ended."""
         await until_silent(self._health)
         if self._process is not None:
             reason = "the engine process is silent"
@@ -288,7 +289,8 @@ async def until_silent(health: EngineHealth) -> None:
 
 
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `call` in a thread that a process which ends does not wait for, unlike an executor's."""
+    """Run `call` in a daemon thread, which, unlike an executor's, does not delay the process's
+    exit."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 

@@ -1,4 +1,4 @@
-"""A server's listening socket, HTTP on it, and the service manager that waits for it."""
+"""A server's listening socket, its HTTP server, and notifications to the service manager."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from sgl_jax.server.guards.connection import guarded_protocol
 from sgl_jax.server.guards.limits import Limits
 
 logger = logging.getLogger(__name__)
-_LAST_BYTES_TIMEOUT_S = 5  # for answers still being written when the server stops
+_LAST_BYTES_TIMEOUT_S = 5  # for answers being written when the server stops
 _START_POLL_S = 0.01
-_FILES_BESIDE_CONNECTIONS = 256  # files and sockets of the process that are not connections
-_BACKLOG = 2048  # connections that the kernel holds until they are accepted
+_FILES_BESIDE_CONNECTIONS = 256  # files and sockets other than connections
+_BACKLOG = 2048  # connections queued in the kernel until accepted
 
 
 def _allow_files(num_files: int) -> None:
-    """Allow this process so many open files; log a warning where the system allows fewer."""
+    """Allow this process `num_files` open files. Log a warning if the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if most > soft:
@@ -40,9 +40,9 @@ def _allow_files(num_files: int) -> None:
 async def http_on(
     app: ASGIApp, limits: Limits, listener: socket.socket
 ) -> "AsyncIterator[asyncio.Future[None]]":
-    """HTTP on `listener`, once one can connect; the future ends when uvicorn does.
+    """Serve HTTP on `listener`, entered once clients can connect. The future ends with uvicorn.
 
-    Limits of connections hold from now on, also while the engine starts.
+    Limits of connections already apply while the engine starts.
     """
     _allow_files(limits.max_connections + _FILES_BESIDE_CONNECTIONS)
     config = uvicorn.Config(
@@ -50,13 +50,13 @@ async def http_on(
         http=guarded_protocol(limits),
         ws="none",
         log_config=None,
-        log_level="error",  # its warnings are about faults of clients
+        log_level="error",  # its warnings are about client errors
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
     )
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # its caller's
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # the caller's
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():
@@ -68,14 +68,13 @@ async def http_on(
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address that a listener is bound to."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listening_socket(args: ServerArgs) -> socket.socket:
-    """Take the port before the engine starts: minutes of warm-up are a bad time to find
-    it taken. Two sockets may be bound to one port, but only one can listen."""
+    """Take the port before the engine starts, so that a taken port is found before minutes of
+    warm-up. Two sockets may be bound to one port, but only one can listen. Raises OSError."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,7 +88,7 @@ def listening_socket(args: ServerArgs) -> socket.socket:
 
 
 def notify_systemd(state: str) -> None:
-    """Report to the service manager, if it waits for that (`Type=notify`, sd_notify(3))."""
+    """Report `state` to the service manager if it expects that (`Type=notify`, sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

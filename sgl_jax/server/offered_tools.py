@@ -1,7 +1,7 @@
-"""Tools of `/v1/responses` and `/v1/messages` that are offered and not functions of the client.
+"""Tools of `/v1/responses` and `/v1/messages` other than plain functions of the client.
 
-Hosted tools run in OpenAI's or Anthropic's own service. A client offers them to every server, so
-they are left out of the prompt. A client that must have one chooses it, which is refused.
+Hosted tools run in OpenAI's or Anthropic's service. Clients offer them to every server, so they are
+left out of the prompt. A `tool_choice` that requires one is refused.
 """
 
 import re
@@ -14,7 +14,7 @@ from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolLi
 from sgl_jax.server.fields import Part, StrictModel
 from sgl_jax.server.unserved_fields import STRICT, without_effect
 
-# Names without the date at the end that most have.
+# Names without the date suffix that most have.
 HOSTED = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("mcp", "mcp_toolset", "tool_search", "tool_search_tool_regex", "tool_search_tool_bm25"),
@@ -24,7 +24,7 @@ _DATE = re.compile(r"_\d{8}$|_\d{4}_\d{2}_\d{2}$")
 
 
 class HostedTool(StrictModel):
-    """A tool of the API's own service, left out of the prompt; its settings have no effect."""
+    """A tool of the API's service, left out of the prompt; its settings have no effect."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,7 +39,7 @@ class HostedTool(StrictModel):
 
 def tool_kind(*kinds: str) -> Discriminator:
     """Choose the model of a tool by its `type`, the first of `kinds` by default. Tags of models
-    begin with a capital (`Function`, `Hosted`), so paths of errors leave them out."""
+    begin with a capital (`Function`, `Hosted`), so error paths omit them."""
 
     def kind_of(tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
@@ -60,7 +60,7 @@ class ResponseTool(FunctionDefinition):
 
 
 class NamespaceTool(Part):
-    """Functions under a name. The model is offered each as `<namespace>__<name>`."""
+    """Functions under a name. The model sees each as `<namespace>__<name>`."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -70,21 +70,21 @@ class NamespaceTool(Part):
     tools: ToolList[ResponseTool]
 
 
-# Namespace, or None, and name of a function in the client's request.
+# Namespace (or None) and name of a function in the client's request.
 ClientName = tuple[str | None, str]
 
 
 def offered_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model is offered a function of `namespace`."""
+    """Return the name under which the model sees a function of `namespace`."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class OfferedFunctions:
-    """The functions in a list of tools, by the names under which the model is offered them.
+    """The functions in a list of tools, by the names that the model sees.
 
-    Raises `InvalidRequestError` if two of them, one in a namespace, would have one name.
+    Raises `InvalidRequestError` if two functions, one of them in a namespace, would share a name.
     """
 
     def __init__(self, tools: list[Any]) -> None:
@@ -107,7 +107,7 @@ class OfferedFunctions:
         self.definitions.append(tool.model_copy(update=changed))
 
     def client_name(self, name: str) -> ClientName:
-        """Return namespace and name of the function that the model calls `name`."""
+        """Return namespace and name of the function called `name` by the model."""
         return self._client_names.get(name, (None, name))
 
     def chosen(self, namespace: str | None, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The references that the routes share, and the two checks that come before every request."""
+"""The objects shared by the routes, and the two checks that precede every request."""
 
 import functools
 import time
@@ -16,15 +16,15 @@ from sgl_jax.server.guards.limits import Limits
 from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.answer_parser import AnswerParser, choose_parser
 
-# Steps that failed in a row before the server counts as not ready.
+# Failed steps in a row after which the server counts as not ready.
 _UNREADY_STEP_FAILURES = 3
-# The names that clients and sglang-router send to a server of one model.
+# Names sent by clients and sglang-router to a server of one model.
 _DEFAULT_MODELS = ("default", "unknown")
 
 
 @dataclass
 class References:
-    """One per server. Only `draining` changes, and the engine updates `engine_info`."""
+    """One object per server. Only `draining` changes, and the engine updates `engine_info`."""
 
     args: ServerArgs
     frontend: Frontend
@@ -34,18 +34,18 @@ class References:
     texts: TextPool
     health: EngineHealth
     draining: bool = False
-    answer_timeout_s: float = 30.0  # for a call of the engine, which may be in a step
+    answer_timeout_s: float = 30.0  # for the engine's reply to a call, possibly after a step
     reader_timeout_s: float = 60.0  # for a client to read a piece of its stream
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_name(self) -> str:
-        """The model's name in the OpenAI API."""
+        """Return the model's name in the OpenAI API."""
         return self.args.model_name
 
     @functools.cached_property
     def answer_parser(self) -> AnswerParser:
-        """Reads tool calls and reasoning in answers of this model."""
+        """Return the parser of tool calls and reasoning in this model's answers."""
         template = self.frontend.tokenizer.chat_template
         return choose_parser(self.args.tool_call_parser, self.args.reasoning_parser, template)
 
@@ -55,7 +55,7 @@ class References:
 
     @property
     def is_paused(self) -> bool:
-        """Requests wait until generation is continued."""
+        """Return whether requests wait until generation is continued."""
         return bool(self.engine_info["is_paused"])
 
     def check_model(self, name: str) -> None:
@@ -69,18 +69,18 @@ class References:
             )
 
     def check_open(self) -> None:
-        """Raise an error that ends in a 503 if the server takes no new work now."""
+        """Raise an error that becomes a 503 if the server takes no new work now."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         self.check_live()
 
     def check_live(self) -> None:
-        """Raise an error that ends in a 503 if the engine has ended, or its process is silent."""
+        """Raise an error that becomes a 503 if the engine has ended, or its process is silent."""
         self.frontend.check_alive()
         self.health.check()
 
     def check_ready(self) -> None:
-        """Raise an error that ends in a 503 if the server takes no new work, or its steps fail."""
+        """Raise an error that becomes a 503 if the server takes no new work, or steps fail."""
         self.check_open()
         count = self.engine_info.get("failed_steps", 0)
         if count >= _UNREADY_STEP_FAILURES:

@@ -1,4 +1,4 @@
-"""From bodies to the engine's requests: prompts are encoded, then checked with their sampling."""
+"""Converts bodies to engine requests: encodes prompts, then checks them with their sampling."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
 
-_SHORT_CHARS = 2048  # of all prompts of a request: tokenised within a millisecond
-_JOB_CHARS = 65_536  # prompts of a request go to the workers in pieces of this size
+_SHORT_CHARS = 2048  # total of a request, tokenized within a millisecond
+_JOB_CHARS = 65_536  # maximum size of a job for the workers
 
 
 async def prompt_requests(
@@ -38,17 +38,17 @@ async def prompt_requests(
     turn: SessionTurn | None = None,
     **shared: Any,
 ) -> list[GenerateRequest]:
-    """Return the engine's requests for all choices of all `prompts`, one prompt after the other.
+    """Return the engine's requests for all choices of all `prompts`, one prompt after another.
 
     Args:
-        samplings: one of each choice, for each prompt.
-        names: as for `client_names`.
-        turn: of a session, by the caller's id.
-        shared: arguments of `RequestChecks.prepare` for all of them.
+        samplings: for each prompt, the parameters of each choice.
+        names: engine field -> the client's name of it, for errors.
+        turn: the turn of a session, by the caller's id.
+        shared: arguments of `RequestChecks.prepare`, for all requests.
 
     Raises:
         InvalidRequestError: a request cannot be served.
-        QueueFullError, TenantQueueFullError: the engine has no room for so many.
+        QueueFullError, TenantQueueFullError: the engine has no room for so many requests.
         ApiError: the server takes no work or has another model, encoding took too long, or the
             client went away.
     """
@@ -76,7 +76,7 @@ async def prompt_requests(
 
 
 def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams) -> None:
-    """Keep the least limit below the client's, for the header of the answer."""
+    """Record the least limit below the client's limit, for the header of the answer."""
     room, wanted = given.max_new_tokens, asked.max_new_tokens
     if room is not None and wanted and room < wanted:
         least = getattr(request.state, "clamped_max_tokens", room)
@@ -84,7 +84,7 @@ def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams
 
 
 def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequest:
-    """Return the request in the tenant's namespace; a turn that names none is in its session's."""
+    """Return the request in the tenant's namespace, unless a turn uses its session's namespace."""
     if request.session is not None and not request.namespace:
         return request
     return msgspec.structs.replace(request, namespace=owner.namespace(request.namespace))
@@ -93,11 +93,11 @@ def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequ
 async def encode_texts(
     request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[Ids]:
-    """Return token ids of each text, even if the engine has no room for them.
+    """Return the token ids of each text, even if the engine has no room for them.
 
     Raises:
         InvalidRequestError: a text is too long for any prompt, or there is no tokenizer.
-        ApiError: it took too long, or the client went away.
+        ApiError: encoding took too long, or the client went away.
     """
     refs, special = references_of(request), add_special_tokens
     for text in texts:
@@ -113,7 +113,7 @@ async def encode_texts(
 
 
 def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Neighbours together, up to `_JOB_CHARS`; a longer text is a piece of its own."""
+    """Yield groups of adjacent texts of up to `_JOB_CHARS`; a longer text is a group by itself."""
     piece: list[str] = []
     num_chars = 0
     for text in texts:
@@ -127,7 +127,9 @@ def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
-    """Return the token ids of the conversation. Raises as `prompt_requests`."""
+    """Return the token ids of the conversation. Raises `InvalidRequestError` if it is too long,
+    `QueueFullError` or `TenantQueueFullError` if the engine has no room, and `ApiError` if encoding
+    takes too long or the client goes away."""
     refs = references_of(request)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.shown_tools]
     written_tools = msgspec.json.encode(tools or None)
@@ -154,8 +156,7 @@ def _unpack(refs: References, ids: Ids) -> list[int]:
 
 
 def _client_of(request: Request) -> str:
-    """Return the client under whose name the text pool queues a request: a key's name, or an
-    address."""
+    """Return the text pool's name for the client: the name of its key, or its address."""
     caller = caller_of(request)
     if caller.name != ANONYMOUS.name:
         return caller.name

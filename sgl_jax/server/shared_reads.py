@@ -1,9 +1,8 @@
-"""Reads of the engine's state: few reach the engine, however many clients read.
+"""Shared reads of the engine's state, so that many clients cause few calls to the engine.
 
-A read gets the reply to a call to the engine that begins after the read has arrived, so it is never
-older than its request. Reads that wait for the same call share it, and the bytes that are written
-from it. Calls of a kind begin at most ten times a second, and if they are expensive, up to a second
-apart.
+A read returns the reply to a call that begins after the read has arrived, so it is never older than
+its request. Reads waiting for the same call share its reply and the bytes encoded from it. Calls of
+a kind begin at most ten times a second, and up to a second apart if they are expensive.
 """
 
 import asyncio
@@ -22,17 +21,17 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 
 _MIN_INTERVAL_S = 0.1
-# From the begin of a call to the next, as a multiple of the processor time that it took in engine
-# and server together: 1/100 of a core.
+# Interval between the starts of two calls, as a multiple of a call's processor time in engine and
+# server: 1/100 of a core.
 _REST = 100
-# The most, so that no answers for many keys make a scrape miss its time.
+# Upper bound on that interval, so that encoding for many keys cannot make a scrape time out.
 _MAX_INTERVAL_S = 1.0
 
 T = TypeVar("T")
 
 
 class Snapshot:
-    """One reply of the engine, and the bytes that were written from it."""
+    """One reply of the engine, and the bytes encoded from it."""
 
     def __init__(self, reply: Reply) -> None:
         self.data = reply.data
@@ -40,7 +39,7 @@ class Snapshot:
         self._written: dict[Hashable, bytes] = {}
 
     def write(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """The bytes under `key`, made by the first reader."""
+        """Return the bytes under `key`, made by the first reader."""
         if key not in self._written:
             started = time.thread_time()
             self._written[key] = make()
@@ -48,18 +47,20 @@ class Snapshot:
         return self._written[key]
 
     def json(self, key: Hashable, make: Callable[[dict[str, Any]], Any]) -> Response:
-        """The value that `make` returns for the data, as JSON."""
         body = self.write(key, lambda: msgspec.json.encode(make(self.data)))
         return Response(body, media_type="application/json")
 
 
 class SharedRun(Generic[T]):
-    """Runs `make` for all that wait; each gets the result of a run that began after its `get`."""
+    """Runs `make` for all waiting callers; each gets the result of a run begun after its `get`.
+
+    `interval_s` maps a run's result (None: an error) to the seconds from its start to the next
+    run's.
+    """
 
     def __init__(
         self, make: Callable[[], Awaitable[T]], interval_s: Callable[[T | None], float]
     ) -> None:
-        """`interval_s`: from the begin of a run with this result (None: an error) to the next."""
         self._make = make
         self._interval_s = interval_s
         self._running = asyncio.Lock()
@@ -67,10 +68,10 @@ class SharedRun(Generic[T]):
         self._last: tuple[float, T | None] = (-1e9, None)
 
     async def get(self) -> T:
-        """Wait for the next run; its error is raised to all that wait."""
+        """Wait for the next run. Its error is raised in all waiting callers."""
         if self._next is None:
             self._next = asyncio.create_task(self._run())
-            # All that waited may have gone when it fails.
+            # If it fails after all callers have gone, mark its error as retrieved.
             self._next.add_done_callback(lambda run: run.cancelled() or run.exception())
         return await asyncio.shield(self._next)
 
@@ -87,7 +88,7 @@ class SharedRun(Generic[T]):
 
 
 class EngineReads:
-    """The reads of one server. Reads with parameters are not shared, but take turns."""
+    """The reads of one server. Reads with parameters are not shared, but run one at a time."""
 
     def __init__(self, refs: References) -> None:
         self._refs = refs
@@ -96,12 +97,12 @@ class EngineReads:
         self._free_at = 0.0
 
     async def read(self, message: CallMessage, timeout_s: float | None = None) -> Snapshot:
-        """The engine's reply.
+        """Return the engine's reply.
 
         Raises:
-            ApiError: the engine refused, or 503, no reply within `timeout_s`, by default the
-                server's limit for calls.
-            EngineDeadError, EngineStuckError, ShuttingDownError: there would be none.
+            ApiError: the engine refused, or 503: no reply within `timeout_s` (None: the server's
+                limit for calls).
+            EngineDeadError, EngineStuckError, ShuttingDownError: no reply is possible.
         """
         self._refs.health.check()
         timeout_s = self._refs.answer_timeout_s if timeout_s is None else timeout_s

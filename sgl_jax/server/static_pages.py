@@ -1,6 +1,6 @@
 """Serves folders of small files to browsers: a page, its style and its scripts.
 
-Pages are public: they hold no data, and call the API with the key that the reader types.
+Pages are public: they hold no data, and call the API with the key that the user types.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ _TYPES = {
     ".png": "image/png",
     ".svg": "image/svg+xml",
 }
-# A page loads its own files alone, runs no script within its text, and no other page frames it.
+# A page loads only files from here, runs no inline scripts, and cannot be framed by another page.
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -28,10 +28,10 @@ _HEADERS = {
 
 
 def page_routes(folder: Path, path: str, page: str) -> list[Route]:
-    """Routes of the file `page` at `path`, and of all others in `folder` below `path`.
+    """Return a route of `page` at `path`, and routes of the other files in `folder` below `path`.
 
-    The files are read now, and each has a route of its own, so that no path leads out of the
-    folder. Files of unknown types are left out.
+    Files are read now and each has a separate route, so that no path leads out of the folder. Files
+    of unknown types are left out.
     """
     below = path.rstrip("/")
     return [

@@ -1,7 +1,7 @@
-"""Prompts to token ids without holding up the event loop.
+"""Converts prompts to token ids without blocking the event loop.
 
-Nothing that grows with a client's request runs on the loop, each piece of work has an end, and
-clients take turns. The workers are processes (`sgl_jax.text.worker`).
+No work that grows with a client's request runs on the loop, each piece of work has a time limit,
+and clients take turns. The workers are processes (`sgl_jax.text.worker`).
 """
 
 import asyncio
@@ -36,30 +36,29 @@ from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.worker_process import TextWorkers
 
 logger = logging.getLogger(__name__)
-# One more than a client gets at a time; half of the processors, for they are the engine's as well.
+# One more than a client gets at a time. Half of the processors, which the engine also needs.
 _NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
-_GRACE_S = 5.0  # the kernel ends a worker in time; this is for one that is stopped
-_PROBE_S = 10.0  # for all probes of a chat template
+_GRACE_S = 5.0  # normally the kernel ends a worker in time; this covers a stopped worker
+_PROBE_S = 10.0  # total for probing a chat template
 _MAX_TRIES = 5
-_RETRY_S = 0.05  # more before each try
-Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and long to make
+_RETRY_S = 0.05  # the delay grows by this with each try
+Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and is slow to build
 _Work: TypeAlias = "tuple[Job, asyncio.Future[TokenIds | Probed]]"
 _decoder = msgspec.msgpack.Decoder(JobAnswer)
 
 
 class TextPool:
-    """Belongs to one event loop; `start` and `close` it there."""
+    """The workers' queue, bound to one event loop, which must call `start` and `close`."""
 
     def __init__(self, workers: TextWorkers) -> None:
         self._workers = workers
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
-        self.num_open = 0  # requests whose prompts are being encoded, or wait for it
-        self.abilities: TemplateAbilities | None = None  # of the chat template, once probed
+        self.num_open = 0  # requests with prompts being encoded or waiting
+        self.abilities: TemplateAbilities | None = None  # of the chat template; set by `probe`
 
     def start(self) -> None:
-        """Take work; workers start when there is some."""
         self._serving = [asyncio.ensure_future(self._serve()) for _ in range(_NUM_WORKERS)]
 
     async def close(self) -> None:
@@ -68,7 +67,7 @@ class TextPool:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def probe(self) -> None:
-        """Find what the chat template can write, for all conversations from now on, and log it.
+        """Find the abilities of the chat template for all later conversations, and log them.
 
         If that takes longer than `_PROBE_S`, the defaults of `TemplateAbilities` are assumed.
         """
@@ -83,9 +82,9 @@ class TextPool:
         logger.info("chat template: %s", msgspec.json.encode(self.abilities).decode())
 
     async def run(self, client: str, jobs: Sequence[EncodeTexts | EncodeChat]) -> list[Ids]:
-        """Return token ids of each text or conversation of `jobs`, for the client of this name.
+        """Return token ids of each text or conversation of `jobs`, queued under the name `client`.
 
-        If one fails, or the caller is cancelled, the others are not begun.
+        If one fails, or the caller is cancelled, the remaining jobs are not started.
 
         Raises:
             InvalidRequestError: a conversation is too long, or refused by the template.
@@ -118,7 +117,7 @@ class TextPool:
                         answer.set_result(result)
                 except Exception as error:
                     if not isinstance(error, (ApiError, InvalidRequestError)):
-                        worker.close()  # no memory, or a defect: its state is unknown
+                        worker.close()  # out of memory, or a defect: the worker's state is unknown
                     if not answer.done():
                         answer.set_exception(error)
                 finally:
@@ -126,15 +125,15 @@ class TextPool:
 
 
 class _Worker:
-    """A connection to a worker, made when there is work, and anew after the worker has ended."""
+    """A connection to a worker, opened when there is work and again after the worker has ended."""
 
     def __init__(self, workers: TextWorkers) -> None:
         self._workers = workers
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def do(self, job: Job) -> TokenIds | Probed:
-        """Return the worker's answer. Raises `InvalidRequestError` with its refusal, `ApiError` 503
-        when there is none."""
+        """Return the worker's answer. Raises `InvalidRequestError` if it refuses, else `ApiError`
+        503."""
         data = frame(job)
         for num_tries in range(_MAX_TRIES):
             await asyncio.sleep(num_tries * _RETRY_S)
@@ -182,15 +181,15 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """First come, first served for each client; clients take turns.
+    """A queue in which each client's work is first come, first served, and clients take turns.
 
-    No more than `max_at_once` pieces of a client's work are out at a time, so that there is always
-    a worker for other clients.
+    At most `max_at_once` pieces of a client's work are in progress, so that there is always a
+    worker for another client.
     """
 
     def __init__(self, max_at_once: int) -> None:
         self._max_at_once = max_at_once
-        self._waiting: dict[str, deque[T]] = {}  # in the order in which it is their turn
+        self._waiting: dict[str, deque[T]] = {}  # in the order of turns
         self._num_out: Counter[str] = Counter()
         self._changed = asyncio.Event()
 
@@ -199,21 +198,20 @@ class FairQueue(Generic[T]):
         self._changed.set()
 
     async def get(self) -> tuple[str, T]:
-        """Return the client that comes next, and its work; `done` must follow."""
+        """Return the next client, and its work. `done` must follow."""
         while True:
             for client, waiting in self._waiting.items():
                 if self._num_out[client] < self._max_at_once:
                     del self._waiting[client]
                     work = waiting.popleft()
                     if waiting:
-                        self._waiting[client] = waiting  # behind the others
+                        self._waiting[client] = waiting  # to the end of the order
                     self._num_out[client] += 1
                     return client, work
             self._changed.clear()
             await self._changed.wait()
 
     def done(self, client: str) -> None:
-        """Work of this client that was handed out has ended."""
         self._num_out[client] -= 1
         if not self._num_out[client]:
             del self._num_out[client]

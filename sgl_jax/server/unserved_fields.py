@@ -1,14 +1,14 @@
-"""Fields of OpenAI's, Anthropic's and SGLang's requests that are recognised and not applied.
+"""Fields of OpenAI's, Anthropic's and SGLang's requests that are recognized but not applied.
 
-Every field of a body is of one of three classes:
+Every field of a body has one of three classes:
 
 - *applied*: the bodies' models have it;
-- *accepted without effect*: no value of it changes an answer here. `--strict-fields` refuses it;
+- *accepted without effect*: none of its values changes an answer. `--strict-fields` refuses it;
 - *refused*: it would change the answer, and is not supported. Clients, benches and routers send
-  many of these without requesting anything, so null, false, 0 and empty are accepted, as are lists
-  of these; those in `_ALLOWED` have values of their own that request nothing.
+  many such fields without requesting anything, so null, false, 0 and empty values, and lists of
+  these, are accepted. `_ALLOWED` lists fields with other values that request nothing.
 
-A null counts as not given, and a field that is in no class is refused as unknown.
+A null counts as not given. A field in none of these classes is refused as unknown.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.request_limits import MAX_REQUESTS_PER_CALL
 
-# The values that request nothing where the rule does not hold.
+# Values that request nothing, for the exceptions from the rule.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "best_of": (1,),
     "function_call": ("none", "auto"),
-    "include": ("reasoning.encrypted_content",),  # reasoning is sent, and taken back, as text
+    "include": ("reasoning.encrypted_content",),  # reasoning is sent and accepted as text
     "length_penalty": (1.0,),
     "log_metrics": (True,),
     "modalities": ("text",),
@@ -34,23 +34,21 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-STRICT = "strict fields"  # context of a validation that refuses fields without effect
+STRICT = "strict fields"  # validation context that refuses fields without effect
 
 
 class Unserved(NamedTuple):
-    """A field that is not applied."""
-
     is_refused: bool
-    reason: str  # why it has no effect, or is refused
+    reason: str  # for having no effect or being refused
 
 
 UnservedFields = Mapping[str, Unserved]
 
 
 def check_unserved(name: str, value: Any, field: Unserved, *, is_strict: bool) -> None:
-    """Raise `InvalidRequestError` if `value` requests a feature that is not there.
+    """Raise `InvalidRequestError` if `value` requests an unsupported feature.
 
-    With `is_strict`, any value except null of a field without effect is refused, too.
+    With `is_strict`, a field without effect must be null.
     """
     if not field.is_refused:
         if is_strict and value is not None:
@@ -82,7 +80,7 @@ def as_json(value: Any) -> str:
 
 
 def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
-    if isinstance(value, list):  # an entry for each prompt
+    if isinstance(value, list):  # one entry per prompt
         is_flat = not any(isinstance(each, (list, dict)) for each in value)
         return is_flat and all(_requests_nothing(each, allowed) for each in value)
     if allowed is None or value is None:
@@ -94,7 +92,6 @@ def _requests_nothing(value: Any, allowed: tuple[Any, ...] | None) -> bool:
 
 
 def _table(accepted: Mapping[str, str], refused: Mapping[str, str]) -> UnservedFields:
-    """Return the table of fields; each argument maps reasons to names."""
     return {
         name: Unserved(is_refused, reason)
         for is_refused, group in ((False, accepted), (True, refused))

@@ -1,4 +1,4 @@
-"""Routes that pass a call on to the engine: each is made of its row in the table of calls."""
+"""Routes that pass a call to the engine, generated from the rows of the table of calls."""
 
 import inspect
 import typing
@@ -33,7 +33,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def body_of(call: Call) -> type[StrictModel]:
-    """The body of the call's route, see `core/calls.py`; without fields if it has none."""
+    """Return the model of the body of a call's route (`core/calls.py`), perhaps without fields."""
     fields: dict[str, Any] = {}
     for name, hint, default in _fields(call):
         notes = getattr(hint, "__metadata__", ())
@@ -57,7 +57,7 @@ def body_of(call: Call) -> type[StrictModel]:
 
 
 def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any, str | None]:
-    """The message that `body` makes, and the session's id if it is generated."""
+    """Return the message for `body`, and the session's id if it is generated."""
     fields: dict[str, Any] = {}
     new_id = None
     for name, hint, _ in _fields(call):
@@ -76,7 +76,7 @@ def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any,
 
 
 def _fields(call: Call) -> list[tuple[str, Any, Any]]:
-    """Name, annotation and default of each field that a client may send."""
+    """Return name, annotation and default of each field that a client may send."""
     hints = typing.get_type_hints(call.message, include_extras=True)
     fields = msgspec.structs.fields(call.message)
     set_here = ("rid", "tenant")
@@ -130,10 +130,10 @@ for _call in CALLS:
 async def _ask(
     request: Request, call: Call, message: Any, owner: SessionOwner, new_id: str | None
 ) -> dict[str, Any]:
-    """The engine's answer. Raises `ApiError` with its reason if it refused.
+    """Return the engine's reply. Raises `ApiError` with the reason if it refused.
 
-    `new_id` is the generated id of the session that this would open: the call is also cancelled if
-    its client has gone and so cannot close it.
+    If the call opens a session with a generated id `new_id`, it is also cancelled when the client
+    disconnects, since no one could close the session.
     """
     refs = references_of(request)
     asking = call_engine(refs, message, call.timeout_s, is_patient=True)
@@ -145,7 +145,7 @@ async def _ask(
 
 
 def _for_client(data: Any, owner: SessionOwner) -> Any:
-    """`data` with client-side session ids; other callers' sessions removed."""
+    """Return `data` with client-side session ids and without sessions of other callers."""
     if isinstance(data, list):
         return [_for_client(entry, owner) for entry in data if not _is_foreign(entry, owner)]
     if not isinstance(data, dict):
@@ -157,6 +157,5 @@ def _for_client(data: Any, owner: SessionOwner) -> Any:
 
 
 def _is_foreign(entry: Any, owner: SessionOwner) -> bool:
-    """Return whether an entry is about a session of another caller."""
     session_id = entry.get("session_id") if isinstance(entry, dict) else None
     return session_id is not None and owner.client_id(session_id) is None

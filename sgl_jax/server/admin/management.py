@@ -1,4 +1,4 @@
-"""Health, facts, metrics, and the load of each rank by the engine's state (`EngineCore.state`).
+"""Health, facts, metrics, and the load of each rank from the engine's state (`EngineCore.state`).
 
 `/health` at each point of a server's life:
 
@@ -10,8 +10,8 @@
     draining   503   the server finishes running requests, and ends
     dead       503   the engine has ended; the server ends, too
 
-Programs can read the same from the code of the error. `/liveness` is 503 only if the engine is
-stuck or dead, so that only then is a process started again.
+The `code` of the error distinguishes the states for programs. `/liveness` is 503 only if the engine
+is stuck or dead, so that a process is restarted only then.
 """
 
 import contextlib
@@ -58,29 +58,28 @@ router = APIRouter(tags=["management"], route_class=JsonRoute)
 @router.get("/health", responses=answers())
 @router.get("/ping", responses=answers())
 async def health(request: Request) -> Response:
-    """200 while the server takes requests and its steps succeed; else 503 and why. It calls no
-    engine and needs no key. Hosting platforms call it `/ping`."""
+    """Return 200 while the server takes requests and its steps succeed, else 503 and the reason. It
+    makes no call to the engine and needs no key. Hosting platforms call it `/ping`."""
     refs = references_of(request)
     return health_answer(refs.check_ready, refs.health, _status(refs))
 
 
 @router.get("/liveness", responses=answers())
 async def liveness(request: Request) -> Response:
-    """200 unless the engine has ended, or its process is silent: then the server should be started
-    again. Load, draining and failing steps, which end the engine themselves, are no reason."""
+    """Return 503 if the engine has ended or its process is silent, so that the server should be
+    restarted, else 200. Load, draining and failing steps, which end the engine themselves, are not
+    reasons."""
     refs = references_of(request)
     return health_answer(refs.check_live, refs.health, _status(refs))
 
 
 def _status(refs: References) -> str:
-    """Return the status in a health answer of 200."""
     return "paused" if refs.is_paused else "ready"
 
 
 @router.get("/health_generate", responses=answers())
 async def health_generate(request: Request) -> Response:
-    """200 if the engine generates a token within 20 s, of any request, or an operator has paused
-    generation."""
+    """Return 200 if the engine generates a token of any request within 20 s, or is paused."""
     refs = references_of(request)
     refs.check_open()
     if not refs.is_paused:
@@ -93,14 +92,14 @@ async def health_generate(request: Request) -> Response:
 
 @router.get("/version", responses=answers())
 async def version(request: Request) -> Response:
-    """The version of this server."""
+    """Return the version of this server."""
     return json_response({"version": request.app.version})
 
 
 @router.get("/model_info", responses=answers())
 @router.get("/get_model_info", responses=answers())
 async def get_model_info(request: Request) -> Response:
-    """Paths and name of the served model, and its limits."""
+    """Return paths and name of the served model, and its limits."""
     refs = references_of(request)
     facts = refs.frontend.facts
     return json_response(
@@ -117,13 +116,13 @@ async def get_model_info(request: Request) -> Response:
 @router.get("/server_info", responses=answers())
 @router.get("/get_server_info", responses=answers())
 async def get_server_info(request: Request) -> Response:
-    """Settings, the engine's facts, and the memory and load of every rank."""
+    """Return settings, the engine's facts, and the memory and load of every rank."""
     refs, own = references_of(request), visible_tenant(request)
     snapshot = await reads_of(request).read(GetState())
     return snapshot.json(
         ("server_info", own),
         lambda state: {
-            # Settings that were left open have the values chosen since.
+            # Settings without a given value show the chosen value.
             **refs.args.public(),
             **refs.engine_info.get("settings", {}),
             "model_path": refs.model_path,
@@ -146,13 +145,13 @@ async def get_server_info(request: Request) -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", responses=answers() | {200: _PROMETHEUS})
 async def metrics(request: Request) -> Response:
-    """Requests and latencies; memory and load of every rank, as the engine last reported.
+    """Return request counts and latencies, and memory and load of every rank as last reported.
 
-    Figures of other tenants need the admin key, if keys come from a file.
+    If keys come from a file, figures of other tenants need the admin key.
     """
     refs, own = references_of(request), visible_tenant(request)
     snapshot: Snapshot | None = None
-    # A busy or dead engine is no reason to hide the other figures.
+    # Show the other figures even if the engine is busy or dead.
     with contextlib.suppress(
         ApiError, EngineDeadError, EngineStuckError, QueueFullError, ShuttingDownError
     ):
@@ -169,7 +168,7 @@ def _exposition(refs: References, state: Mapping[str, Any], own: str | None) -> 
     return refs.frontend.metrics.exposition(own)
 
 
-# Values of `/v1/loads?include=`; "core" is always there, "all" is every one.
+# Values of `/v1/loads?include=`; "core" is always included, "all" means all of them.
 _SECTIONS = ("core", "memory", "spec", "queues", "all")
 
 
@@ -179,7 +178,7 @@ async def loads(
     include: Annotated[str, Query(description=f"of {', '.join(_SECTIONS)}, with commas")] = "all",
     dp_rank: Annotated[int | None, Query(ge=0, description="of this rank only")] = None,
 ) -> Response:
-    """Requests, tokens and pages of every rank, and over all of them."""
+    """Return requests, tokens and pages of every rank, and over all ranks."""
     sections = [name.strip() for name in include.split(",")]
     for name in sections:
         if name not in _SECTIONS:
@@ -211,7 +210,7 @@ async def loads(
 
 @router.get("/get_load", responses=answers())
 async def get_load(request: Request) -> Response:
-    """Requests and tokens of every rank, in the words of SGLang's older clients."""
+    """Return requests and tokens of every rank, with the field names of SGLang's older clients."""
     snapshot = await reads_of(request).read(GetState())
     return snapshot.json(
         "load",
@@ -230,10 +229,10 @@ async def get_load(request: Request) -> Response:
 def _load(
     rank: Mapping[str, Any], counters: Mapping[str, Any], sections: Collection[str]
 ) -> dict[str, Any]:
-    """Return the load of a rank, with these `_SECTIONS`, in SGLang's words.
+    """Return the load of a rank, with these `_SECTIONS` and SGLang's field names.
 
-    Counts are of requests and tokens; `gen_throughput` is output tokens a second of all ranks
-    together, as of the engine's last line of statistics.
+    Counts are in requests and tokens. `gen_throughput` is output tokens per second over all ranks,
+    from the engine's last line of statistics.
     """
     num_running, num_waiting = rank["num_running"], rank["num_waiting"]
     load = {
@@ -262,7 +261,6 @@ def _load(
 
 
 def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sums and means over the ranks of `loads`."""
     count = max(len(loads), 1)
     return {
         "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
@@ -275,7 +273,7 @@ def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one of `/server_info`'s `internal_states`, as benches and routers read it."""
+    """Return an entry of `internal_states` in `/server_info`, as benches and routers read it."""
     return {
         "dp_rank": rank["dp_rank"],
         "last_gen_throughput": counters.get("gen_throughput", 0.0),
@@ -295,8 +293,8 @@ _STATUS_OF_CODE = {
 
 
 def health_answer(check: Callable[[], None], health: EngineHealth, status: str) -> Response:
-    """200 and `status` if `check` passes; else the error that it raises, and if the engine is
-    stuck, since when (ISO 8601 in UTC). Either has the progress of loading or compiling
+    """Return 200 and `status` if `check` passes, else the error that it raises and, if the engine
+    is stuck, since when (ISO 8601 in UTC). Both have the progress of loading or compiling
     (`core.progress`)."""
     report = health.progress
     progress = {} if report is None else {"progress": report}
@@ -315,10 +313,8 @@ def health_answer(check: Callable[[], None], health: EngineHealth, status: str) 
 
 
 class Gate:
-    """The application in front of uvicorn: refuses everything but `/liveness` until `open`.
-
-    So a client reads that the server is starting, rather than waiting.
-    """
+    """The application given to uvicorn: it refuses everything except `/liveness` until `open`, so
+    that a client sees that the server is starting instead of waiting."""
 
     def __init__(self, health: EngineHealth) -> None:
         self._health = health

@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies come from pydantic, answers from the msgspec structs."""
+"""The OpenAPI description: bodies from pydantic models, answers from msgspec structs."""
 
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ _ERRORS: dict[str, dict[str, Any]] = {
         },
     },
     "413": {"description": "the body is too large"},
-    # FastAPI would document a 422 of its own; all other faults of the client are like a 400.
+    # Replaces FastAPI's generated 422; all other client errors are like a 400.
     "4XX": {"description": "any other fault of the request"},
     "500": {"description": "a defect of the server"},
     "503": {
@@ -43,8 +43,8 @@ def answers(
     *,
     streams: bool = False,
 ) -> Responses:
-    """The answers of a route: `kind` as JSON (None: any object), if it streams also as server-sent
-    events, and the errors as `failure`."""
+    """Return the documented answers of a route: `kind` as JSON (None: any object), server-sent
+    events if `streams`, and the errors as `failure`."""
     content = _json(kind)
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

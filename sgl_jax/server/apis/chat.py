@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`. Its body is a `ChatRequest`."""
+"""The route `/v1/chat/completions`. Its body is a `ChatRequest`."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprob(TopLogprob, frozen=True):
-    """A generated token with the most likely ones at its position."""
+    """A generated token with the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -45,9 +45,9 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CalledFunctionAnswer(Struct):
-    """`arguments` is the text of a JSON object, unless the answer was cut off.
+    """A called function. `arguments` is the text of a JSON object, unless the answer was cut off.
 
-    In a stream, the next piece of it; the name comes once, before.
+    In a stream, `name` is sent once, and then `arguments` is the next piece.
     """
 
     arguments: str
@@ -55,7 +55,7 @@ class CalledFunctionAnswer(Struct):
 
 
 class ToolCallAnswer(Struct, frozen=True):
-    """In a stream id and type come once, and `index` counts the calls of the answer."""
+    """In a stream, `id` and `type` are sent once, and `index` counts the answer's calls."""
 
     function: CalledFunctionAnswer
     id: str | UnsetType = UNSET
@@ -64,7 +64,7 @@ class ToolCallAnswer(Struct, frozen=True):
 
 
 class AssistantMessage(Struct):
-    """The whole message, or the gain of a chunk. `content` is null beside tool calls alone."""
+    """The whole message, or the gain of a chunk. `content` is null if there are only tool calls."""
 
     content: str | UnsetType | None = UNSET
     role: str | UnsetType = UNSET
@@ -73,7 +73,7 @@ class AssistantMessage(Struct):
 
 
 class ChatChoice(Struct, frozen=True):
-    """Has `delta` in a stream, else `message`."""
+    """A choice, with `delta` in a stream, else `message`."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -123,7 +123,7 @@ class ChatFormat(OpenAIFormat):
         ]
         is_ending = self._body.logprobs or chunk.finish is not None
         if not deltas and (is_first or is_ending or self._always_counts):
-            # Without calls, clients look for content.
+            # Clients expect content if there are no calls.
             deltas = [AssistantMessage() if answer.num_calls else AssistantMessage("")]
         if is_first:
             deltas[0].role = "assistant"
@@ -154,14 +154,14 @@ class ChatFormat(OpenAIFormat):
     def _ending(
         self, chunk: Chunk, answer: ChatAnswer
     ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
-        """`logprobs`, `finish_reason` and `matched_stop`."""
+        """Return `logprobs`, `finish_reason` and `matched_stop`."""
         has_logprobs, finish = self._body.logprobs, chunk.finish
         logprobs = _logprobs(self._tokenizer, chunk.logprobs) if has_logprobs else None
         return logprobs, answer.finish_reason(finish), None if finish is None else finish.matched
 
 
 def _delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
-    """The gain of a part; a call that begins gains nothing yet."""
+    """Return the gain of a part. The beginning of a call has no arguments yet."""
     match part.kind:
         case "content":
             return AssistantMessage(gain)
@@ -175,7 +175,6 @@ def _delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
 
 
 def message_of(parts: Sequence[AnswerPart]) -> AssistantMessage:
-    """The whole message."""
     content = "".join(part.text for part in parts if part.kind == "content")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     calls = [
@@ -188,7 +187,7 @@ def message_of(parts: Sequence[AnswerPart]) -> AssistantMessage:
 
 
 def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The chat API's form: per token, with the bytes of each."""
+    """Return the log-probabilities in the chat API's form: per token, with the token's bytes."""
 
     def top(token_id: int, logprob: float) -> TopLogprob:
         data = tokenizer.token_bytes(token_id)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: body, answer, route and format."""
+"""The route `/v1/completions`: its body, answer and format."""
 
 import codecs
 from collections.abc import Sequence, Set
@@ -36,7 +36,7 @@ from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer
 
-_DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's legacy API
+_DEFAULT_COMPLETION_TOKENS = 16  # same as OpenAI's legacy API
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 
@@ -94,7 +94,7 @@ class CompletionChoice(Struct, frozen=True):
 
 
 class Completion(AnswerHead, frozen=True):
-    """Whole answers and streamed chunks alike."""
+    """A whole answer or a streamed chunk."""
 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
@@ -140,10 +140,10 @@ class CompletionFormat(OpenAIFormat):
     def __init__(
         self, refs: References, body: CompletionRequest, prompt_texts: Sequence[str]
     ) -> None:
-        """`prompt_texts`: the echo of each choice; empty without `echo`."""
+        """Set up the format. `prompt_texts` is the echo of each choice; empty without `echo`."""
         super().__init__(refs, body)
         self._echoes = dict(enumerate(prompt_texts))
-        self._offsets: dict[int, TextOffsets] = {}  # of each choice
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def _choice(self, index: int, chunk: Chunk, stream: RequestStream) -> CompletionChoice:
         echo, logprobs = self._echoes.pop(index, ""), None
@@ -172,7 +172,7 @@ class CompletionFormat(OpenAIFormat):
         for entry in (*chunk.prompt_logprobs, *chunk.logprobs):
             written.tokens.append(self._text(entry.token_id))
             written.text_offset.append(offsets.advance(entry.token_id))
-            if entry.logprob is None:  # the first token of a prompt: nothing predicts it
+            if entry.logprob is None:  # the first token of a prompt has no prediction
                 written.token_logprobs.append(None)
                 written.top_logprobs.append(None)
                 continue
@@ -182,10 +182,10 @@ class CompletionFormat(OpenAIFormat):
         return written
 
     def _tops(self, entry: TokenLogprobs, logprob: float) -> dict[str, float]:
-        """Return the alternatives by text, the token itself among them.
+        """Return the alternatives by text, including the token itself.
 
         Different tokens may have the same text. The text then names the token itself, or else the
-        likeliest of them; the others are named by their ids.
+        likeliest of them; the remaining tokens are named by their ids.
         """
         values = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
         values.setdefault(entry.token_id, logprob)
@@ -198,7 +198,8 @@ class CompletionFormat(OpenAIFormat):
         return tops
 
     def _text(self, token_id: int) -> str:
-        """Return the text of a token; bytes that are not UTF-8 as `bytes:\\xNN`, as OpenAI does."""
+        """Return the text of a token; bytes other than UTF-8 become `bytes:\\xNN`, as in OpenAI's
+        API."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -207,15 +208,16 @@ class CompletionFormat(OpenAIFormat):
 
 
 class TextOffsets:
-    """Counts the characters of an answer's text that are complete before each of its tokens."""
+    """Counts the complete characters of an answer's text before each of its tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], echo: str, hidden: Set[int]
     ) -> None:
-        """
+        """Start at the end of the prompt's text.
+
         Args:
             prompt: the prompt's tokens; empty if they are not in the answer.
-            echo: the prompt's text, which may lack the space that its first token begins with.
+            echo: the prompt's text, possibly without the leading space of its first token.
             hidden: tokens without text.
         """
         self._token_bytes, self._hidden = tokenizer.token_bytes, hidden

@@ -1,6 +1,6 @@
 """`context_management` of `/v1/messages`: clear old tool results and thinking before the prompt.
 
-Edits are a function of the conversation, which the client sends whole each time, so nothing is
+Edits are a function of the conversation, which the client sends in full each time, so nothing is
 kept between requests.
 """
 
@@ -14,11 +14,11 @@ from sgl_jax.server.chat_request import ChatMessage, ChatRequest, FunctionName
 from sgl_jax.server.fields import Items, StrictModel
 
 _CLEARED = "[Old tool result cleared]"
-_DEFAULT_TRIGGER_TOKENS = 100_000  # this and the next are Anthropic's
+_DEFAULT_TRIGGER_TOKENS = 100_000  # Anthropic's default, like the next
 _DEFAULT_TOOL_USES = 3
 _MAX_EDITS = 16
 _Names = Annotated[Items[FunctionName], Field(max_length=1024)]
-# Messages after an edit, and the number of tool uses or turns that it clears.
+# Messages after an edit, and the number of cleared tool uses or turns.
 _Edited = tuple[list[ChatMessage], int]
 
 
@@ -73,7 +73,7 @@ class ClearToolUses(StrictModel):
 
     @property
     def trigger_tokens(self) -> int:
-        """Prompt tokens above which it is applied; -1: any prompt."""
+        """Return the number of prompt tokens above which the edit applies; -1: any prompt."""
         return self.trigger.value if isinstance(self.trigger, InputTokens) else -1
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
@@ -109,8 +109,8 @@ class ClearToolUses(StrictModel):
 
 
 class ClearThinking(StrictModel):
-    """Drops the thinking of all turns of the assistant except the latest. A message of the user
-    that is not a result of a tool ends a turn."""
+    """Drops the assistant's thinking in all turns except the latest. A turn ends with a message of
+    the user other than a tool result."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | _Turns = Field(
@@ -123,7 +123,7 @@ class ClearThinking(StrictModel):
     trigger_tokens: ClassVar[int] = -1
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
-        """Return the messages without old thinking."""
+        """Return the messages without old thinking, and the number of cleared turns."""
         if not isinstance(self.keep, ThinkingTurns):
             return messages, 0
         numbered = list(zip(_turns(messages), messages, strict=True))
@@ -140,14 +140,14 @@ def _turns(messages: list[ChatMessage]) -> Iterator[int]:
     """Yield the number of the turn of each message."""
     turn, last_role = 0, ""
     for message in messages:
-        # Results and a text of one message are two here, and belong to the turn before.
+        # One message with results and a text is two messages here; both belong to the turn before.
         turn += message.role == "user" and last_role != "tool"
         last_role = message.role if message.role != "system" else last_role
         yield turn
 
 
 class ContextManagement(StrictModel):
-    """Edits of the conversation, applied in their order."""
+    """Edits of the conversation, applied in order."""
 
     edits: (
         Annotated[
@@ -164,10 +164,10 @@ async def edited(
     encode: Callable[[ChatRequest], Awaitable[list[int]]],
     max_tokens: int,
 ) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """Return the chat after the edits that apply, and the report of each of these.
+    """Return the chat after the edits that apply, and a report of each of them.
 
-    `encode` is called only if an edit has something to clear. A prompt that is too long for it
-    counts as `max_tokens`, so the tokens reported as cleared are a lower bound then.
+    `encode` is called only if an edit has something to clear. If it refuses a prompt as too long,
+    the prompt counts as `max_tokens`, and the reported number of cleared tokens is a lower bound.
     """
 
     async def count(chat: ChatRequest) -> int:

@@ -111,7 +111,8 @@ _Tool = Annotated[
 
 
 class MessagesToolChoice(StrictModel):
-    """The model calls a tool: as it likes, any of them, the one named, or none."""
+    """Which tool is called: the model's choice or none (`auto`), any of them, the named tool, or
+    none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = Field(default=None, description="of the tool that is called")
@@ -131,13 +132,13 @@ class MessagesToolChoice(StrictModel):
 
 
 class Thinking(Part):
-    """Reasoning comes first, for chat templates with that setting."""
+    """Reasoning before the answer, for chat templates with that setting."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
 class OutputFormat(StrictModel):
-    """The answer's text is JSON that a schema allows."""
+    """Constrains the answer's text to JSON by a schema."""
 
     type: Literal["json_schema"]
     json_value: dict[str, Any] = Field(alias="schema")
@@ -172,7 +173,7 @@ class CountTokensBody(RequestFields):
     context_management: ContextManagement | None = None
 
     def chat(self) -> ChatRequest:
-        """Return the same as a chat. Raises `InvalidRequestError` if no chat can be like it."""
+        """Return the equivalent chat. Raises `InvalidRequestError` if there is none."""
         messages = [each for message in self.messages for each in _chat_messages(message)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": content_of(self.system)})
@@ -205,7 +206,7 @@ class MessagesBody(CountTokensBody):
 
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """Yield the message as messages of a chat: results of calls come first, each by itself."""
+    """Yield the message as messages of a chat: first each result of a call, then the rest."""
     content = message.content
     texts, thought, calls = list[TextBlock](), "", []
     for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
@@ -226,7 +227,7 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
 
 
 class MessagesUsage(Struct, frozen=True):
-    """Tokens; `input_tokens` without those read from the cache."""
+    """Tokens; `input_tokens` excludes tokens read from the cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -235,7 +236,7 @@ class MessagesUsage(Struct, frozen=True):
 
 
 class MessageObject(Struct):
-    """An answer, as far as it is made; `content` holds texts, thinking and uses of tools.
+    """An answer, as far as it is generated; `content` holds texts, thinking and uses of tools.
 
     `context_management` has the `applied_edits` of a request that sends some.
     """
@@ -283,7 +284,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 
 @router.post("/count_tokens", responses=answers(CountedTokens, MessagesError))
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
-    """Count the tokens that a message's prompt would have."""
+    """Count the tokens of a message's prompt."""
     refs, chat = references_of(request), body.chat()
     check_chat(refs, chat)
     with client_names(_NAMES):
@@ -302,7 +303,7 @@ async def _edited(
     return await edited(chat, management, functools.partial(encode_chat, request), most)
 
 
-# Kind of part -> the type of its events that add text, and the field with the text.
+# Kind of part -> type of the events that add text to it, and the field with the text.
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -318,7 +319,7 @@ class MessagesFormat(PartsFormat):
     def __init__(
         self, refs: References, chat: ChatRequest, applied: list[dict[str, Any]] | None
     ) -> None:
-        """`applied`: edits of the conversation, to be reported at the end."""
+        """Set up the format. `applied`: edits of the conversation, to be reported at the end."""
         super().__init__(refs, chat)
         self._report = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
@@ -366,12 +367,11 @@ class MessagesFormat(PartsFormat):
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
-    """Return the block of a part. If the answer was cut off, the input of a call has the complete
-    part."""
+    """Return the block of a part. The input of a cut-off call is the part that can be parsed."""
     match part.kind:
         case "content":
             return {"type": "text", "text": part.text}
-        case "reasoning":  # nothing is hidden, so there is nothing to sign
+        case "reasoning":  # nothing is hidden, so no signature is needed
             return {"type": "thinking", "thinking": part.text, "signature": ""}
     text = replace_in_json_text(part.text or "{}")
     arguments = readable_part(text, has_cut_string=False)

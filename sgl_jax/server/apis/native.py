@@ -1,4 +1,4 @@
-"""SGLang's own API: `/generate` and `/abort_request`."""
+"""SGLang's native API: `/generate` and `/abort_request`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token i
 
 
 class MetaInfo(Struct, frozen=True):
-    """Facts of an answer beside its text. `e2e_latency` in seconds, at the end."""
+    """Facts of an answer in addition to its text. `e2e_latency` in seconds, at the end."""
 
     id: str
     prompt_tokens: int
@@ -61,7 +61,7 @@ _TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class NativeSampling(SamplingFields):
-    """`sampling_params`: SGLang's names; ranges as in `SamplingParams`."""
+    """`sampling_params`, with SGLang's names and the ranges of `SamplingParams`."""
 
     max_new_tokens: int | None = in_range(
         "max_new_tokens", "0: the prompt is computed, scored on request, and nothing generated"
@@ -99,7 +99,7 @@ class GenerateBody(RequestFields):
 
     @property
     def is_list(self) -> bool:
-        """The answer is a list: to a list of prompts, or of several choices."""
+        """Return whether the answer is a list: to a list of prompts, or of several choices."""
         return self._is_batch or self.num_choices > 1
 
     @property
@@ -134,13 +134,13 @@ class GenerateBody(RequestFields):
         return counts.pop() if counts else 1
 
     def samplings(self, num_prompts: int) -> Iterator[Iterator[SamplingParams]]:
-        """One of each choice, for each prompt."""
+        """Yield for each prompt the parameters of each choice."""
         for given in for_each("sampling_params", self.sampling_params, num_prompts):
             sampling = given or NativeSampling()
             yield map(sampling.to_sampling, range(sampling.num_choices))
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """With the log-probabilities that each prompt requests."""
+        """Return each prompt's options, including the requested log-probabilities."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         prompts_too = not self.return_output_logprob_only
@@ -179,14 +179,14 @@ class Generated(Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-_DEFAULT_MAX_NEW_TOKENS = 128  # as in SGLang
+_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
 _SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
 router = APIRouter(tags=["native"], route_class=JsonRoute)
 
 
 @router.post("/generate", responses=answers(Generated, streams=True))
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Continue one or several prompts; the answer to a list is a list."""
+    """Continue one or several prompts. The answer to a list is a list."""
     prompts = body.prompts
     names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
     requests = await prompt_requests(
@@ -205,9 +205,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/abort_request", responses=answers())
 async def abort_request(body: AbortBody, request: Request) -> Response:
-    """End the caller's request `rid`, or all that are the caller's; an admin's, any or all.
+    """Abort the caller's request `rid`, or all of the caller's; an admin may abort any or all.
 
-    They end with the text generated so far.
+    Aborted requests end with the text generated so far.
     """
     if bool(body.rid) == body.abort_all:
         raise InvalidRequestError("send either rid or abort_all", "rid")
@@ -218,7 +218,7 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
 
 class NativeFormat(AnswerFormat):
     """Answers of `/generate`. In a stream every event repeats all so far (SGLang's convention),
-    unless the request or the server requests increments."""
+    unless the request or the server selects increments."""
 
     def __init__(self, refs: References, body: GenerateBody) -> None:
         self._body = body
@@ -243,7 +243,7 @@ class NativeFormat(AnswerFormat):
         return written
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
-        """Each answer is the one event of a stream."""
+        """Return answers, each of which is the only event of a stream."""
         events = map(self.event, range(len(chunks)), chunks, streams)
         answers = [msgspec.Raw(event.removeprefix(b"data: ").rstrip()) for event in events]
         return answers if self._body.is_list else answers[0]
@@ -253,26 +253,24 @@ _encode = msgspec.json.encode
 
 
 class NativeAnswer:
-    """One answer as JSON, a `Generated`: only the gain of each chunk is encoded."""
+    """One answer as JSON, a `Generated`. Only the gain of each chunk is encoded."""
 
     def __init__(
         self, stream: RequestStream, logprob_tokenizer: Tokenizer | None, tail: dict[str, Any]
     ) -> None:
-        """
-        Args:
-            logprob_tokenizer: writes the texts of tokens beside their log-probabilities, if any.
-            tail: the last fields, which do not change.
+        """Set up an empty answer with the last fields `tail`.
+
+        With `logprob_tokenizer`, log-probabilities have the texts of their tokens.
         """
         self._stream = stream
         self._tokenizer = logprob_tokenizer
         self._tail = b"," + _encode(tail)[1:] if tail else b"}"
-        self._text = bytearray()  # inside the quotes
-        self._ids = bytearray()  # inside the brackets, as are the lists of log-probabilities
+        self._text = bytearray()  # without quotes
+        self._ids = bytearray()  # without brackets; so are the lists of log-probabilities
         names = native_logprobs(stream.request, None, (), ())
         self._logprobs = {name: bytearray() for name in names}
 
     def write(self, chunk: Chunk) -> bytes:
-        """The answer up to `chunk`."""
         self._text += _encode(chunk.text)[1:-1]
         _append(self._ids, chunk.token_ids)
         facts = _encode(describe(self._stream, chunk))[:-1]
@@ -304,7 +302,7 @@ def _append(written: bytearray, items: Sequence[Any]) -> None:
 
 
 def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
-    """The facts of `stream` after `chunk`; `logprobs` are further fields."""
+    """Return the facts of `stream` after `chunk`; `logprobs` are further fields."""
     finish, num_tokens = chunk.finish, chunk.num_output_tokens
     reason: dict[str, int | str | None] | None = None
     if finish is not None:
@@ -329,9 +327,10 @@ def native_logprobs(
     outputs: Sequence[TokenLogprobs],
     prompts: Sequence[TokenLogprobs],
 ) -> dict[str, list[Any]]:
-    """The fields of `MetaInfo` that `request` requests, about tokens of output and prompt.
+    """Return the log-probability fields of `MetaInfo` requested by `request`, for output and
+    prompt.
 
-    In SGLang's form: `[logprob, token id, text]`; the text only if `tokenizer` is given.
+    Entries have SGLang's form `[logprob, token id, text]`; the text needs a `tokenizer`.
     """
     if not request.return_logprob:
         return {}

@@ -1,4 +1,4 @@
-"""The parts that chats and completions share, the list of models, and routes of other models."""
+"""Code shared by chats and completions, the list of models, and routes of other kinds of models."""
 
 import time
 import uuid
@@ -37,7 +37,7 @@ class ModelCard(Struct, frozen=True):
 
 
 class ModelList(Struct, frozen=True):
-    """All models in one page, as both APIs have it."""
+    """All models in one page, in the form of both APIs."""
 
     data: list[ModelCard]
     first_id: str
@@ -47,7 +47,7 @@ class ModelList(Struct, frozen=True):
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    """`cached_tokens`: prompt tokens whose KV came from the prefix cache."""
+    """`cached_tokens`: prompt tokens with KV from the prefix cache."""
 
     cached_tokens: int
 
@@ -74,14 +74,14 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 @router.get("/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """The one model that is served."""
+    """Return the served model, as a list."""
     card = _card(references_of(request))
     return json_response(ModelList([card], card.id, card.id))
 
 
 @router.get("/models/{model:path}", responses=answers(ModelCard))
 async def get_model(model: str, request: Request) -> Response:
-    """The model of this name, if it is the one."""
+    """Return the served model if it has this name."""
     refs = references_of(request)
     refs.check_model(model)
     return json_response(_card(refs))
@@ -99,7 +99,7 @@ def _card(refs: References) -> ModelCard:
 
 
 def field_names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
-    """Our names of fields -> this client's."""
+    """Return a map from engine fields to the client's names."""
     formats = {} if body.response_format is None else body.response_format.grammar()
     return {
         **dict.fromkeys(formats, "response_format"),
@@ -112,11 +112,11 @@ def field_names(body: GenerationFields, limit: str, prompt: str) -> dict[str, st
 
 
 class OpenAIFormat(AnswerFormat):
-    """The parts that both kinds of answers share: name, time, model and counts of tokens."""
+    """Base of both kinds of answers: id, time, model and token counts."""
 
-    _kind: str  # prefix of new names
+    _kind: str  # prefix of generated ids
     _type: Callable[..., Struct]
-    _chunk_object: str  # the name of a chunk's type
+    _chunk_object: str  # `object` of a chunk
 
     def __init__(self, refs: References, body: GenerationFields) -> None:
         rid = body.rid[0] if isinstance(body.rid, list) else body.rid
@@ -163,7 +163,7 @@ class OpenAIFormat(AnswerFormat):
 
 
 def usage_of(streams: Sequence[RequestStream], num_choices: int = 1) -> Usage:
-    """Return the sum over all; prompts count once, however many choices each of them has."""
+    """Return the sum over all streams. A prompt counts once, also with several choices."""
     prompts = streams[::num_choices]
     return _usage(
         sum(stream.num_prompt_tokens for stream in prompts),
@@ -183,7 +183,7 @@ def token_text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-# Routes of other kinds of models. A 404 could mean a typing error, so these give the reason.
+# Routes of other kinds of models. Unlike a 404, which could mean a typo, these give the reason.
 _RANKS = "ranks no documents; /v1/score compares tokens after each of them"
 _TASKS = {
     "makes no embeddings": "/v1/embeddings /embeddings /encode /pooling",
@@ -200,7 +200,7 @@ other_models = APIRouter(tags=["other models"])
 
 def _refusal(task: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        """Refuse a request that the served model does not serve."""
+        """Refuse a request for a task that the served model does not support."""
         name = references_of(request).model_name
         message = f"the model {name!r} generates text: it {task}"
         raise ApiError(400, message, param="model", code="unsupported_task")

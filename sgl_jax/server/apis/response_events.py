@@ -15,10 +15,10 @@ from sgl_jax.server.references import References
 
 
 class ResponseObject(Struct):
-    """A response, as far as it is made. `created_at` in seconds since 1970.
+    """A response, as far as it is generated. `created_at` in seconds since 1970.
 
-    `output` holds messages, reasoning and calls of functions. In `usage`, reasoning tokens are as
-    the tokenizer counts its text.
+    `output` holds messages, reasoning and calls of functions. In `usage`, reasoning tokens are the
+    tokenizer's count for the reasoning text.
     """
 
     id: str
@@ -46,8 +46,8 @@ class ResponseObject(Struct):
     background: bool = False
 
 
-# Kind of part -> the beginning of its item's id, the name of the events about its text, and their
-# fields that are always the same.
+# Kind of part -> prefix of its item's id, name of the events about its text, and their constant
+# fields.
 _EVENTS: dict[PartKind, tuple[str, str, dict[str, Any]]] = {
     "content": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
     "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
@@ -70,9 +70,9 @@ class ResponsesFormat(PartsFormat):
         client_name: Callable[[str], ClientName],
         keep: Callable[[ResponseObject, AssistantMessage], None],
     ) -> None:
-        """`response` is filled; `keep` gets it at the end, with its message, to be stored.
+        """Fill `response`, and call `keep` at the end with it and its message to store them.
 
-        `client_name` returns namespace and name of the function that the model calls so.
+        `client_name` maps the model's name of a function to its namespace and name.
         """
         super().__init__(refs, chat)
         self._object, self._client_name, self._keep = response, client_name, keep
@@ -151,8 +151,8 @@ class ResponsesFormat(PartsFormat):
     def _item(
         self, part: AnswerPart, item_id: str, status: str, contents: list[Any]
     ) -> dict[str, Any]:
-        """Return the item of a part. The arguments of a call are the text of a JSON object, unless
-        the answer was cut off."""
+        """Return the item of a part. A call's arguments are the text of a JSON object, unless cut
+        off."""
         head = {"id": item_id, "status": status}
         match part.kind:
             case "content":

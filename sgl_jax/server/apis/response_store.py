@@ -11,24 +11,23 @@ from sgl_jax.server.errors import ApiError
 class StoredResponse(NamedTuple):
     """A response and its conversation, as JSON."""
 
-    owner: str  # name of the caller that may read it
+    owner: str  # caller with read access
     response: bytes
     input_items: bytes  # a list
-    messages: bytes  # of the conversation with the answer, without instructions: a list
-    tenant: str = ""  # in whose share it counts; "": the owner's
+    messages: bytes  # a list: the conversation with the answer, without instructions
+    tenant: str = ""  # charged for it; "": the owner
 
     @property
     def num_bytes(self) -> int:
         return len(self.response) + len(self.input_items) + len(self.messages)
 
     def items_by_id(self) -> dict[str, Any]:
-        """The items of the input and the output."""
         output = msgspec.json.decode(self.response)["output"]
         return {item["id"]: item for item in (*msgspec.json.decode(self.input_items), *output)}
 
 
 class _Held:
-    """The responses of one tenant, the oldest first."""
+    """The responses of one tenant, oldest first."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -36,19 +35,18 @@ class _Held:
 
 
 class ResponseStore:
-    """The latest responses. When there are too many, or they take too much, the oldest one goes of
-    the tenant that has most of them, or whose take most. So no tenant displaces another's response
-    while it has more."""
+    """The latest responses. Above a limit, the tenant with the most responses (or bytes) loses its
+    oldest response, so no tenant displaces a response of a tenant that has fewer."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._held: dict[str, _Held] = {}  # by tenant, none without a response
-        self._tenants: dict[str, str] = {}  # of each response
+        self._held: dict[str, _Held] = {}  # by tenant; never empty
+        self._tenants: dict[str, str] = {}  # by response id
         self._num_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response; one that is larger than the store is not kept."""
+        """Keep a response, unless it is larger than the store."""
         tenant = self._tenants[response_id] = stored.tenant or stored.owner
         held = self._held.setdefault(tenant, _Held())
         held.responses[response_id] = stored
@@ -60,7 +58,7 @@ class ResponseStore:
             self._drop_oldest_of(max(self._held.values(), key=lambda each: each.num_bytes))
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
-        """The caller's response of this id. Raises `ApiError` 404, which names `param`."""
+        """Return the caller's response of this id. Raises `ApiError` 404, with field `param`."""
         tenant = self._tenants.get(response_id)
         stored = None if tenant is None else self._held[tenant].responses[response_id]
         if stored is None or stored.owner != owner:

@@ -1,6 +1,6 @@
 """OpenAI's Responses API: body, chat, routes. `response_events.py` writes the answer.
 
-Responses are kept (`response_store.py`), so that a conversation goes on by an id.
+Responses are kept (`response_store.py`), so that a conversation can continue from an id.
 """
 
 import time
@@ -44,7 +44,7 @@ from sgl_jax.server.offered_tools import (
 from sgl_jax.server.references import references_of
 
 _Id = Annotated[str, Field(max_length=256)]
-# A message of a chat, as `ChatMessage` takes it.
+# The fields of a `ChatMessage`.
 Message = dict[str, Any]
 
 
@@ -128,7 +128,7 @@ class ChosenTool(StrictModel):
 
 
 class ChosenTools(StrictModel):
-    """The tools that the model may call, or one of which it must."""
+    """The subset of tools that the model may call, or of which it must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -203,9 +203,9 @@ class ResponsesBody(RequestFields):
         return OfferedFunctions(self.tools or [])
 
     def chat(self, conversation: list[Message], functions: OfferedFunctions) -> ChatRequest:
-        """Return the same as a chat of these messages, the last of which are this body's.
+        """Return the equivalent chat for `conversation`, which ends with this body's messages.
 
-        Raises `InvalidRequestError` if no chat can be like it.
+        Raises `InvalidRequestError` if there is no equivalent chat.
         """
         said = self.instructions
         first = [] if said is None else [{"role": "system", "content": said}]
@@ -225,8 +225,7 @@ class ResponsesBody(RequestFields):
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Return the items as messages of a chat: calls and reasoning are part of the assistant's
-    message."""
+    """Convert items to messages of a chat. Assistant messages include calls and reasoning."""
     messages: list[Message] = []
     thought = ""
     for item in items:
@@ -276,7 +275,7 @@ _NAMES = {
 
 @router.post("", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesBody, request: Request) -> Response:
-    """Answer an input, after the conversation of an earlier response if one is named."""
+    """Answer an input, continuing the conversation of `previous_response_id` if it is given."""
     given = _items_of(body, request)
     conversation = messages_of(given)
     if body.previous_response_id is not None:
@@ -303,14 +302,14 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
 
 
 def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
-    """Return the items of the input, with stored ones in place of the references to them.
+    """Return the items of the input, with references replaced by stored items.
 
     Raises:
-        ApiError: 404 for an item that is not stored, or that an earlier reference names.
+        ApiError: 404 for an item that is not stored or is referenced twice.
         InvalidRequestError: an item that cannot be part of an input.
     """
     items = body.items
-    unused = dict[str, dict[str, Any]]()  # id of a response -> its items by their ids
+    unused = dict[str, dict[str, Any]]()  # response id -> item id -> item
     for number, item in enumerate(items):
         if not isinstance(item, ItemReference):
             continue
@@ -328,7 +327,7 @@ def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
 
 
 def _begun(body: ResponsesBody, model: str) -> ResponseObject:
-    """Return the fields that the body gives, and the defaults of the others."""
+    """Return a response with the body's fields, and defaults for the rest."""
     shown = set(ResponseObject.__struct_fields__) - {"tools"}
     given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
     given["tools"] = [
@@ -360,27 +359,27 @@ class ItemList(Struct, frozen=True):
 
 @router.get("/{response_id}", responses=answers(ResponseObject))
 async def get_response(response_id: str, request: Request) -> Response:
-    """A response that was stored."""
+    """Return a stored response."""
     return Response(_stored(response_id, request).response, media_type="application/json")
 
 
 @router.delete("/{response_id}", responses=answers(Deleted))
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     request.app.state.responses.delete(response_id, caller_of(request).name)
     return json_response(Deleted(response_id))
 
 
 @router.get("/{response_id}/input_items", responses=answers(ItemList))
 async def list_input_items(response_id: str, request: Request) -> Response:
-    """The items of the request's body, in their order."""
+    """Return the items of the request's input, in order."""
     items = msgspec.json.decode(_stored(response_id, request).input_items)
     return json_response(ItemList(items, items[0]["id"], items[-1]["id"]))
 
 
 @router.post("/{response_id}/cancel", responses=answers(ResponseObject))
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """Refused: a stored response has ended, because none runs in the background."""
+    """Refuse to cancel a response: it has ended, because none runs in the background."""
     _stored(response_id, request)
     raise ApiError(400, "only background responses can be cancelled, and there are none here")
 

@@ -27,7 +27,7 @@ _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 class TokenizeBody(StrictModel):
-    """Body of `/tokenize`: a text, several, or a conversation."""
+    """Body of `/tokenize`: a text, several texts, or a conversation."""
 
     unserved = unserved_fields.REQUEST
 
@@ -71,7 +71,7 @@ class TokenizeBody(StrictModel):
 
 
 class DetokenizeBody(StrictModel):
-    """Body of `/detokenize`: the tokens of a text, or of several."""
+    """Body of `/detokenize`: the tokens of a text, or of several texts."""
 
     model: str = "default"
     tokens: TokenIds | ForEach[TokenIds]
@@ -79,7 +79,7 @@ class DetokenizeBody(StrictModel):
 
 
 class Tokenized(Struct, frozen=True):
-    """Token ids and their number; of several prompts a list of each. `max_model_len` in tokens."""
+    """Token ids and their number; for several prompts a list of each. `max_model_len` in tokens."""
 
     tokens: list[Any]
     count: int | list[int]
@@ -88,7 +88,7 @@ class Tokenized(Struct, frozen=True):
 
 
 class Detokenized(Struct, frozen=True):
-    """The text, under SGLang's name and under vLLM's; of several a list."""
+    """The text (for several, a list), under SGLang's name and under vLLM's."""
 
     text: str | list[str]
     prompt: str | list[str]
@@ -97,7 +97,7 @@ class Detokenized(Struct, frozen=True):
 @router.post("/tokenize", responses=answers(Tokenized))
 @router.post("/v1/tokenize", responses=answers(Tokenized))
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Token ids of a prompt, of several, or of a conversation as the chat template writes it."""
+    """Return token ids of a prompt, of several, or of a conversation in the chat template."""
     refs = references_of(request)
     refs.check_model(body.model)
     if body.messages is not None:
@@ -127,7 +127,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 @router.post("/detokenize", responses=answers(Detokenized))
 @router.post("/v1/detokenize", responses=answers(Detokenized))
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-    """The text of token ids, or of several lists of them."""
+    """Return the text of token ids, or of each of several lists."""
     refs = references_of(request)
     refs.check_model(body.model)
     tokens: Any = body.tokens
@@ -141,7 +141,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         )
     skips = body.skip_special_tokens is not False
     decode = refs.frontend.tokenizer.decode
-    # In a thread: the tokens of a whole book take seconds.
+    # In a thread, because the tokens of a whole book take seconds.
     texts = [await asyncio.to_thread(decode, ids, skip_special_tokens=skips) for ids in each]
     text = texts if is_list else texts[0]
     return json_response(Detokenized(text, text))
@@ -149,14 +149,14 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 
 @router.get("/tokenizer_info", responses=answers())
 async def tokenizer_info(request: Request) -> Response:
-    """Class, special tokens and chat template of the tokenizer."""
+    """Return class, special tokens and chat template of the tokenizer."""
     refs = references_of(request)
     most = refs.frontend.facts.max_context_len
     return json_response({**refs.frontend.tokenizer.facts, "model_max_length": most})
 
 
 async def _strings(refs: References, ids: Sequence[int]) -> list[str]:
-    """The text of each token by itself; bytes that are no UTF-8 are replaced."""
+    """Return the text of each token by itself. Bytes other than UTF-8 are replaced."""
     token_bytes, share = refs.frontend.tokenizer.token_bytes, LoopShare()
     strings = []
     for token in ids:
@@ -166,7 +166,7 @@ async def _strings(refs: References, ids: Sequence[int]) -> list[str]:
 
 
 class ScoreBody(RequestFields):
-    """A query, and items that it is joined with, all texts or all token ids."""
+    """A query, and items to join with it: either all texts or all token ids."""
 
     query: str | TokenIds
     items: str | ForEach[str] | ForEach[TokenIds]
@@ -195,7 +195,6 @@ class ScoreBody(RequestFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Query and item joined, for each item."""
         items = [self.items] if isinstance(self.items, str) else self.items
         return [
             item + self.query if self.item_first else self.query + item  # type: ignore[operator]
@@ -204,7 +203,7 @@ class ScoreBody(RequestFields):
 
 
 class Scores(Struct, frozen=True):
-    """`scores[i][j]`: the probability of label token j right after item i, as in the request."""
+    """`scores[i][j]`: the probability of label token j right after item i, in the given order."""
 
     scores: list[list[float]]
     model: str
@@ -218,7 +217,7 @@ _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 @router.post("/v1/score", responses=answers(Scores))
 @router.post("/score", responses=answers(Scores))
 async def score(body: ScoreBody, request: Request) -> Response:
-    """Probabilities of `label_token_ids` right after each item."""
+    """Return the probabilities of `label_token_ids` right after each item."""
     prompts = body.prompts
     names = dict.fromkeys(("text", "input_ids"), "items") | {"token_ids_logprob": "label_token_ids"}
     requests = await prompt_requests(

@@ -1,9 +1,9 @@
-"""Bodies, bounded in bytes, and read strictly as JSON once it is clear that this is cheap.
+"""Limits bodies in bytes and complexity, and decodes them strictly as JSON.
 
-A decoder holds the interpreter until it is done. Its cost is not bytes but values: 27 MiB of empty
-lists take it seconds, as many of text milliseconds. So long bodies are counted first, in slices, by
-numpy, beside which other threads run. They are decoded and validated beside the event loop, which
-waits for one of these at most, and of a validation for one of its parts.
+A decoder holds the interpreter lock until it is done. Its cost depends on values, not bytes: 27 MiB
+of empty lists take seconds, the same amount of text milliseconds. So numpy first counts the values
+of long bodies, in slices and without the lock. Long bodies are decoded and validated in a thread:
+the event loop waits for at most one decoding, or for one part of a validation.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from sgl_jax.server.unserved_fields import STRICT
 
 T = TypeVar("T")
 _LONG_BYTES = 2**20
-_DELAY_S = 1.0  # once for all requests that end within it
+_DELAY_S = 1.0  # combines requests that end within this time
 
 
 class BodyLimitMiddleware:
     """Refuses bodies above the limit of their route, by their announced length or while they
-    arrive, and bodies that would exceed the bytes held at a time."""
+    arrive, and bodies that would exceed the total of held bytes."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
@@ -51,8 +51,8 @@ class BodyLimitMiddleware:
         most = self._limits.body_bytes_of(scope["path"])
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > most:
-            # The rest is read and dropped, so that the client gets to read the answer; unless it
-            # would take too long.
+            # Read and drop the rest, so that the client reads the answer, unless that would take
+            # too long.
             is_endless = int(announced) > self._limits.max_held_body_bytes
             refusal = _too_large(most, closes=is_endless)
             await error_response(refusal, scope["path"])(scope, receive, send)
@@ -82,15 +82,15 @@ class BodyLimitMiddleware:
                 asyncio.get_running_loop().call_later(_DELAY_S, self._return_memory)
 
     def _return_memory(self) -> None:
-        """Give the memory of long requests back to the system.
+        """Return the memory of long requests to the system.
 
-        Garbage of a request may hang together in circles, of exceptions and the frames they went
-        through, which Python frees at some later time; and the C library keeps freed memory.
+        A request may leave reference cycles of exceptions and their frames, which Python frees only
+        later, and the C library keeps freed memory.
         """
         self._returns_memory = False
-        # It takes milliseconds: the objects of the server were frozen when it started.
+        # Takes milliseconds, because the server's objects were frozen at the start.
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             asyncio.get_running_loop().run_in_executor(None, trim, 0)
 
@@ -104,16 +104,16 @@ def _too_large(most: int, *, closes: bool) -> ApiError:
     )
 
 
-# One thread, since each of several would take its turn of the interpreter before the event loop.
+# One thread: each further thread would delay the event loop by a turn of the interpreter lock.
 _READER = ThreadPoolExecutor(1, thread_name_prefix="json")
-_INLINE_BYTES = 65_536  # has so few values that counting them would cost more than it saves
+_INLINE_BYTES = 65_536  # has too few values for counting to pay
 
 
 class JsonRoute(APIRoute):
-    """Calls an endpoint that takes a body with `body` and `request`, and nothing else.
+    """Calls an endpoint that takes only `body` and `request`.
 
-    FastAPI's own way to an endpoint handles forms, files and dependencies, and takes a sixth of a
-    short request's time. It still serves the routes without a body, and the description.
+    FastAPI's general path handles forms, files and dependencies, and takes a sixth of a short
+    request's time. It still serves routes without a body, and the OpenAPI description.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -136,7 +136,7 @@ class JsonRoute(APIRoute):
 
 
 async def _whole_body(request: Request) -> bytearray:
-    """Return the whole body. It grows in place: to join 30 MiB of pieces takes the loop a while."""
+    """Return the whole body, grown in place: joining 30 MiB of pieces would block the loop."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -147,11 +147,11 @@ async def _whole_body(request: Request) -> bytearray:
 
 
 async def _read_as(kind: TypeAdapter[T], body: bytearray, request: Request) -> T:
-    """Return the `kind` that `body` holds in JSON, by the letter of RFC 8259.
+    """Return the JSON value of `body` as a `kind`, strictly by RFC 8259.
 
     Raises:
-        ApiError: 400, it is no JSON, or has more values, keys or depth than the limits allow, or is
-            no `kind`.
+        ApiError: 400, the body is not JSON, exceeds a limit of values, keys or depth, or is not a
+            `kind`.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     main, _, sub = content_type.partition("/")
@@ -172,7 +172,7 @@ def _read(kind: TypeAdapter[T], body: bytearray, state: State) -> T:
         value = _decoded(body, state)
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8: {error.reason}") from error
-    except RecursionError as error:  # it is no JSON, else `check_shape` would have counted
+    except RecursionError as error:  # not JSON, or `check_shape` would have failed
         raise _invalid("the body is nested too deeply") from error
     except msgspec.MsgspecError as error:
         raise _invalid(f"the body is not valid JSON: {error}") from error
@@ -180,10 +180,10 @@ def _read(kind: TypeAdapter[T], body: bytearray, state: State) -> T:
 
 
 def _decoded(body: bytearray, state: State) -> Any:
-    """Decode the JSON of `body`, with halves of surrogate pairs replaced.
+    """Decode the JSON of `body`, with unpaired surrogates replaced.
 
-    No decoder takes these, but tools cut their output within a character, and the conversation must
-    go on.
+    Decoders refuse them, but tools cut their output within a character, and the conversation must
+    continue.
     """
     try:
         return msgspec.json.decode(body)
@@ -197,7 +197,7 @@ def _decoded(body: bytearray, state: State) -> Any:
 
 
 def _validated(value: Any, kind: TypeAdapter[T], context: str | None = None) -> T:
-    """`value`, sent as a body, as a `kind`. Raises `ApiError` 400 that names the field at fault.
+    """Validate `value` as a `kind`. Raises `ApiError` 400 with the invalid field.
 
     `context` is None or `STRICT`.
     """
@@ -211,7 +211,7 @@ def _validated(value: Any, kind: TypeAdapter[T], context: str | None = None) -> 
 
 _SLICE_BYTES = 2**20
 _QUOTE, _COMMA = ord('"'), ord(",")
-# Marks of keys, lists and objects, which cost most of decoding.
+# Marks of keys, lists and objects, which dominate the cost of decoding.
 _COSTLY = tuple(ord(char) for char in ":[{")
 _DEPTH_OF_BYTE = np.zeros(256, np.int8)
 _DEPTH_OF_BYTE[[ord("["), ord("{")]] = 1
@@ -221,14 +221,14 @@ _DEPTH_OF_BYTE[[ord("]"), ord("}")]] = -1
 def check_shape(body: bytes | bytearray, limits: Limits) -> None:
     """Raise `ApiError` 400 if `body` has more values, keys or depth than `limits` allow.
 
-    Exact for JSON; other bytes pass or fail without meaning.
+    The counts are exact for JSON. Other input passes or fails arbitrarily.
     """
     depth = num_values = num_keys = 0
     in_string = False
     for piece in _without_escapes(body):
         codes = np.frombuffer(piece, np.uint8)
         is_quote = codes == _QUOTE
-        # True behind an odd number of quotes.
+        # True after an odd number of quotes.
         is_inside = np.bitwise_xor.accumulate(is_quote.view(np.uint8)) != int(in_string)
         codes = codes[~is_inside]
         in_string ^= bool(np.count_nonzero(is_quote) & 1)
@@ -244,7 +244,7 @@ def check_shape(body: bytes | bytearray, limits: Limits) -> None:
 
 
 def _without_escapes(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    r"""Slices of `body` without `\\` and `\"`, so that every quote begins or ends a string."""
+    r"""Yield slices of `body` without `\\` and `\"`, so that each quote begins or ends a string."""
     begun = b""  # a backslash that escapes the next slice's first byte
     for start in range(0, len(body), _SLICE_BYTES):
         piece = begun + body[start : start + _SLICE_BYTES]

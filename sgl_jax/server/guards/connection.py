@@ -1,9 +1,9 @@
 """Bounds the memory and time that one connection can take.
 
-uvicorn's parser takes heads of any size, queues every pipelined request, and waits for the rest of
-a request for ever. This subclass of its protocol counts, and closes. With too many connections the
-one is closed first that has waited longest for a request to be complete up to its body: so
-connections that never send a whole head cannot keep clients out.
+uvicorn's parser accepts heads of any size, queues every pipelined request, and waits without limit
+for the rest of a request. This subclass of its protocol enforces limits by closing connections.
+With too many connections, it closes the one that has waited longest for a complete request head, so
+that connections that never send a whole head cannot keep clients out.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from sgl_jax.server.errors import ApiError, envelope
 from sgl_jax.server.guards.limits import Limits
 
-# Bytes of a chunked body for each of its framing, at least, beyond the limit of heads: chunks of
-# 40 bytes. Each is a call of this class, so smaller ones cost more than their bytes.
+# Minimum ratio of body to framing bytes in a chunked body, beyond the limit of heads: chunks of 40
+# bytes. Each chunk is a call of this class, so small chunks cost more than their bytes.
 _LEAST_BYTES_PER_FRAMING = 8
 
 
@@ -34,19 +34,19 @@ class _RefusedError(Exception):
 
 class GuardedHttpProtocol(HttpToolsProtocol):
     limits: ClassVar[Limits]
-    # Connections without a request, the oldest first; of one server.
+    # Connections of one server without a request, oldest first.
     waiting: ClassVar[dict["GuardedHttpProtocol", None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A request that meets the server's close is lost: clients should close first.
+        # A request sent while the server closes is lost, so clients should close first.
         self.timeout_keep_alive = self.limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._in_body = False
-        # Bytes of the arriving request: of its body, and all others.
+        # Bytes of the arriving request: of its body, and the rest.
         self._body_bytes = 0
         self._framing_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        # The request whose answer is due, and later ones. uvicorn keeps the last one only.
+        # The request with the next answer, and later requests. uvicorn keeps only the last.
         self._unanswered: deque[RequestResponseCycle] = deque()
 
     # Connection
@@ -63,7 +63,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._unset_keepalive_if_required()  # uvicorn keeps it after a reset
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer after a reset
         self.waiting.pop(self, None)
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -118,7 +118,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
-        """The parser gave up, by itself or because of a refusal."""
+        """Handle the end of parsing after invalid input or a refusal."""
         if not self.transport.is_closing():
             self._refuse(400, "this is not HTTP/1.1")
 
@@ -142,21 +142,21 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """An answer is due to a request that has arrived, or has begun."""
+        """Return whether an answer is due to a request that has arrived, or has begun."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return False
         return not self._in_body or cycle.response_started or bool(self.pipeline)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close the connection, with an answer unless another one is due on it first."""
+        """Close the connection, with an answer unless another answer is due on it first."""
         is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
         if not self._is_answering and not is_answered:
             body = envelope(ApiError(status, message))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
             retry = b"\r\nretry-after: 1" if status == 503 else b""
             is_head = self._in_body and self.parser.get_method() == b"HEAD"
-            content = b"" if is_head else body  # such an answer has none
+            content = b"" if is_head else body  # an answer to HEAD has none
             parts = (STATUS_LINE[status], head % len(body), retry, b"\r\n\r\n", content)
             self.transport.write(b"".join(parts))
         self._close()
@@ -168,17 +168,17 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
 
 def guarded_protocol(limits: Limits) -> type[GuardedHttpProtocol]:
-    """The protocol of a server with these limits, for uvicorn's `http` setting."""
+    """Return the protocol of a server with these limits, for uvicorn's `http` setting."""
     return type("ServerProtocol", (GuardedHttpProtocol,), {"limits": limits, "waiting": {}})
 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-CLIENT_GONE = 499  # nginx's number for a client that closed the connection; only logged
+CLIENT_GONE = 499  # nginx's status for a client that closed the connection; only logged
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Await `work`; None if it was cancelled, as it is when the client goes away first."""
+    """Await `work`. Return None if it was cancelled, for example because the client went away."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -191,7 +191,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """`while_connected` for work that never gives None. Raises `ApiError` 499."""
+    """Await `work`, which never returns None. Raises `ApiError` 499 if the client goes away."""
     done = await while_connected(receive, work)
     if done is None:
         raise ApiError(CLIENT_GONE, "the client went away")
@@ -204,17 +204,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class PatientSend:
-    """ASGI's `send` for a client that may stop reading: the task that enters is cancelled when one
-    message has waited `patience_s` for room.
+    """ASGI's `send` for a client that may stop reading.
 
-    One timer serves all messages: one for each would cost as much as a streamed token.
+    The task that enters is cancelled when a message has waited `patience_s` for room. One timer
+    serves all messages: a timer for each would cost as much as a streamed token.
     """
 
     def __init__(self, send: Send, patience_s: float) -> None:
         self._send = send
         self._patience_s = patience_s
         self._loop = asyncio.get_running_loop()
-        self._deadline: float | None = None  # of the message being sent
+        self._deadline: float | None = None  # for the message being sent
 
     async def __call__(self, message: Message) -> None:
         self._deadline = self._loop.time() + self._patience_s
@@ -230,7 +230,7 @@ class PatientSend:
         self._timer.cancel()
 
     def _look(self) -> None:
-        """Runs at the deadline of each message that began to wait since the last look, or later."""
+        """Check the deadline; runs at or after the deadline of each message that waits."""
         now = self._loop.time()
         if self._deadline is None or self._deadline > now:
             next_look = self._deadline or now + self._patience_s
@@ -245,14 +245,14 @@ _MOST_AT_ONCE_S = 0.005
 
 
 class LoopShare:
-    """Yields the event loop now and then: one per piece of long work, which calls `pause`
+    """Yields the event loop periodically: one object per long piece of work, which calls `pause`
     between its parts."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
     async def pause(self) -> None:
-        """Yield the event loop, if this work has had it for some milliseconds."""
+        """Yield the event loop if this work has held it for some milliseconds."""
         if time.perf_counter() - self._since > _MOST_AT_ONCE_S:
             await asyncio.sleep(0)
             self._since = time.perf_counter()

@@ -1,4 +1,4 @@
-"""API keys: which key permits which routes, and the caller, tenant and sessions behind a key.
+"""API keys: the routes that a key permits, and the caller, tenant and sessions of a key.
 
 Keys are kept as digests. Code sees a caller by its key's name, or number, never by the key.
 """
@@ -22,9 +22,9 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
 from sgl_jax.server.references import references_of
 
-# Routes that show the requests, sessions and prefixes of all clients at once.
+# Routes that show the requests, sessions and prefixes of all clients.
 _VIEW_PATHS = frozenset({"/memory/hello", "/memory/events", "/memory/find", "/memory/page"})
-# These, and the routes of operators.
+# Routes of operators, and the routes above.
 ADMIN_PATHS = frozenset(
     {
         "/get_server_info",
@@ -33,15 +33,15 @@ ADMIN_PATHS = frozenset(
         *(call.route for call in CALLS if call.is_admin and call.route),
     }
 )
-MAX_NAME_CHARS = 64  # as part of the engine's ids of its sessions, each may take 12 characters
+MAX_NAME_CHARS = 64  # in the engine's session ids, each may become 12 characters
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. Without keys every caller is `anonymous`, and an admin.
+    """The sender of a request. Without keys, every caller is `anonymous` and an admin.
 
-    `tenant` belongs to a key of a file; None for a key that a flag gives to all clients. It is
-    unnamed if its name is the number of its line.
+    `tenant` belongs to a key of a file; it is None for a key that a flag gives to all clients. A
+    key is unnamed if its name is its line number.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Caller:
 
 
 ANONYMOUS = Caller("anonymous", is_admin=True)
-_STRANGER = Caller(ANONYMOUS.name, is_admin=False)  # where others have keys
+_STRANGER = Caller(ANONYMOUS.name, is_admin=False)  # if there are client keys or admin keys
 
 
 def caller_of(request: Request) -> Caller:
@@ -61,12 +61,9 @@ def caller_of(request: Request) -> Caller:
 
 class ApiKeys:
     def __init__(self, callers: Iterable[tuple[Caller, str]]) -> None:
-        """`callers`: each with its key.
-
-        Raises `ValueError` if a name is too long or reserved, or it or a key is the same as another
-        one.
-        """
-        self._callers: dict[bytes, Caller] = {}  # by the key's digest
+        """Index `callers`, pairs of a caller and its key. Raises `ValueError` if a name is too
+        long, reserved or given to both an admin and a client, or if two keys are equal."""
+        self._callers: dict[bytes, Caller] = {}  # by digest of the key
         are_admins: dict[str, bool] = {}
         for caller, key in callers:
             name = caller.name
@@ -89,7 +86,7 @@ class ApiKeys:
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> "ApiKeys":
-        """The keys in the settings. Raises `ValueError`, as `__init__` and for bad files."""
+        """Read the keys in the settings. Raises `ValueError` for invalid keys and bad files."""
         clients = _callers("key", args.api_key, args.api_key_file, is_admin=False)
         admins = _callers("admin", args.admin_api_key, args.admin_api_key_file, is_admin=True)
         callers = [*clients, *admins]
@@ -106,12 +103,13 @@ class ApiKeys:
         return not self._callers
 
     def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
-        """The caller with these `Authorization` headers; None if it may not use route `path`.
+        """Return the caller with these `Authorization` headers; None if it may not use route
+        `path`.
 
-        Only digests are compared, so that the time it takes shows nothing of a key.
+        Only digests are compared, so that timing reveals nothing about a key.
         """
         caller = None
-        if len(set(authorization)) == 1:  # sglang-router adds its own to the client's
+        if len(set(authorization)) == 1:  # sglang-router adds its header to the client's
             scheme, _, token = authorization[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 caller = self._callers.get(_digest(token.strip()))
@@ -130,24 +128,23 @@ def _digest(key: bytes) -> bytes:
 def _callers(
     prefix: str, key: str | None, path: str | None, *, is_admin: bool
 ) -> Iterator[tuple[Caller, str]]:
-    """The callers of a flag's `key`, and of the file at `path`."""
     if key is not None:
         yield Caller(prefix, is_admin), key
     for own_key, tenant, is_unnamed in () if path is None else _read_key_file(path, prefix):
         yield Caller(tenant.name, is_admin, tenant, is_unnamed), own_key
 
 
-# A line of a file of keys.
+# Format of a line in a key file.
 _FORMAT = "must be KEY, or NAME KEY [weight=W] [max_queued=N] [max_running=N]"
 _MOST = {"weight": 1e6, "max_queued": 1e7, "max_running": 1e7}
 _OPTION = re.compile(f"({'|'.join(_MOST)})=(.*)")
 
 
 def _read_key_file(path: str, prefix: str) -> Iterator[tuple[str, Tenant, bool]]:
-    """The key and the tenant of each line of `path` that is no comment (#), and if it has no name.
+    """Yield key, tenant and whether the name is missing, for each non-comment line of `path`.
 
-    One without a name is called `prefix` and the line's number. Raises `ValueError`, naming the
-    line, for a bad file.
+    A missing name becomes `prefix` and the line number. Raises `ValueError`, naming the line, for a
+    bad file.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -174,7 +171,7 @@ def _read_line(words: Sequence[str], default_name: str) -> tuple[str, Tenant]:
     if len(words) == 1:
         return words[0], Tenant(name=default_name)
     name, key, *options = words
-    if _OPTION.fullmatch(key):  # else the first word, a key, would be shown as a name
+    if _OPTION.fullmatch(key):  # otherwise the first word, a key, would be shown as a name
         raise ValueError(f"a key with options needs a name: {_FORMAT}")
     limits: dict[str, Any] = {}
     for option in options:
@@ -189,12 +186,12 @@ def _read_line(words: Sequence[str], default_name: str) -> tuple[str, Tenant]:
 
 
 def _number(field: str, text: str) -> float:
-    """The value of an option; an integer unless it is a weight."""
+    """Return the value of an option; an integer unless it is a weight."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= _MOST[field]:  # nor NaN
+    if not 0 <= value <= _MOST[field]:  # also False for NaN
         raise ValueError(f"{field} must be a number from 0 to {_MOST[field]:g}, got {text!r}")
     if field == "weight" and value == 0:
         raise ValueError("weight must be above 0")
@@ -204,7 +201,7 @@ def _number(field: str, text: str) -> float:
 
 
 def tenant_of(request: Request, user: str | None) -> Tenant | None:
-    """The tenant of `request`, whose body has this field `user`."""
+    """Return the tenant of `request`, whose body has this field `user`."""
     tenant = caller_of(request).tenant
     if tenant is None and user:
         is_pooled = references_of(request).args.has_key_file
@@ -213,7 +210,7 @@ def tenant_of(request: Request, user: str | None) -> Tenant | None:
 
 
 def visible_tenant(request: Request) -> str | None:
-    """The only tenant whose figures the caller may read, "" for requests without one; None: all."""
+    """Return the only tenant whose figures the caller may read ("": none); None if all of them."""
     caller, args = caller_of(request), references_of(request).args
     is_only_key = not (args.has_key_file or args.admin_api_key)
     if caller.is_admin or (is_only_key and caller != _STRANGER):
@@ -222,9 +219,9 @@ def visible_tenant(request: Request) -> str | None:
 
 
 class SessionOwner:
-    """The sessions of one caller and tenant; an admin's without a tenant: all of them.
+    """The sessions of one caller and tenant, or all sessions for an admin without a tenant.
 
-    With `isolates`, every tenant has namespaces of its own.
+    With `isolates`, every tenant has separate namespaces.
     """
 
     def __init__(
@@ -241,16 +238,16 @@ class SessionOwner:
         return self._prefix + session_id
 
     def client_id(self, engine_id: str) -> str | None:
-        """The caller's id of a session; None if it belongs to another."""
+        """Return the caller's id of a session; None if it belongs to another caller."""
         return engine_id[len(self._prefix) :] if engine_id.startswith(self._prefix) else None
 
     def own(self, turn: SessionTurn | None) -> SessionTurn | None:
         return turn if turn is None else replace(turn, id=self.engine_id(turn.id))
 
     def namespace(self, salt: str) -> str:
-        """The engine's namespace for the caller's `salt`.
+        """Return the engine's namespace for the caller's `salt`, unique for each tenant and salt.
 
-        No two pairs of tenant and salt have the same: a quoted name has no colon.
+        A quoted name has no colon, so pairs cannot collide.
         """
         if not self._isolates:
             return salt
@@ -258,7 +255,7 @@ class SessionOwner:
         return f"{name}:{salt}"
 
     def for_client(self, message: str) -> str:
-        """A message of the engine, with the caller's id of the session."""
+        """Return a message of the engine, with the caller's id of the session."""
         return message.replace(f"'{self._prefix}", "'") if self._prefix else message
 
 
@@ -271,10 +268,10 @@ OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have
 
 
 class ApiKeyMiddleware:
-    """Refuses callers that `keys` does not admit, before anything of the body is read.
+    """Refuses callers not admitted by `keys`, before the body is read.
 
-    `public` are paths that need no key, besides the routes of load balancers. With `open_metrics`
-    a caller without a key may read `/metrics`, too.
+    Besides the routes of load balancers, paths in `public` need no key. With `open_metrics`,
+    neither does `/metrics`.
     """
 
     def __init__(
@@ -313,7 +310,7 @@ class ApiKeyMiddleware:
 
 
 def _authorization(scope: Scope) -> list[bytes]:
-    """Values of the `Authorization` header; Anthropic's clients may send `x-api-key` instead."""
+    """Return values of the `Authorization` header, or of Anthropic's `x-api-key` in its place."""
     headers = scope["headers"]
     given = [value for name, value in headers if name == b"authorization"]
     if given or not is_of_messages(scope["path"]):

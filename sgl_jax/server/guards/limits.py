@@ -1,9 +1,8 @@
-"""The most that one client may request of the server, as numbers with names, listed in
-docs/guide/limits.md beside the limits of `core/` that no server changes.
+"""The limits on one client's requests to the server, as named numbers.
 
-Each bounds memory or time spent before the engine receives a request. Their sum is the most that
-clients without a key can take: connections times the bytes that each may send before its key is
-checked.
+docs/guide/limits.md lists them, next to the limits of `core/` that no server changes. Each bounds
+memory or time spent before the engine receives a request. Clients without a key can take at most
+their sum: connections times the bytes that each may send before its key is checked.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
 
-MAX_FIELDS = 256  # of an object with fixed fields
+MAX_FIELDS = 256  # in an object with fixed fields
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
@@ -29,9 +28,9 @@ def _limit(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one server. `max_prompt_chars` and `max_chat_body_bytes` follow the model."""
+    """Limits of one server. `max_prompt_chars` and `max_chat_body_bytes` depend on the model."""
 
-    # Connections and requests, before a key is looked at
+    # Connections and requests, before the key is checked
     max_connections: int = _limit(
         ServerArgs.max_connections,
         "open connections; with more, the one is closed that has waited longest for a request, or "
@@ -53,7 +52,7 @@ class Limits:
         "seconds without a request after which a connection is closed",
     )
 
-    # Bodies, behind the key
+    # Bodies, after the key is checked
     max_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
         "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
@@ -94,7 +93,7 @@ class Limits:
 
     @classmethod
     def of(cls, args: ServerArgs, max_prompt_chars: int = _MIB) -> "Limits":
-        """The limits of a server with these settings, for a model that takes such prompts.
+        """Return the limits of a server with these settings, for a model with this prompt limit.
 
         Limits of connections are the same for every model.
         """
@@ -119,5 +118,5 @@ class Limits:
         return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:
-        """Seconds that work on so many characters may take."""
+        """Return the maximum seconds for work on `num_chars` characters."""
         return self.text_timeout_s * (1 + num_chars / _MIB)

@@ -1,9 +1,9 @@
-"""Refuses requests of other sites' web pages to a server that needs no key.
+"""Refuses requests from web pages of other sites to a server that needs no key.
 
-A browser sends the requests of any page to any address that its machine can reach, loopback
-included. Two checks keep such pages out of every route but probes and the server's own pages:
+A browser sends the requests of any page to any address that its machine can reach, including
+loopback. Two checks keep such pages out of every route except probes and this server's pages:
 
-- Host: a page can point a name of its own at this server's address (DNS rebinding), and is then of
+- Host: a page can point its domain name at this server's address (DNS rebinding), which makes it
   the same origin. An address in place of a name cannot be rebound.
 - Origin and Sec-Fetch-Site, which browsers set and pages cannot change.
 
@@ -26,9 +26,9 @@ from sgl_jax.server.guards.keys import ANONYMOUS, OPEN_PATHS, ApiKeys
 
 logger = logging.getLogger(__name__)
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", re.IGNORECASE)
-# Routes that change state on a GET, for older clients of SGLang.
+# Routes that change state on a GET, for older SGLang clients.
 _CHANGING_GETS = {call.route for call in CALLS if call.is_admin and "GET" in call.methods}
-# Names that public DNS does not have, so that only the local network can give them an address.
+# Names absent from public DNS, so that only the local network can assign them an address.
 _LOCAL_ENDINGS = (".local", ".internal", ".svc")
 
 
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(args: ServerArgs, keys: ApiKeys) -> None:
-    """Log a warning if other machines can use the server, and no key is needed."""
+    """Log a warning if other machines can use the server without a key."""
     if keys.is_open and not is_loopback(args.host):
         logger.warning(
             "NO API KEY: every machine that can reach %s:%d can use the model, read all sessions, "
@@ -51,18 +51,16 @@ def warn_if_exposed(args: ServerArgs, keys: ApiKeys) -> None:
 
 
 def allowed_origins(args: ServerArgs) -> list[str]:
-    """The origins in `--cors-allow-origins`."""
     return _entries(args.cors_allow_origins)
 
 
 def _entries(text: str | None) -> list[str]:
-    """The entries of a list with commas."""
     return [each.strip() for each in (text or "").split(",") if each.strip()]
 
 
 class OriginMiddleware:
-    """Answers 403 to requests without a key of another site's page. `public` are paths of pages
-    that hold no data."""
+    """Answers 403 to requests from pages of other sites without a key. `public` are paths of pages
+    without data."""
 
     def __init__(self, app: ASGIApp, args: ServerArgs, public: Collection[str] = ()) -> None:
         self._app = app
@@ -85,7 +83,7 @@ class OriginMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str | None:
-        """The reason why the request is refused; None if it is not."""
+        """Return the reason for refusing the request; None if it is accepted."""
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if not all(self._has_host(host) for host in hosts):
@@ -133,15 +131,15 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return whether a page of `origin` is of this `Host`; both may leave out the default port."""
+    """Return whether `origin` and `host` are equal; both may leave out the default port."""
     scheme, _, authority = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return bool(port) and authority.removesuffix(port) == host.lower().removesuffix(port)
 
 
 def _is_of_browser(headers: Headers) -> bool:
-    """Return whether a browser sent this. It sends no `Sec-Fetch-*` to an address of a network
-    without TLS, and no `Origin` with a GET of an image: there the name of the browser is left."""
+    """Return whether a browser sent this. It sends no `Sec-Fetch-*` to a network address without
+    TLS, and no `Origin` with a GET of an image: then only the browser's name remains."""
     return (
         "origin" in headers
         or any(name.startswith("sec-fetch-") for name in headers)

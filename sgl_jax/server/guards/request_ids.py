@@ -1,4 +1,4 @@
-"""Names each HTTP request, for its answer, log lines and trace, and logs a line for each."""
+"""Names each HTTP request in its answer, log lines and trace, and logs a line for each."""
 
 import logging
 import re
@@ -18,11 +18,11 @@ _VALID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIdMiddleware:
-    """Takes the id that the client or its proxy gave (1 to 128 printable ASCII characters without
-    spaces), else makes one; the answer has it in the same header.
+    """Takes the id given by the client or its proxy (1 to 128 printable ASCII characters without
+    spaces), or generates one, and returns it in the same header.
 
-    `logs_access`: log method, path, status and seconds of each request, once its answer has ended.
-    `tracer`: continues the trace of the client or proxy, if there is one.
+    With `logs_access`, logs method, path, status and seconds of each request after its answer. With
+    a `tracer`, continues the trace of the client or proxy.
     """
 
     def __init__(self, app: ASGIApp, *, logs_access: bool, tracer: Tracer | None) -> None:

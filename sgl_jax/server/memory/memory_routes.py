@@ -1,6 +1,6 @@
-"""The memory view's routes: its page, its frames, and the search for a prefix.
+"""Routes of the memory view: its frames, and the search for a prefix.
 
-The page itself has no data and needs no key. `/memory/page`, which describes a page, is made from
+The page holds no data and needs no key. `/memory/page`, which describes a page, is generated from
 its row in the table of calls.
 """
 
@@ -36,7 +36,7 @@ def watch_of(request: Request) -> MemoryWatch:
 
 @router.get("/memory/hello", responses=answers(ViewFacts))
 async def hello(request: Request) -> Response:
-    """Facts for the memory view, and its samples of the last ten minutes."""
+    """Return facts for the memory view, and its samples of the last ten minutes."""
     refs = references_of(request)
     return json_response(
         ViewFacts(
@@ -52,7 +52,7 @@ async def hello(request: Request) -> Response:
 
 @router.get("/memory/events", responses=answers(str, streams=True))
 async def events(request: Request) -> Response:
-    """The memory of every rank, as server-sent events `frame` and `tree`."""
+    """Stream the memory of every rank as server-sent events `frame` and `tree`."""
     refs = references_of(request)
     refs.check_open()
     return _Events(watch_of(request), refs.reader_timeout_s)
@@ -74,7 +74,7 @@ class FindBody(StrictModel):
 
 @router.post("/memory/find", responses=answers(PrefixFound))
 async def find(body: FindBody, request: Request) -> Response:
-    """The longest cached prefix of a text or of tokens, on every rank."""
+    """Return the longest cached prefix of a text or of tokens, on every rank."""
     ids: Any = body.input_ids
     if body.text is not None:
         (ids,) = await encode_texts(request, [body.text])
@@ -84,7 +84,7 @@ async def find(body: FindBody, request: Request) -> Response:
 
 
 class _Events(Response):
-    """The stream of one viewer, for as long as it reads."""
+    """The stream of one viewer, for as long as the viewer reads."""
 
     def __init__(self, watch: MemoryWatch, reader_timeout_s: float) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Events(Response):
         try:
             async with PatientSend(send, self._reader_timeout_s) as patient_send:
                 first = await anext(watching, None)
-                if first is None:  # a refusal is a plain error
+                if first is None:  # raise before the start, so that a refusal is a plain error
                     raise ApiError(503, "the memory view has ended")
                 await patient_send(START)
                 await patient_send({**BODY, "body": first, "more_body": True})

@@ -1,8 +1,8 @@
-"""Reads the engine's memory while it has viewers, and fans out the frames to the viewers.
+"""Reads the engine's memory while there are viewers, and sends the frames to all of them.
 
-One task reads for all viewers, at most ten times a second. After a reading the engine gets a rest
-in proportion to the time that the reading took, so that a large memory is read less often instead
-of slowing down the steps. A viewer that does not keep up skips frames.
+One task reads for all viewers, at most ten times a second. It then pauses in proportion to the
+reading's processor time, so that a large memory is read less often instead of slowing down the
+steps. A viewer that does not keep up skips frames.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ MAX_VIEWERS = 32
 _SAMPLES_KEPT_S = 600.0
 _MIN_INTERVAL_S = 0.1
 _MIN_TREE_INTERVAL_S = 1.0
-# Rest after a reading, as a multiple of the processor time that it took in engine and server: 1/200
-# and 1/400 of a core.
+# Pause after a reading, as a multiple of its processor time in engine and server: 1/200 and 1/400
+# of a core.
 _REST = 200
 _TREE_REST = 400
 _SAMPLE_INTERVAL_S = 1.0
 _RETRY_S = 1.0
-_LOOK_INTERVAL_S = 0.5  # at most, before the streams of a server that shuts down end
-_EVENTS_WAITING = 8  # for a viewer, at most; a frame is up to some hundred KiB
+_LOOK_INTERVAL_S = 0.5  # upper bound on the delay until streams end at shutdown
+_EVENTS_WAITING = 8  # maximum for a viewer; a frame has up to some hundred KiB
 _KEEP_ALIVE = b": no frame: the engine is busy\n\n"
 
 
 class MemoryWatch:
-    """The viewers of one server, and the samples of the last ten minutes while there were any.
+    """The viewers of one server, and the samples taken for them in the last ten minutes.
 
-    Times are seconds since its making, which no change of the clock moves.
+    Times are monotonic seconds since this object's creation.
     """
 
     def __init__(self, refs: References) -> None:
@@ -51,12 +51,12 @@ class MemoryWatch:
         self._frames = FrameBuilder(refs.frontend.tokenizer.decode if self._shows_text else None)
         self._viewers: set[_Viewer] = set()
         self._reading: asyncio.Task[None] | None = None
-        self._tree: bytes | None = None  # the last event with the trees
+        self._tree: bytes | None = None  # last event with the trees
         self._started_at = time.monotonic()
         self._samples: deque[dict[str, Any]] = deque()
 
     def samples(self) -> list[dict[str, Any]]:
-        """The samples of the last ten minutes, oldest first."""
+        """Return the samples of the last ten minutes, oldest first."""
         while self._samples and self._samples[0]["time_s"] < self._now_s() - _SAMPLES_KEPT_S:
             self._samples.popleft()
         return list(self._samples)
@@ -65,11 +65,10 @@ class MemoryWatch:
         return time.monotonic() - self._started_at
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events for one viewer: a key frame first.
+        """Yield server-sent events for one viewer, a key frame first.
 
-        They end with the engine or the server, or if no frame can be made.
-
-        Raises `ApiError` 503 for too many viewers.
+        They end with the engine or the server, or if no frame can be made. Raises `ApiError` 503
+        for too many viewers.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(503, f"{MAX_VIEWERS} viewers watch the memory, which is the limit")
@@ -87,7 +86,7 @@ class MemoryWatch:
                 self._reading = None
 
     async def _read_on(self) -> None:
-        """Read until the engine or the server ends, or the last viewer goes, which cancels it."""
+        """Read until the engine or the server ends. Cancelled when the last viewer leaves."""
         try:
             await self._read_until_end()
         except Exception:
@@ -120,7 +119,6 @@ class MemoryWatch:
             await self._rest(max(_MIN_INTERVAL_S, _REST * frame_s))
 
     async def _rest(self, seconds: float) -> None:
-        """Sleep, but not longer than the server serves."""
         until = time.monotonic() + seconds
         while not self._refs.draining and (left := until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _LOOK_INTERVAL_S))
@@ -149,7 +147,7 @@ class _Viewer:
     def __init__(self, tree: bytes | None) -> None:
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._needs_key = True
-        self._tree = tree  # to follow the first frame
+        self._tree = tree  # sent after the first frame
 
     async def take(self) -> bytes | None:
         return await self._events.get()
@@ -167,7 +165,7 @@ class _Viewer:
             self._tree = None
 
     def _make_room(self) -> None:
-        """Drop the events that wait, if they are too many; the next frame is then a key frame."""
+        """Drop the queued events if there are too many. The next frame is then a key frame."""
         if self._events.qsize() < _EVENTS_WAITING:
             return
         with contextlib.suppress(asyncio.QueueEmpty):
