@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, incremental detokenising and stop strings; no jax."""
+"""Tokenizers, chat templates, incremental detokenization and stop strings; no jax."""

@@ -1,6 +1,6 @@
-"""Chooses the formats of a model's answers, and makes the reader of each answer.
+"""Chooses the formats of a model's answers, and creates a reader for each answer.
 
-Flags name the formats; with "auto" the chat template decides, if its texts are certain signs.
+Flags name the formats; "auto" detects them by characteristic texts in the chat template.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.output_events import CallBegun, Content, Reasoning
 from sgl_jax.text.reader import AnswerReader, Reading, Unread
 
-HARMONY = "gpt-oss"  # one format of both: a parser of this name reads reasoning and calls
+HARMONY = "gpt-oss"  # a format of both: it reads reasoning and calls
 
-# A template with all of these texts writes calls, or reasoning, in this format. The first line
-# that fits counts.
+# A template with all of these texts writes calls, or reasoning, in this format. The first match
+# counts.
 _TOOL_SIGNS = (
     (HARMONY, ("<|start|>", "<|channel|>", "<|message|>")),
     ("deepseekv3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
@@ -51,7 +51,7 @@ class AnswerParser(NamedTuple):
         return HARMONY in self
 
     def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
-        """Return texts of tokens that a `reader` needs in the text even if they are special."""
+        """Return texts of tokens that a `reader` needs even if they are special tokens."""
         marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
         if has_tools and self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks
@@ -66,21 +66,19 @@ class AnswerParser(NamedTuple):
 
     @property
     def call_grammar(self) -> CallGrammar | None:
-        """Return the grammar of its calls; None if the format of calls is not known."""
+        """Return the grammar of tool calls; None if their format is unknown."""
         if self.is_harmony:
             return CallGrammar(HARMONY_CALLS)
         return CallGrammar(TOOL_FORMATS[self.tool_format]) if self.tool_format else None
 
     def reasoning_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """Return the marks of the reasoning that an answer to this prompt may begin with, if
-        any."""
+        """Return the marks of reasoning at the beginning of an answer to this prompt, or None."""
         if self.reasoning_format not in REASONING_FORMATS:
             return None
         return REASONING_FORMATS[self.reasoning_format].marks_after(prompt_tail)
 
     def call_id(self, digits: str) -> str:
-        """Return a call's id from hexadecimal `digits`, in the form that the chat template
-        takes."""
+        """Return a call's id from hexadecimal `digits`, in the chat template's form."""
         form = TOOL_FORMATS.get(self.tool_format or "")
         return digits[:9] if form and form.has_short_ids else f"call_{digits[:24]}"
 
@@ -89,7 +87,7 @@ class AnswerParser(NamedTuple):
 
         Args:
             tools: the tools in the prompt; None: calls are content.
-            prompt_tail: the last characters of the prompt, special tokens included.
+            prompt_tail: the last characters of the prompt, including special tokens.
             has_reasoning: separate reasoning from content.
         """
 
@@ -125,11 +123,10 @@ def _reasoning_before_calls(events: Reading[None]) -> Reading[None]:
 
 
 def choose_parser(tool_format: str, reasoning_format: str, template: str) -> AnswerParser:
-    """Return the formats of these names; "none" is no format, and "auto" the one that `template`
-    shows.
+    """Return the formats of these names; "none" means no format, "auto" the format in `template`.
 
     Raises:
-        ValueError: gpt-oss's format beside another, since it is both kinds in one.
+        ValueError: gpt-oss's format, which covers both kinds, is combined with another format.
     """
     tool = _chosen(tool_format, _TOOL_SIGNS, template)
     reasoning = _chosen(reasoning_format, _REASONING_SIGNS, template)

@@ -1,7 +1,7 @@
-"""Finds how a chat template takes the arguments of calls, and prepares a conversation for it.
+"""Detects how a chat template takes the arguments of calls, and prepares a conversation for it.
 
-Decided once for each template with probe conversations, never by the text of a request: a tool's
-result may contain any text.
+Only probe conversations decide, once per template, and never a request: a tool's result may contain
+any text.
 """
 
 import copy
@@ -30,9 +30,10 @@ PROBE_TOOLS = ({"type": "function", "function": _DECLARED},)
 class ArgumentUse(msgspec.Struct, frozen=True):
     """The forms of arguments that a template can write.
 
-    takes_objects: an object is written as the model writes it, by JSON or by tags.
-    takes_text: a text is written as it is.
-    writes_json: an object is written as JSON on one line.
+    Attributes:
+        takes_objects: an object is written in the model's notation, by JSON or by tags.
+        takes_text: a text is written unchanged.
+        writes_json: an object is written as JSON on one line.
     """
 
     takes_objects: bool = True
@@ -41,9 +42,9 @@ class ArgumentUse(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, render: Render) -> "ArgumentUse":
-        """Probe a template. `render` raises `InvalidRequestError` where the template refuses.
+        """Probe a template. `render` raises `InvalidRequestError` if the template refuses.
 
-        A template that refuses all probes is taken for one with objects, as most are.
+        A template that refuses all probes is assumed to take objects, as most templates do.
         """
         by_object, by_text = (_probed(render, each) for each in (PROBE, _CUT_OFF))
         if by_object is by_text is None:
@@ -55,13 +56,13 @@ class ArgumentUse(msgspec.Struct, frozen=True):
         )
 
     def render(self, messages: Messages, render: Render) -> str:
-        """Return the prompt of `messages`, whose calls have their arguments as text.
+        """Return the prompt of `messages`, in which calls have their arguments as text.
 
-        Text that is not a JSON object, such as the arguments of an incomplete call, is written
-        unchanged. A template that writes objects by tags gets its readable part.
+        Text other than a JSON object, such as the arguments of an incomplete call, is written
+        unchanged. A template that writes objects by tags gets the part that can be parsed.
         """
         prepared = copy.deepcopy([*messages])
-        substitutes = dict[str, str]()  # JSON that the template writes -> the text in its place
+        substitutes = dict[str, str]()  # JSON written by the template -> its replacement
         for function in functions(prepared):
             function["arguments"] = text = replace_in_json_text(function["arguments"])
             value = _as_object(text)
@@ -80,19 +81,18 @@ class ArgumentUse(msgspec.Struct, frozen=True):
 
 
 def functions(messages: Messages) -> Iterator[dict[str, Any]]:
-    """Yield the name and arguments of each call in `messages`."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             yield call["function"]
 
 
 def readable_part(text: str, *, has_cut_string: bool) -> dict[str, Any]:
-    """Return the members of a JSON object that may break off.
+    """Return the members of a possibly incomplete JSON object.
 
     Text that does not begin an object becomes the only member.
 
     Args:
-        has_cut_string: include the last member if it is a string without its end.
+        has_cut_string: include the last member if it is an incomplete string.
     """
     try:
         value = from_json(text, allow_partial="trailing-strings" if has_cut_string else True)
@@ -103,7 +103,7 @@ def readable_part(text: str, *, has_cut_string: bool) -> dict[str, Any]:
 
 
 def _as_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in `text`; None if it is not one that UTF-8 can write."""
+    """Return the JSON object in `text`; None if it is not an object that UTF-8 can encode."""
     try:
         value = json.loads(text)
         as_json(value)
@@ -124,7 +124,7 @@ def probe_call(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _probed(render: Render, arguments: Any) -> str | None:
-    """Render a conversation with one call; None if the template refuses it."""
+    """Render a conversation with one call. Return None if the template refuses it."""
     call = probe_call(arguments)
     for conversation in (call, call[:-1]):
         try:

@@ -1,7 +1,7 @@
-"""Token ids to text as they are generated, one object per request.
+"""Converts token ids to text as they are generated, with one object per request.
 
-The pieces of text never hold half a character and are never taken back: joined they equal the
-text of all tokens decoded at once. Cost per token does not grow with the output.
+The pieces of text never hold half a character and are final: joined, they equal the text of all
+tokens decoded at once. The cost per token does not grow with the output.
 """
 
 import codecs
@@ -10,20 +10,20 @@ from collections.abc import Sequence, Set
 from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.tokenizer import Tokenizer
 
-# UTF-8 needs four bytes at most: if this many tokens in a row end in a broken character, its rest
-# will not come, and the bytes are not UTF-8.
+# UTF-8 needs at most four bytes: if this many tokens in a row end in an incomplete character, the
+# bytes are not UTF-8.
 _MAX_HELD_TOKENS = 8
 # Prompt tokens that decide the text of the first output token (spaces between words).
 _PROMPT_CONTEXT_TOKENS = 6
-_PROMPT_TAIL_TOKENS = 16  # looked at to find them
+_PROMPT_TAIL_TOKENS = 16  # searched for them
 
 
 class ByteDetokenizer:
-    """For tokens that stand for fixed bytes: an incremental UTF-8 decoder.
+    """An incremental UTF-8 decoder for tokens that stand for fixed bytes.
 
-    Broken sequences become a U+FFFD per maximal valid prefix, as the Unicode standard recommends
-    and Rust does. In a run of byte tokens with a broken byte, SentencePiece's byte fallback
-    replaces every byte; this decoder keeps the whole characters.
+    Each maximal valid prefix of a broken sequence becomes a U+FFFD, as the Unicode standard
+    recommends and Rust does. In a run of byte tokens with a broken byte, SentencePiece's byte
+    fallback replaces every byte, but this decoder keeps complete characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skipped: Set[int]) -> None:
@@ -32,26 +32,26 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text gained by `ids`, without a half character at its end."""
+        """Return the new text of `ids`, without an incomplete character at its end."""
         skipped, token_bytes = self.skipped, self._token_bytes
         return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in skipped]))
 
     def flush(self) -> str:
-        """Return the text held back, once no token follows; half characters become U+FFFD."""
+        """Return the remaining text after the last token; incomplete characters become U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes a short window twice, with and without the new tokens.
+    """Decodes a short window twice, with and without the new tokens, for all other tokenizers.
 
-    A token's text may depend on its left neighbour (a leading space, a run of byte tokens), so
-    the window starts with the tokens of the last text handed out:
+    A token's text may depend on its left neighbor (a leading space, a run of byte tokens), so the
+    window starts with the tokens of the last returned text:
 
         ids:  ... [context | held] new
         gain = text(context + held + new) - text(context)
 
-    If a tokenizer rewrites a whole run of byte tokens because of one bad byte at its end, the
-    characters already handed out stay.
+    If a tokenizer rewrites a whole run of byte tokens because of one bad byte at its end,
+    characters already returned stay.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class WindowDetokenizer:
         return gain
 
     def _scene(self, prompt_tail: list[int]) -> tuple[list[int], str]:
-        """Return the last tokens of the prompt that begin and end between characters, and their
+        """Return the prompt's last tokens that begin and end at character boundaries, and their
         text."""
         for size in range(_PROMPT_CONTEXT_TOKENS, _PROMPT_CONTEXT_TOKENS + 4):
             context = prompt_tail[-size:]
@@ -95,7 +95,7 @@ class WindowDetokenizer:
         return [], ""
 
     def _with_text(self, ids: Sequence[int]) -> list[int]:
-        """Leave out tokens without text, so that the context never consists of them alone."""
+        """Leave out tokens without text, so that the context never has only such tokens."""
         size = self._tokenizer.vocab_size
         return [i for i in ids if i not in self.skipped and i < size]
 
@@ -113,9 +113,9 @@ def make_detokenizer(
     skip_special_tokens: bool,
     kept: Set[int] = frozenset(),
 ) -> IncrementalDetokenizer:
-    """Return the right detokenizer for `tokenizer`, set to continue `prompt_ids`.
+    """Return a detokenizer for `tokenizer` that continues `prompt_ids`.
 
-    `kept`: special tokens whose text stays even if special tokens are skipped.
+    The text of `kept` special tokens stays even if special tokens are skipped.
     """
     skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
     if tokenizer.has_fixed_bytes:

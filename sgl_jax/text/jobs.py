@@ -1,7 +1,7 @@
 """Jobs for text workers and their results: frames of msgpack on a socket.
 
-A worker sends `READY` once; then each side sends frames in turn. A frame is its length in bytes (4,
-little-endian) and that many bytes of msgpack.
+A worker sends `READY` once; then each side sends frames in turn. A frame is its length in bytes (4
+bytes, little-endian) followed by that many bytes of msgpack.
 """
 
 import struct
@@ -12,12 +12,12 @@ from sgl_jax.text.template_abilities import TemplateAbilities
 
 READY = b"+"
 LENGTH = struct.Struct("<I")
-# After a job of this many bytes a worker ends, which gives the memory back.
+# After a job of this size a worker ends, which frees its memory.
 LAST_JOB_BYTES = 256 * 1024
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
-    """Token ids of each text. `seconds`: the time limit, after which the worker process ends."""
+    """Encode texts to token ids. After the time limit `seconds` the worker process ends."""
 
     texts: list[str]
     seconds: float
@@ -25,17 +25,17 @@ class EncodeTexts(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
-    """Token ids of a conversation, written by the model's chat template.
+    """Encode a conversation, written by the model's chat template, to token ids.
 
-    Messages, tools and arguments are JSON, since its integers may be larger than msgpack's.
+    Messages, tools and arguments are JSON, because msgpack limits the size of integers.
     """
 
     messages: bytes
     tools: bytes  # a list, or null
     continue_final_message: bool
     template_args: bytes
-    max_chars: int  # that the template may write
-    max_tokens: int  # of a request, to be named if it writes more
+    max_chars: int  # limit for the template's output
+    max_tokens: int  # limit of a request, named in the error
     seconds: float
     abilities: TemplateAbilities | None = None  # None: the worker finds them
 
@@ -47,7 +47,7 @@ class ProbeTemplate(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag="ids"):
-    """Ids of each text: int32 in the byte order of the machine, on which both ends run."""
+    """Ids of each text: int32 in the machine's byte order, since both ends run on it."""
 
     ids: list[bytes]
 
@@ -57,7 +57,7 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The text cannot be encoded; the fields of an `InvalidRequestError`."""
+    """The text cannot be encoded. Has the fields of an `InvalidRequestError`."""
 
     message: str
     param: str | None

@@ -1,6 +1,6 @@
-"""Kimi K2's tokenizer, which its checkpoints keep as a tiktoken file beside a program of their own.
+"""Kimi K2's tokenizer, stored in checkpoints as a tiktoken file and a Python program.
 
-The program is not run. Pattern and reserved tokens are as in its `tokenization_kimi.py`
+The program is not run. Pattern and reserved tokens are from its `tokenization_kimi.py`
 (huggingface.co/moonshotai/Kimi-K2-Instruct).
 """
 
@@ -16,7 +16,7 @@ _CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _PROGRAM = "tokenization_kimi."
 _NUM_RESERVED = 256  # ids after the ranks; the settings name some
-# A word's letters, in an order of cases; Chinese characters are words of their own.
+# A word's letters, in an order of cases; Chinese characters are separate words.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -36,7 +36,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def is_kimi_tokenizer(folder: Path) -> bool:
-    """True for a folder whose only tokenizer is Kimi's file and program."""
+    """Return whether the folder's only tokenizer is Kimi's file and program."""
     if (folder / "tokenizer.json").exists() or not (folder / _RANKS_FILE).is_file():
         return False
     programs = _read_config(folder).get("auto_map", {}).get("AutoTokenizer", [])
@@ -44,15 +44,15 @@ def is_kimi_tokenizer(folder: Path) -> bool:
 
 
 def load_kimi_tokenizer(folder: Path) -> Any:
-    """The same tokenizer as a `PreTrainedTokenizerFast` of transformers.
+    """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers.
 
-    Raises ValueError, KeyError or OSError for files that are no such tokenizer.
+    Raises ValueError, KeyError or OSError for invalid files.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):  # type: ignore[misc]
-        """For a local file, without tiktoken and its copy of each file that it reads."""
+        """Reads a local file without tiktoken, which would copy each file that it reads."""
 
         load_tiktoken_bpe = staticmethod(_read_ranks)
 
@@ -87,7 +87,7 @@ def load_kimi_tokenizer(folder: Path) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The settings; none if they cannot be read, which loading the tokenizer reports."""
+    """Return the settings; empty if unreadable, which loading the tokenizer reports."""
     try:
         config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_ranks(path: str) -> dict[bytes, int]:
-    """Each token's bytes and rank, its id: a line has them in base64 and as a number."""
+    """Return each token's bytes and rank (its id) from lines of base64 and a number."""
     lines = Path(path).read_text(encoding="ascii").splitlines()
     pairs = (line.split() for line in lines if line)
     return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

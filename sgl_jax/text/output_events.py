@@ -12,26 +12,26 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text that the model wrote to itself before its answer."""
+    """Reasoning that the model wrote before its answer."""
 
     text: str
 
 
 class CallBegun(NamedTuple):
-    """A call of a tool; its arguments follow. `id` is None unless the format has one."""
+    """A call of a tool; its arguments follow. `id` is None unless the format has ids."""
 
     name: str
     id: str | None = None
 
 
 class Arguments(NamedTuple):
-    """The next piece of the JSON text of the arguments of the call that has begun."""
+    """The next piece of the JSON text of the open call's arguments."""
 
     text: str
 
 
 class CallEnded(NamedTuple):
-    """The arguments are complete. Missing if the answer ends amid a call."""
+    """The arguments are complete. Missing if the answer ends within a call."""
 
 
 Event = Content | Reasoning | CallBegun | Arguments | CallEnded
@@ -39,7 +39,7 @@ _TEXTS = (Content, Reasoning, Arguments)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same events, with neighbouring texts of one kind joined."""
+    """Return the events, with adjacent texts of one kind joined."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -51,9 +51,9 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def as_json(value: object) -> str:
-    """`value` as JSON text. Raises ValueError or TypeError where JSON has no such value.
+    """Return `value` as JSON text. Raises ValueError or TypeError if JSON has no such value.
 
-    That includes halves of characters, which escapes can write but UTF-8 cannot.
+    Unpaired surrogates, which escapes can write but UTF-8 cannot, are an error too.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()

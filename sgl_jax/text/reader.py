@@ -1,8 +1,9 @@
-"""Incremental reading of a model's answer: a format is a generator, its input arrives in pieces.
+"""Incremental reading of a model's answer: a format is a generator, and its input arrives in
+pieces.
 
-A format's generator reads from an `Unread` and yields events, or None while it waits for more text.
-So it is written as if all of the text were there, and its events do not depend on how the text was
-cut. Text that does not fit the format is content: nothing is lost.
+A format's generator reads from an `Unread` and yields events, or None to wait for more text. So it
+is written as if all text were present, and its events do not depend on how the text was split. Text
+that does not match the format is content: nothing is lost.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -17,22 +18,22 @@ Reading = Generator[Event | None, None, T]
 
 
 class Unread:
-    """Text that has arrived and that the format has not read yet."""
+    """Text that has arrived but was not read by the format."""
 
     def __init__(self) -> None:
         self.held = ""
         self.has_ended = False  # nothing more arrives
 
     def take(self, num_chars: int) -> str:
-        """Read the next `num_chars` characters, which have arrived."""
+        """Read the next `num_chars` characters, which must have arrived."""
         taken, self.held = self.held[:num_chars], self.held[num_chars:]
         return taken
 
     def pass_on(self, kind: Callable[[str], Event], marks: Sequence[str]) -> Reading[str]:
-        """Hand out text as events of `kind` up to the first of `marks`.
+        """Yield text as events of `kind` up to the first of `marks`.
 
-        Returns that mark with the spaces before it, all of which are read and not handed out;
-        "" at the end of the text. No mark may be the beginning of another.
+        Returns that mark with the spaces before it, which are read but not yielded; "" at the end
+        of the text. No mark may be a prefix of another.
         """
         while True:
             places = [(at, mark) for mark in marks if (at := self.held.find(mark)) >= 0]
@@ -53,7 +54,7 @@ class Unread:
             yield None
 
     def find(self, *marks: str) -> Reading[int]:
-        """Characters before the first of `marks`; -1 if none of them comes. Reads nothing."""
+        """Return the number of characters before the first of `marks`, or -1. Reads nothing."""
         searched = 0
         while True:
             found = [at for mark in marks if (at := self.held.find(mark, searched)) >= 0]
@@ -65,7 +66,6 @@ class Unread:
             yield None
 
     def skip_space(self) -> Reading[None]:
-        """Read spaces and line ends, if any."""
         while True:
             self.held = self.held.lstrip()
             if self.held or self.has_ended:
@@ -73,13 +73,13 @@ class Unread:
             yield None
 
     def begins_with(self, mark: str) -> Reading[bool]:
-        """True if `mark` comes next. Reads nothing."""
+        """Return whether `mark` comes next. Reads nothing."""
         while len(self.held) < len(mark) and mark.startswith(self.held) and not self.has_ended:
             yield None
         return self.held.startswith(mark)
 
     def comes(self, mark: str) -> Reading[bool]:
-        """True if `mark` comes next, perhaps after spaces. Reads nothing."""
+        """Return whether `mark` comes next, perhaps after spaces. Reads nothing."""
         while True:
             text = self.held.lstrip()
             if text.startswith(mark) or self.has_ended or not mark.startswith(text):
@@ -87,14 +87,14 @@ class Unread:
             yield None
 
     def skip(self, mark: str) -> Reading[bool]:
-        """Read `mark` and the spaces before it if it comes next; returns whether it did."""
+        """Read `mark` and the spaces before it if it comes next. Return whether it did."""
         is_there = yield from self.comes(mark)
         if is_there:
             self.held = self.held.lstrip()[len(mark) :]
         return is_there
 
     def close(self, mark: str) -> Reading[bool]:
-        """`skip` the end of a call; if the text ends amid `mark`, read its beginning."""
+        """Skip the end `mark` of a call. If the text ends within `mark`, read its beginning."""
         is_there = yield from self.skip(mark)
         if not is_there and self.has_ended and mark.startswith(self.held.lstrip()):
             self.held = ""
@@ -112,7 +112,7 @@ class AnswerReader:
         self._next_event = partial(next, read(self._unread), None)
 
     def feed(self, piece: str, *, is_last: bool = False) -> list[Event]:
-        """The events that became certain with `piece`: all, if no text follows (`is_last`)."""
+        """Return the events that `piece` makes certain: all remaining events if `is_last`."""
         self._unread.held += piece
         self._unread.has_ended = is_last
         return joined(iter(self._next_event, None))

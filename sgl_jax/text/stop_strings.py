@@ -1,7 +1,7 @@
 """Finds stop strings in text that arrives piece by piece.
 
-A special token that is not shown is searched for whole: in the text it is one character that no
-token can write, half of a surrogate pair.
+A hidden special token is searched for as a whole: in the text it is an unpaired surrogate, a
+character that no token can write.
 """
 
 import re
@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
-_HALVES = range(0xD800, 0xE000)  # more than the special tokens of any request's stop strings
+_HALVES = range(0xD800, 0xE000)  # more than the special tokens in any request's stop strings
 
 
 def begin_of_mark(text: str, marks: Iterable[str]) -> int:
-    """Return the place in `text` from which its end may be an incomplete mark; its length if
-    none."""
+    """Return the start of an incomplete mark at the end of `text`; the text's length if none."""
     sizes = (
         size
         for mark in marks
@@ -32,12 +31,12 @@ class StopCheck(NamedTuple):
 
 
 class StopStringChecker:
-    """Watches the text of one request for its stop strings.
+    """Searches the text of one request for its stop strings.
 
-    Text that could be the beginning of a stop string is held back until it turns out to be one
-    or not. The match that *ends* first wins (of those the longest), so the answer does not
-    depend on how the text was cut into pieces. After a match nothing more may be fed. A match that
-    ends in a piece fed without `may_stop` is ordinary text.
+    Text that could be the beginning of a stop string is held back until that is decided. The match
+    that *ends* first wins (among these, the longest), so the answer does not depend on how the text
+    was split. After a match nothing more may be fed. A match that ends in a piece fed without
+    `may_stop` is ordinary text.
     """
 
     def __init__(
@@ -48,13 +47,13 @@ class StopStringChecker:
         special: Mapping[str, int] = MappingProxyType({}),
         hidden: Set[int] = frozenset(),
     ) -> None:
-        """
+        """Prepare the search.
+
         Args:
             stops: the stop strings, none of them empty.
             keep_stop: leave the stop string at the end of the text (`no_stop_trim`).
             special: text -> id of the special tokens.
-            hidden: ids of special tokens that are not shown. The last token of an output may be
-                hidden too.
+            hidden: ids of hidden special tokens. The last token of an output may be hidden too.
         """
         self._keep_stop = keep_stop
         used = [text for text in special if any(text in stop for stop in stops)]
@@ -62,17 +61,17 @@ class StopStringChecker:
         self._half_of = {special[text]: half for text, half in self._halves.items()}
         self._removed = str.maketrans(dict.fromkeys(self._halves.values()))
         shown = frozenset(text for text in used if special[text] not in hidden)
-        # Text that is searched for -> the stop string.
+        # Searched text -> the stop string.
         self._stops = {self._searched(stop, shown): stop for stop in stops}
         self._stops |= {stop: stop for stop in stops}
         self._held = ""
 
     def hidden(self, token: int) -> str:
-        """Return the text to feed for a token that is not shown."""
+        """Return the text to feed for a hidden token."""
         return self._half_of.get(token, "")
 
     def feed(self, piece: str, *, may_stop: bool = True) -> StopCheck:
-        """Add `piece` of the text; look for matches that end in it if `may_stop`."""
+        """Add `piece` to the text. If `may_stop`, search for matches that end in it."""
         if not piece:
             return StopCheck("")
         text = self._held + piece
@@ -87,13 +86,13 @@ class StopStringChecker:
         return StopCheck(self._shown(text[:safe]))
 
     def flush(self) -> str:
-        """Return the text held back, once none follows."""
+        """Return the held-back text after the last piece."""
         held, self._held = self._held, ""
         return self._shown(held)
 
     def _searched(self, stop: str, shown: Set[str]) -> str:
-        """Return `stop` with the character of each token in it, but for those in `shown`, which
-        can only be hidden at the end."""
+        """Return `stop` with tokens replaced by their characters, except for tokens in `shown`,
+        which can be hidden only at the end."""
         texts = "|".join(map(re.escape, sorted(self._halves, key=len, reverse=True)))
         *parts, end = re.split(f"({texts})", stop) if texts else [stop]
         if not end and parts:
@@ -106,7 +105,7 @@ class StopStringChecker:
         return text.translate(self._removed) if self._removed else text
 
     def _first_match(self, text: str, after: int) -> tuple[int, str] | None:
-        """Return start and stop string of the match that ends first beyond `after`."""
+        """Return start and stop string of the match that ends first after position `after`."""
         found = [
             (start, stop)
             for stop in self._stops

@@ -1,6 +1,6 @@
-"""Finds the abilities of a chat template, and prepares conversations for it.
+"""Detects the abilities of a chat template, and adapts conversations to it.
 
-Decided once for each template with probe conversations, never by the text of a request.
+The result depends only on probe conversations, once per template, and never on a request's text.
 """
 
 import contextlib
@@ -40,14 +40,15 @@ _THOUGHT = "probe thought"
 class TemplateAbilities(msgspec.Struct, frozen=True):
     """The abilities of a chat template. The defaults are assumed if it cannot be probed.
 
-    system: where it writes system messages.
-    developer: it has a rule for this role, and does not only copy the name of any role.
-    successive_users: it writes two messages of the user in a row.
-    tool: it writes results of tools.
-    content: the form of contents that it writes: a string, a list of texts (`parts`), or both.
-    arguments: the forms of arguments of calls that it writes.
-    thinking: which reasoning of earlier answers it writes; `last turn`: only that after the last
-        message of the user.
+    Attributes:
+        system: where it writes system messages.
+        developer: it has a rule for this role, rather than copying the name of any role.
+        successive_users: it writes two messages of the user in a row.
+        tool: it writes results of tools.
+        content: the form of contents that it writes: a string, a list of texts (`parts`), or both.
+        arguments: the forms of arguments of calls that it writes.
+        thinking: which reasoning of earlier answers it writes; `last turn`: only reasoning after
+            the last message of the user.
     """
 
     system: System = "anywhere"
@@ -60,8 +61,9 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, render: Render, render_with_tools: Render) -> "TemplateAbilities":
-        """Probe a template without tools and with one, and keep the stricter result: some refuse
-        more with tools. Both functions raise `InvalidRequestError` if the template refuses."""
+        """Probe a template without tools and with a tool, and keep the stricter result, since some
+        refuse more with tools. Both functions raise `InvalidRequestError` if the template refuses.
+        """
         found = [each for each in map(cls._of, (render, render_with_tools)) if each is not None]
         if not found:
             return cls()
@@ -77,7 +79,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of(cls, render: Render) -> "TemplateAbilities | None":
-        """Probe a template; None if it writes no message of a user."""
+        """Probe a template. Return None if it writes no message of a user."""
         content: Content = "text"
         if _written(render, ["user"]) is None:
             if not _joins_parts(render, ["user"]):
@@ -93,7 +95,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
             system=system,
             developer=_has_developer(formed, system),
             successive_users=_written(formed, ["user", "user"]) is not None,
-            # If it refuses the call, too, its own reason is the better error.
+            # If it refuses the call too, the template's reason is the better error.
             tool=_rendered(formed, call, [PROBE_RESULT]) is not None
             or _rendered(formed, call[:-1]) is None,
             content=content,
@@ -104,22 +106,22 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
     def render(self, messages: Messages, render: Render) -> str:
         """Return the prompt of `messages`.
 
-        Their contents are strings or lists of texts in the form of OpenAI's API, and the arguments
-        of their calls are text. If the template has no way to write them:
+        Contents are strings or lists of texts in OpenAI's form; arguments of calls are text. If the
+        template cannot write them, messages are adapted:
 
-        - a developer becomes a system message;
-        - the texts of all system messages become one message at the beginning, in their order; it
-          is a message of the user if the template writes no system messages;
-        - successive messages of the user become one;
-        - several texts of a content become lines of one.
+        - a developer message becomes a system message;
+        - the texts of all system messages become one message at the beginning, in order, or a user
+          message if the template writes no system messages;
+        - successive user messages become one;
+        - several texts of a content become lines of one text.
 
-        If it refuses a conversation that the probes did not foresee, simpler forms are tried: one
-        system message, no successive messages of the user or the assistant, no message of the user
-        behind a result of a tool, no reasoning beside a text and a call.
+        If it refuses a conversation in spite of the probes, simpler forms are tried: one system
+        message, no successive messages of the user or the assistant, no user message after a tool's
+        result, no reasoning in a message with both text and a call.
 
         Raises:
-            InvalidRequestError: the template refuses all forms, or there are results of tools,
-                which it cannot write.
+            InvalidRequestError: the template refuses all forms, or cannot write the results of
+                tools.
         """
         if not self.tool and any(each["role"] == "tool" for each in messages):
             raise InvalidRequestError(
@@ -141,8 +143,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
             raise
 
     def _simpler_forms(self, messages: Messages) -> Iterator[tuple["TemplateAbilities", Messages]]:
-        """Yield abilities and messages for a template that refuses `messages`, the closest
-        first."""
+        """Yield abilities and messages to try after a refusal of `messages`, closest first."""
         system: System = "first" if self.system == "anywhere" else self.system
         one_system = msgspec.structs.replace(self, system=system)
         joined = msgspec.structs.replace(one_system, successive_users=False)
@@ -186,8 +187,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
 
 
 def _with_joined_neighbours(messages: list[Message]) -> list[Message]:
-    """Join successive messages of the user, and successive answers without calls, for templates
-    whose roles alternate."""
+    """Join successive user messages and successive answers without calls, so roles alternate."""
     joined = list[Message]()
     for each in messages:
         last = joined[-1] if joined else {}
@@ -202,7 +202,7 @@ def _with_joined_neighbours(messages: list[Message]) -> list[Message]:
 
 
 def _with_users_in_results(messages: Messages) -> list[Message]:
-    """Return `messages` with a user's text behind a tool's result as a part of that result."""
+    """Return `messages` with a user's text after a tool's result moved into that result."""
     joined = list[Message]()
     for each in messages:
         if joined and joined[-1]["role"] == "tool" and each["role"] == "user":
@@ -213,24 +213,23 @@ def _with_users_in_results(messages: Messages) -> list[Message]:
 
 
 def _joined(messages: Messages) -> str:
-    """Return the texts of several messages as one."""
     return "\n\n".join(filter(None, (_text_of(each["content"]) for each in messages)))
 
 
 def _text_of(content: Any) -> Any:
-    """Return a content without a list; None, of a message with calls, stays."""
+    """Return a content without a list. None, from a message with calls, stays."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _formed(render: Render, form: Content) -> Render:
-    """Return `render` for messages whose contents are put in this form first."""
+    """Return `render` preceded by a conversion of contents to this form."""
 
     def content_of(message: Any) -> Any:
         content = message["content"]
         if form == "parts":
             return [{"type": "text", "text": content}] if isinstance(content, str) else content
-        # Templates that take parts elsewhere write a text beside calls as it is, and have a form
-        # of their own for a list of results.
+        # Templates that take parts elsewhere write a text next to calls unchanged, and have a
+        # different form for a list of results.
         has_text = message["role"] == "tool" or message.get("tool_calls")
         is_kept = form == "both" and not has_text
         return content if is_kept else _text_of(content)
@@ -239,7 +238,7 @@ def _formed(render: Render, form: Content) -> Render:
 
 
 def _rendered(render: Render, messages: Messages, texts: Sequence[str] = ()) -> str | None:
-    """Return the prompt; None if the template refuses `messages`, or does not write `texts`."""
+    """Return the prompt; None if the template refuses `messages` or omits any of `texts`."""
     try:
         prompt = render(messages)
     except InvalidRequestError:
@@ -254,7 +253,7 @@ def _written(render: Render, roles: Sequence[str]) -> str | None:
 
 
 def _anywhere(role: str) -> list[str]:
-    """Return roles that do not alternate by their places, nor without `role`."""
+    """Return roles that do not alternate, with or without `role`."""
     return [role, "user", role, "assistant", "user", role, "user", role]
 
 
@@ -265,8 +264,8 @@ def _probe_system(render: Render) -> System:
 
 
 def _has_developer(render: Render, system: System) -> bool:
-    """Return True if a developer is written, and an unknown role not in the same way."""
-    end = None if system == "anywhere" else 2  # then only the first message is one
+    """Return whether a developer is written, and differently from an unknown role."""
+    end = None if system == "anywhere" else 2  # only the first message has the role
     known, unknown = (
         _written(render, _anywhere(role)[:end]) for role in ("developer", _UNKNOWN_ROLE)
     )
@@ -276,7 +275,7 @@ def _has_developer(render: Render, system: System) -> bool:
 
 
 def _joins_parts(render: Render, roles: Sequence[str]) -> bool:
-    """Return True if all texts of lists are written, and no list as Python shows it."""
+    """Return whether all texts of lists are written, and no list in Python's notation."""
     pairs = [(f"probe {number}a", f"probe {number}b") for number in range(len(roles))]
     messages = [
         {"role": role, "content": [{"type": "text", "text": text} for text in pair]}

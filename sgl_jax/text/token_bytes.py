@@ -1,12 +1,12 @@
-"""The bytes that a token stands for, by the decoder of its tokenizer.
+"""The bytes of a token, by the decoder of its tokenizer.
 
-One rule for each kind of tokenizer whose tokens stand for fixed bytes in any context:
+There is a rule for each kind of tokenizer with tokens that stand for fixed bytes in any context:
 
 - byte-level BPE, and tiktoken files converted to it: a character for each byte;
-- SentencePiece, with byte fallback or without: U+2581 is a space, and with byte fallback `<0xNN>`
+- SentencePiece, with or without byte fallback: U+2581 is a space, and with byte fallback `<0xNN>`
   is that byte.
 
-A decoder may take the first space off a text, which a prompt has done: here it stays.
+A decoder may remove the first space of a text. It stays here, since the prompt precedes the text.
 """
 
 import json
@@ -19,12 +19,12 @@ import tokenizers
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-# Returns a token's bytes; b"" for an id beyond the vocabulary.
+# Returns a token's bytes, or b"" for an id outside the vocabulary.
 TokenBytes = Callable[[int], bytes]
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
-    """Return the function from a token id to bytes; None if they depend on its neighbours."""
+    """Return the function from a token id to bytes; None if bytes depend on neighboring tokens."""
     decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
@@ -36,7 +36,7 @@ def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
 
 
 def _are_pieces(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True for the decoders of SentencePiece's models."""
+    """Return whether these are the decoders of a SentencePiece model."""
     is_fused, has_spaces = False, False
     for step in steps:
         match step:
@@ -47,7 +47,7 @@ def _are_pieces(steps: Sequence[Mapping[str, Any]]) -> bool:
             case {"type": "Fuse"}:
                 is_fused = True
             case {"type": "Strip", "content": " ", "stop": 0} if is_fused:
-                pass  # of the whole text
+                pass  # strips the whole text
             case {"type": "ByteFallback"}:
                 pass
             case _:

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and chat messages to a prompt. Local files only.
+"""Converts text to token ids and back, and chat messages to a prompt. Local files only.
 
-Owns the Hugging Face tokenizer. Must never reach for the network, import jax, or change the
-text beyond the tokenizer itself (no clean-up of spaces, no added prompts).
+Owns the Hugging Face tokenizer. Must never access the network, import jax, or change the text
+except by the tokenizer (no clean-up of spaces, no added prompts).
 """
 
 import json
@@ -20,7 +20,7 @@ from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.token_bytes import token_bytes
 
-# A folder with any of these holds a tokenizer.
+# A folder with any of these files has a tokenizer.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
@@ -32,15 +32,15 @@ _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_to
 class Tokenizer:
     """A Hugging Face fast tokenizer with its chat template.
 
-    Encoding and decoding go straight to the Rust tokenizer: the Python layers above it cost
-    more than the work itself for the few tokens of a streamed chunk.
+    Encoding and decoding call the Rust tokenizer directly: for the few tokens of a streamed chunk,
+    the Python layers above it cost more than the work.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
-        # Text -> id of the tokens that `skip_special_tokens` leaves out of the text. The settings
-        # name only some of them.
+        # Text -> id of the tokens omitted by `skip_special_tokens`. The settings name only some of
+        # them.
         self.special_tokens = {
             token.content: i
             for i, token in self._backend.get_added_tokens_decoder().items()
@@ -54,12 +54,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str, chat_template: str | None = None) -> "Tokenizer":
-        """Read the tokenizer in folder `path`.
+        """Read the tokenizer in folder `path`. Without tokenizer files, it cannot encode text.
 
         Args:
-            chat_template: file with a Jinja template to use instead of the tokenizer's own.
-
-        A folder without any tokenizer file gives a tokenizer that cannot encode text.
+            chat_template: file with a Jinja template that replaces the tokenizer's template.
 
         Raises:
             ValueError: no such folder, no fast tokenizer in it, or no such template file.
@@ -73,7 +71,7 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the chat template {chat_template}: {error}") from error
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        # Takes a second: only when a tokenizer is loaded.
+        # Takes a second, so imported only when a tokenizer is loaded.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
@@ -98,18 +96,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of the tokenizer's ids; the model's vocabulary may be padded beyond
-        it."""
+        """Return the number of the tokenizer's ids; the model's vocabulary may be padded."""
         return int(self._backend.get_vocab_size())
 
     @cached_property
     def can_encode(self) -> bool:
-        """Return True if any token is text; False if it was loaded without files."""
+        """Return whether any token is text; False if it was loaded without files."""
         return any(i not in self.special_ids for i in self._backend.get_vocab().values())
 
     @property
     def chat_template(self) -> str:
-        """Return the template, or all of them where there are several; "" if there is none."""
+        """Return the template, several joined by newlines; "" if there is none."""
         template = self._hf.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -123,7 +120,7 @@ class Tokenizer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the class, special tokens and chat template, by the names of
+        """Return class, special tokens and chat template, with the names of
         `tokenizer_config.json`."""
         return {
             "tokenizer_class": type(self._hf).__name__,
@@ -136,11 +133,10 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Return the length of the longest token: it bounds how few tokens a long text has."""
+        """Return the length of the longest token, which bounds a text's tokens from below."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def special_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
-        """Return the id of each special token among `texts`."""
         return {text: self.special_tokens[text] for text in texts & self.special_tokens.keys()}
 
     def check_can_encode(self) -> None:
@@ -151,31 +147,30 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids of `text`. Long texts take seconds, during which other threads run.
+        """Return token ids of `text`. Long texts take seconds, without the interpreter lock.
 
-        Halves of surrogate pairs are encoded as U+FFFD. Raises as `check_can_encode`.
+        Unpaired surrogates become U+FFFD. Raises `InvalidRequestError` if there is no vocabulary.
         """
         self.check_can_encode()
-        # Not `encode`, which keeps the GIL and computes offsets that nothing uses.
+        # Not `encode`, which keeps the GIL and computes unused offsets.
         encode = self._backend.encode_batch_fast
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
-        except TypeError:  # it has no UTF-8
+        except TypeError:  # the text has no UTF-8
             text = replace_in_text(text)
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, all at once; ids beyond the tokenizer's vocabulary have no
-        text."""
+        """Return the text of `ids`. Ids outside the tokenizer's vocabulary have no text."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """Return token ids of a conversation, ready for the assistant's turn; as `render_chat`."""
+        """Return token ids of a conversation, rendered by `render_chat`."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
@@ -187,20 +182,20 @@ class Tokenizer:
         template_args: Mapping[str, Any] | None = None,
         abilities: TemplateAbilities | None = None,
     ) -> str:
-        """Return a conversation as the text that the model reads, special tokens included.
+        """Return a conversation as the text that the model reads, including special tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each, content a string or a list of texts as
-                in OpenAI's API. Those of the assistant may have `tool_calls`, their arguments as
-                text: the JSON of an object, or its beginning. `TemplateAbilities.render`
-                adapts them to the template.
-            tools: that the model may call, as OpenAI declares them.
+            messages: `{"role": ..., "content": ...}` each, with a content in OpenAI's form: a
+                string or a list of texts. Assistant messages may have `tool_calls` with arguments
+                as text: the JSON of an object, or its beginning. `TemplateAbilities.render` adapts
+                them to the template.
+            tools: the callable tools, in OpenAI's form.
             continue_final_message: leave the last message open, to be continued.
-            template_args: variables the template may read, such as `enable_thinking`.
-            abilities: of the template; None: probe it, once for this tokenizer.
+            template_args: variables for the template, such as `enable_thinking`.
+            abilities: the template's abilities; None: probe them once for this tokenizer.
 
         Raises:
-            InvalidRequestError: no chat template, or it refuses these messages.
+            InvalidRequestError: there is no chat template, or it refuses these messages.
         """
         if not self.chat_template:
             raise InvalidRequestError(
@@ -218,7 +213,7 @@ class Tokenizer:
 
     @cached_property
     def abilities(self) -> TemplateAbilities:
-        """Probe the chat template."""
+        """Probe the chat template, and return its abilities."""
 
         def with_tools(messages: Messages) -> str:
             options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
@@ -240,7 +235,7 @@ class Tokenizer:
         try:
             prompt: str = self._hf.apply_chat_template(
                 list(messages),
-                # Named here, so that a client's template_args cannot bring a program of its own.
+                # Passed here, so that a client's template_args cannot supply a program.
                 chat_template=None,
                 documents=None,
                 tokenize=False,
@@ -248,7 +243,7 @@ class Tokenizer:
                 **template_args,
             )
         # A template is a program of the model's author that runs on the client's data: any
-        # error means that it cannot take these messages.
+        # error means that it does not support these messages.
         except Exception as error:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
@@ -256,12 +251,11 @@ class Tokenizer:
         return prompt
 
     def _decoded_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token decoded by itself."""
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _files_at_fault(folder: Path) -> list[str]:
-    """Return the names of the files that may be at fault; none if no file can be blamed."""
+    """Return the names of files that may be at fault; empty if no file can be blamed."""
     settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     if not (folder / _MAIN_FILE).is_file():
         return []

@@ -1,4 +1,4 @@
-"""Tries a tokenizer once when the server starts, so that a fault does not wait for a request."""
+"""Tries a tokenizer at the server's start, so that faults are found before the first request."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ _CONVERSATION = ({"role": "user", "content": _SAMPLE},)
 def load_tokenizer(args: ServerArgs) -> Tokenizer:
     """Load and try the tokenizer of `args`. Raises ValueError if it cannot be used.
 
-    A model without a tokenizer is served by token ids alone, unless `args` name a tokenizer.
+    A model without a tokenizer is served with token ids only, unless `args` name a tokenizer.
     """
     tokenizer = Tokenizer.load(args.tokenizer_folder, args.chat_template)
     if not tokenizer.can_encode:
@@ -29,15 +29,15 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None = None) -> None:
-    """Encode a text and decode it again, and write a conversation by the chat template.
+    """Encode and decode a text, and write a conversation with the chat template.
 
-    A tokenizer without text passes, as does one without a template.
+    Tokenizers without text and without a template pass.
 
     Args:
         path, chat_template: its files, named in errors.
 
     Raises:
-        ValueError: with the reason in one line.
+        ValueError: the tokenizer does not work; the reason is one line.
     """
     if not tokenizer.can_encode:
         return
@@ -61,8 +61,8 @@ def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None =
 def check_vocabulary(tokenizer: Tokenizer, path: str, vocab_size: int) -> None:
     """Raise ValueError if the tokenizer writes text with ids outside the model's vocabulary.
 
-    Tokens that were added behind the vocabulary may stay unused: only the first and last token of a
-    text and the tokens of a sample are checked.
+    Only the first and last token of a text and the tokens of a sample are checked, since tokens
+    added after the vocabulary may be unused.
     """
     used = {"its eos token": tokenizer.eos_token_id, "its bos token": tokenizer.bos_token_id}
     if tokenizer.can_encode:
@@ -80,7 +80,7 @@ def _check_round_trip(tokenizer: Tokenizer, path: str) -> None:
         ids = tokenizer.encode(_SAMPLE)
         text = tokenizer.decode(ids)
         again = tokenizer.decode(tokenizer.encode(text)) if text else ""
-    # Native code of a library on files from elsewhere.
+    # Native code on files of unknown origin may raise any error.
     except Exception as error:
         raise ValueError(f"the tokenizer in {path!r} does not work: {error}") from error
     # Some tokenizers fold case or spaces: then the decoded text must at least be stable.
@@ -95,5 +95,5 @@ def _template_of(path: str, chat_template: str | None) -> str:
     if chat_template is not None:
         return f"the chat template {chat_template!r}"
     files = [Path(path) / name for name in ("chat_template.jinja", "tokenizer_config.json")]
-    here = next((file for file in files if file.is_file()), path)  # the first one counts
+    here = next((file for file in files if file.is_file()), path)  # the first file counts
     return f"the chat template in {str(here)!r}"

@@ -1,10 +1,10 @@
-"""Tokenises and writes chat prompts outside the server process, in time that has an end.
+"""Tokenizes and writes chat prompts outside the server process, within a time limit.
 
 `python -m sgl_jax.text.worker FD TOKENIZER_PATH [CHAT_TEMPLATE]` loads the tokenizer once, then
-forks a worker for each socket that it receives over the socket FD. A worker does one job at a
-time (`jobs.py`). The kernel ends it when a job takes longer than its time limit, since a
-template is a program, and the tokenizer is native code that nothing else can stop. After a long
-text it ends by itself, which frees the memory. Both are cheap, since a fork is.
+forks a worker for each socket received over the socket FD. A worker does one job at a time
+(`jobs.py`). If a job exceeds its time limit, the kernel ends the worker, because nothing else can
+stop a template, which is a program, or the tokenizer's native code. After a long text a worker
+ends, which frees its memory. Both are cheap, because a fork is.
 
 Must never start a thread before it forks.
 """
@@ -38,16 +38,16 @@ from sgl_jax.text.jobs import (
 )
 from sgl_jax.text.tokenizer import Tokenizer
 
-# Beyond its memory at the start. Tokenising takes about 100 bytes for each byte of text.
+# Above its memory at the start. Tokenization takes about 100 bytes for each byte of text.
 _MOST_MEMORY_BYTES = 4 * 2**30
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fork workers until the parent closes its end; returns the exit code."""
+    """Fork workers until the parent closes its end, and return the exit code."""
     # A service manager signals every process of the service; only the parent ends this one.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # No zombies: exit codes of workers are not read.
+    # Exit codes of workers are not read: leave no zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments[0]))
     try:
@@ -127,7 +127,7 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
-    """Read the next frame; None if the parent has closed its end."""
+    """Read the next frame. Return None if the parent has closed its end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -1,4 +1,4 @@
-"""The parent's handle on the process that text workers are forked from (`worker.py`)."""
+"""The parent's handle on the process from which text workers are forked (`worker.py`)."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ class TextWorkers:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Begin to load the tokenizer, unless that was begun before; does not wait."""
+        """Start loading the tokenizer, unless that was started before. Does not wait."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -34,14 +34,14 @@ class TextWorkers:
             )
 
     def new_worker(self) -> socket.socket:
-        """A socket to a worker, which is ready once the tokenizer has been loaded.
+        """Return a socket to a worker, which is ready once the tokenizer has been loaded.
 
-        If that fails, the socket is closed from the other side.
+        If loading fails, the other side closes the socket.
         """
         self.start()
         assert self._control is not None
         ours, theirs = socket.socketpair()
-        # A process that has just ended closes `theirs`, too: the reader of `ours` sees it.
+        # If the process has just ended, `theirs` is closed too, and the reader of `ours` sees it.
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._control, [b"w"], [theirs.fileno()])
         return ours
@@ -51,7 +51,7 @@ class TextWorkers:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process. Workers end when their sockets are closed, and in any case in time."""
+        """End the process. Workers end when their sockets are closed, or at their time limit."""
         if self._control is not None:
             self._control.close()
             self._control = None

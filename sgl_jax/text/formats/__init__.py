@@ -1,1 +1,1 @@
-"""Formats of tool calls and reasoning: tables, and code where a format differs from all others."""
+"""Formats of tool calls and reasoning: tables, and code for irregular formats."""

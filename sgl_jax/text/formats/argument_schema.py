@@ -1,4 +1,4 @@
-"""The parts of a tool's parameters that count if its arguments are not written as JSON."""
+"""The parts of a tool's parameters that matter if its arguments are not written as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ _ROOT = ("$defs", "definitions", _OPTIONS)
 class ArgumentSchema(NamedTuple):
     """The arguments' schemas by name, the required names, and the keywords of the root.
 
-    root: "$defs" and "definitions" if present, and the mark of a lenient schema.
+    `root` has "$defs" and "definitions" if present, and the mark of a lenient schema.
     """
 
     properties: Mapping[str, Any]
@@ -28,13 +28,13 @@ class ArgumentSchema(NamedTuple):
 
     @classmethod
     def read(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
-        """Read the parts of `schema` that a reader needs; no schema is refused."""
+        """Return the parts of `schema` needed by a reader; accepts any schema."""
         schema = next(_alternatives(schema, schema), {})
         return cls.of({**schema, _OPTIONS: {"lenient": True}, "required": []})
 
     @classmethod
     def of(cls, schema: Mapping[str, Any]) -> "ArgumentSchema":
-        """Raises ValueError for anything but an object's properties, unless `schema` is lenient."""
+        """Read an object's schema. Raises ValueError if it is another kind and not lenient."""
         beyond = [name for name in _BEYOND_PROPERTIES if name in schema]
         properties, required = schema.get("properties", {}), schema.get("required", [])
         is_object = isinstance(properties, dict) and {*required} <= properties.keys()
@@ -53,12 +53,13 @@ class ArgumentSchema(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """The notation of a value where strings have no quotes. A text is a string if it may be one.
+    """The notation of a value if strings have no quotes. A text that may be a string is a string.
 
-    is_text: any text is a string.
-    has_null: the word `null` is not a string, although others are.
-    texts: the only strings, from `enum` and `const`.
-    others: schemas of the values that are no strings, which are written as JSON.
+    Attributes:
+        is_text: any text is a string.
+        has_null: the word `null` is not a string, although other words are.
+        texts: the only strings, from `enum` and `const`.
+        others: schemas of values other than strings, which are written as JSON.
     """
 
     is_text: bool
@@ -68,7 +69,7 @@ class ValueForm(NamedTuple):
 
     @classmethod
     def of(cls, schema: Any, scope: Mapping[str, Any]) -> "ValueForm":
-        """Resolve `schema`, whose references start at `scope`. Without a type, it is JSON."""
+        """Resolve `schema`; references start at `scope`. A schema without a type is JSON."""
         texts, others = list[str](), list[Mapping[str, Any]]()
         is_text = has_null = False
         for each in _alternatives(schema, scope):
@@ -91,14 +92,14 @@ class ValueForm(NamedTuple):
         return cls(is_text, has_null, [*dict.fromkeys(texts)], others)
 
     def is_string(self, text: str) -> bool:
-        """Return True if `text`, a whole value, is a string rather than JSON."""
+        """Return whether `text`, a whole value, is a string rather than JSON."""
         return self.is_text or text in self.texts or not self.others
 
 
 def _alternatives(schema: Any, scope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas, one of which a value of `schema` has to follow.
+    """Yield schemas without alternatives and references at their top.
 
-    They have no alternatives and references at their top. Each reference is followed once.
+    A value of `schema` must follow one of them. Each reference is followed once.
     """
     left, seen = [schema], set[str]()
     while left:
@@ -133,7 +134,7 @@ def _is_joined(value: Any) -> bool:
 
 
 def _target(reference: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that `reference` names; empty if there is none."""
+    """Return the schema named by `reference`; empty if there is none."""
     found: Any = scope
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -1,8 +1,8 @@
-"""The table of a format of calls, from which its reader and its grammar are made.
+"""The table that describes a format of calls, from which its reader and grammar are built.
 
-`call_reader` reads each call that `call_grammar` allows, and more: spaces anywhere, marks left out
-at the end of a value and of a call, JSON in any order. The exception is a string between tags with
-the marks in it that end its call.
+`call_reader` reads every call allowed by `call_grammar`, and more: spaces anywhere, marks missing
+at the end of a value or a call, JSON in any order. It cannot read a string between tags that
+contains the marks at the end of its call.
 """
 
 import json
@@ -14,7 +14,7 @@ from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.lark import NUMBER, of_json
 from sgl_jax.text.reader import Reading, Unread
 
-# Beside NUMBER, within a text: letters and digits; the beginning and the end of a call's id.
+# Placeholders in a text, like NUMBER: letters and digits; the begin and the end of a call's id.
 WORD, ID, ID_END = "\1\2\3"
 _NO_IDS = str.maketrans("", "", ID + ID_END)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -52,14 +52,15 @@ class JsonArguments(NamedTuple):
 class CallForm(NamedTuple):
     """A way to write calls.
 
-    head, after_name, tail: before a call's name, before its arguments, after them.
-    between: separates two calls; None if an answer has only one.
-    begin, end: around all calls.
-    mark: starts calls amid text; "" if they stand at the beginning of an answer only. If `begin` or
-        `head` repeats it, all calls together or each call must have it; otherwise it is optional.
-    names: pattern of valid names; None if a call is a JSON object and its name a string in it.
-    needs_known_name: only a call of one of the request's tools is a call.
-    openings: the marks that calls of the same format begin with.
+    Attributes:
+        head, after_name, tail: text before a call's name, before its arguments, after them.
+        between: text between two calls; None if an answer has only one.
+        begin, end: text around all calls.
+        mark: starts calls within text; "" if calls occur only at the beginning of an answer. If
+            `begin` or `head` repeats it, calls must have it; else it is optional.
+        names: pattern of valid names; None if a call is a JSON object and its name a string in it.
+        needs_known_name: a call must call one of the request's tools.
+        openings: the marks at the beginning of calls of the same format.
     """
 
     head: str
@@ -92,10 +93,11 @@ class CallForm(NamedTuple):
 
     @property
     def head_pattern(self) -> str:
-        """Matches the text before the arguments, with groups `name` and perhaps `id`."""
+        """Return a pattern of the text before the arguments, with groups `name` and optionally
+        `id`."""
         head, after_name = _loose(self.head), _loose(self.after_name)
         pattern = rf"\s*{head}(?P<name>{self.names}){after_name}\s*"
-        # Neighbouring `\s*` would take quadratic time on many spaces.
+        # Adjacent `\s*` would take quadratic time on many spaces.
         return re.sub(r"(\\s\*)+", r"\\s*", pattern)
 
     @property
@@ -104,7 +106,7 @@ class CallForm(NamedTuple):
 
     @property
     def ends(self) -> dict[str, list[str]]:
-        """Return each mark that ends a call, and the marks that may follow it."""
+        """Return each mark that ends a call, with the marks that may follow it."""
         marks = self.closing_marks
         return {mark: [*marks[at:], *self.openings] for at, mark in enumerate(marks, 1)}
 
@@ -117,9 +119,10 @@ class CallForm(NamedTuple):
 class Messages(NamedTuple):
     """Marks of an answer that consists of messages, of which the last is a call or a text.
 
-    texts: the marks that may begin each earlier message, before its text.
-    text_end: ends each earlier message, after its text.
-    last: begins the last message if that is a text.
+    Attributes:
+        texts: the marks that may begin each earlier message, before its text.
+        text_end: ends each earlier message, after its text.
+        last: begins the last message if it is a text.
     """
 
     texts: tuple[str, ...]
@@ -130,12 +133,13 @@ class Messages(NamedTuple):
 class ToolFormat(NamedTuple):
     """The notation of one model's calls, in one of several forms.
 
-    also_read: forms that are read, but not part of the grammar.
-    first_of_calls: characters that calls without a mark at the beginning start or continue with;
-        no text starts with these. "" if each call has a mark.
-    messages: set if an answer consists of messages; calls then have no mark.
-    reader: reads an answer after its reasoning; None for the generic `call_reader`.
-    has_short_ids: the chat template takes ids of nine characters only.
+    Attributes:
+        also_read: forms that the reader accepts, but not the grammar.
+        first_of_calls: characters with which unmarked calls at the beginning start or continue, and
+            no text starts; "" if each call has a mark.
+        messages: set if an answer consists of messages; calls then have no mark.
+        reader: reads an answer after its reasoning; None for the generic `call_reader`.
+        has_short_ids: the chat template accepts only ids of nine characters.
     """
 
     forms: tuple[CallForm, ...]
@@ -147,7 +151,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def by_mark(self) -> dict[str, list[CallForm]]:
-        """Return the forms that are read after each mark within text."""
+        """Return the forms to read after each mark within text."""
         found = dict[str, list[CallForm]]()
         for form in (*self.forms, *self.also_read):
             found.setdefault(form.mark, []).append(form.after_mark())
@@ -155,7 +159,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def marks(self) -> frozenset[str]:
-        """Return texts of the tokens that are read, special ones among them."""
+        """Return texts of the tokens needed for reading, including special tokens."""
         texts = (text for form in (*self.forms, *self.also_read) for text in form.texts)
         return frozenset(re.findall(_MARK, "\n".join(texts)))
 

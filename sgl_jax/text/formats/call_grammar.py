@@ -1,4 +1,4 @@
-"""The grammar of calls with valid names and arguments, in Lark's form, from a format's table."""
+"""Builds the grammar of valid calls, in Lark's form, from a format's table."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class CallGrammar(NamedTuple):
         is_single: bool,
         or_json: Schema | None = None,
     ) -> str:
-        """Nothing but calls of `tools`, one or several, or else JSON that `or_json` allows.
+        """Return a grammar of only calls of `tools`, one or several, or of JSON by `or_json`.
 
         Raises ValueError, with the reason, for tools that this format cannot enforce.
         """
@@ -40,12 +40,12 @@ class CallGrammar(NamedTuple):
         return _joined(lines, self._messages(special), self._arguments(tools, special))
 
     def calls_amid_content(self, tools: Tools, special: SpecialIds) -> str:
-        """Any text; each call in it is one of `tools`. Raises ValueError as `calls` does."""
+        """Return a grammar of text with calls of `tools`. Raises ValueError if not enforceable."""
         first, messages = self.format.first_of_calls, self.format.messages
         text = rf"/\s*([^\s{re.escape(first)}](?s:.*))?/"
         lines, marked = [f"text: {text}"], list[str]()
         own = {form.mark for form in self.format.forms}
-        # A call that the reader finds by another mark must be one of `tools`, too.
+        # A call found by the reader through another mark must also be one of `tools`.
         all_forms = [*self.format.forms, *(f for f in self.format.also_read if f.mark not in own)]
         for number, mark in enumerate(dict.fromkeys(form.mark for form in all_forms)):
             forms = tuple(form.after_mark() for form in all_forms if form.mark == mark)
@@ -92,7 +92,7 @@ class CallGrammar(NamedTuple):
             for index, writer in enumerate(self._writers):
                 try:
                     yield from writer.rule(f"arguments_{index}_{number}", schema, special)
-                except (AttributeError, TypeError) as error:  # a value of a wrong type
+                except (AttributeError, TypeError) as error:  # a value has a wrong type
                     raise ValueError(f"{tool!r}: parameters are no JSON schema: {error}") from error
 
     @property
@@ -104,8 +104,8 @@ class CallGrammar(NamedTuple):
 def _joined(*lines: Iterable[str]) -> str:
     """Return a grammar of these lines. Raises ValueError as soon as it is too long.
 
-    The rules of arguments may be many times as long as their schemas: common definitions are
-    repeated in each.
+    The rules of arguments may be many times as long as their schemas, because each repeats common
+    definitions.
     """
     num_chars, grammar = 0, list[str]()
     for line in chain(*lines):

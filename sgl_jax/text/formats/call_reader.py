@@ -12,7 +12,7 @@ from sgl_jax.text.reader import Reading, Unread
 
 
 def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading[None]:
-    """Hand out content and the calls amid it. Spaces around calls are not content."""
+    """Yield content and calls. Spaces around calls are not content."""
     if tool_format.reader is not None:
         yield from tool_format.reader(unread, tools)
         return
@@ -27,9 +27,9 @@ def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading
 
 
 def _calls(unread: Unread, forms: Sequence[CallForm], tools: Tools, lead: str) -> Reading[bool]:
-    """Read the calls after a mark; returns whether all of it was calls.
+    """Read the calls after a mark. Return whether they were valid to the end.
 
-    `lead`, the text read so far, is handed out as content if no call follows.
+    If no call follows, the text `lead` read so far is yielded as content.
     """
     for begin, alike in groupby(forms, key=lambda form: form.begin):
         if begin and not (yield from unread.skip(begin)):
@@ -54,7 +54,7 @@ def _call(unread: Unread, forms: Sequence[CallForm], tools: Tools, lead: str) ->
         return (yield from _tagged_call(unread, form, form.arguments, tools, lead))
     if form.names is not None:
         return (yield from _headed_call(unread, forms, lead))
-    # Without a mark, only an object that names a tool is a call.
+    # Without a mark, only an object with a tool's name is a call.
     if not (yield from json_call(unread, lead, None if lead else frozenset(tools))):
         return False
     yield from _close(unread, form.closing_marks)
@@ -62,7 +62,7 @@ def _call(unread: Unread, forms: Sequence[CallForm], tools: Tools, lead: str) ->
 
 
 def _headed_call(unread: Unread, forms: Sequence[CallForm], lead: str) -> Reading[bool]:
-    """A call as a head and the JSON object of its arguments."""
+    """Read a call written as a head and the JSON object of its arguments."""
     size = yield from unread.find("{")
     for form in forms if size >= 0 else ():
         head = re.fullmatch(form.head_pattern, unread.held[:size])
@@ -79,7 +79,7 @@ def _headed_call(unread: Unread, forms: Sequence[CallForm], lead: str) -> Readin
 def _tagged_call(
     unread: Unread, form: CallForm, tags: Tags, tools: Tools, lead: str
 ) -> Reading[bool]:
-    """A call as a name and its arguments one by one."""
+    """Read a call written as a name and its arguments one by one."""
     before, after, (end, *more_ends) = (
         form.head.strip(),
         form.after_name.strip(),

@@ -1,7 +1,7 @@
 """Tool calls of FunctionGemma and Gemma 4: `call:f{a:1,b:<escape>text<escape>}` between two marks.
 
-Arguments are JSON, except that keys have no quotes and strings stand between marks. They are
-reported only when the call is complete.
+Arguments are JSON, except that keys have no quotes and strings are between marks. They are reported
+only when the call is complete.
 """
 
 import json
@@ -15,7 +15,7 @@ from sgl_jax.text.formats.value_grammar import Notation
 from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
 from sgl_jax.text.reader import Reading, Unread
 
-# Beginning of a call -> its end and the mark around strings.
+# Begin of a call -> its end and the mark around strings.
 _MARKS = {
     "<start_function_call>": ("<end_function_call>", "<escape>"),
     "<|tool_call>": ("<tool_call|>", '<|"|>'),

@@ -4,8 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>
 
-The channel `analysis` is reasoning; other messages without a recipient are content. The prompt
-ends with `<|start|>assistant`, so the first message begins after it.
+The channel `analysis` is reasoning; other messages without a recipient are content. The prompt ends
+with `<|start|>assistant`, so the first message begins after it.
 """
 
 import re
@@ -43,7 +43,7 @@ _HEAD = re.compile(
 
 
 def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Reading[None]:
-    """Read an answer. Calls are content without `has_tools`, reasoning without `has_reasoning`."""
+    """Read an answer. `has_tools` and `has_reasoning` separate calls and reasoning from content."""
     lead = ""
     while unread.held or not unread.has_ended:
         size = -1
@@ -66,7 +66,7 @@ def read_harmony(unread: Unread, *, has_tools: bool, has_reasoning: bool) -> Rea
 def _body(
     unread: Unread, head: re.Match[str], *, has_tools: bool, has_reasoning: bool
 ) -> Reading[str]:
-    """Hand out the text of the message with this `head`; returns the mark that ended it."""
+    """Yield the text of the message with this `head`, and return the mark that ended it."""
     ends = (*_ENDS, _START)
     to = head["to"] or head["also_to"] or ""
     if has_tools and to.startswith(_FUNCTIONS):
@@ -79,9 +79,9 @@ def _body(
 
         yield CallBegun(to.removeprefix(_FUNCTIONS))
         end = yield from unread.pass_on(piece, ends)
-        if not arguments.strip():  # the model calls a function without any
+        if not arguments.strip():  # the call has no arguments
             yield piece("{}")
-        # The mark after the last call of an answer is a stop token, and not in its text.
+        # The mark after the last call of an answer is a stop token, which is not in the text.
         if end or ObjectEnd().feed(arguments) >= 0:
             yield CallEnded()
     else:

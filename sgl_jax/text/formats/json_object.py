@@ -1,4 +1,4 @@
-"""Calls and arguments that are JSON objects."""
+"""Reads calls and arguments written as JSON objects."""
 
 import json
 import re
@@ -14,17 +14,17 @@ _HEAD = re.compile(
 
 
 class ObjectEnd:
-    """Finds the end of the object or list that a text begins with, fed piece by piece."""
+    """Finds the end of the object or list at the beginning of a text, fed piece by piece."""
 
     def __init__(self, quotes: str = '"', depth: int = 0) -> None:
-        """`depth`: brackets that are open already."""
+        """Start at the beginning of the text; `depth` brackets are already open."""
         self._quotes = quotes
         self._depth = depth
-        self._quote = ""  # opened and not closed yet
+        self._quote = ""  # the open quote, if any
         self._is_escaped = False
 
     def feed(self, piece: str) -> int:
-        """Count characters of `piece` up to and including the end; -1 if it is not there."""
+        """Return the characters of `piece` up to and including the end; -1 if it has no end."""
         for index, char in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False
@@ -45,7 +45,7 @@ class ObjectEnd:
 
 
 def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
-    """Unread characters up to and including `end`; -1 if the text stops before."""
+    """Return the number of unread characters through `end`; -1 if the text stops before it."""
     num_seen = 0
     while True:
         size = end.feed(unread.held[num_seen:])
@@ -58,7 +58,7 @@ def find_end(unread: Unread, end: ObjectEnd) -> Reading[int]:
 
 
 def arguments(unread: Unread) -> Reading[bool]:
-    """Hand out the next object as the arguments of the open call; returns whether it ended."""
+    """Yield the next object as the arguments of the open call. Return whether it ended."""
     end = ObjectEnd()
     while True:
         size = end.feed(unread.held)
@@ -74,15 +74,15 @@ def arguments(unread: Unread) -> Reading[bool]:
 
 
 def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Reading[bool]:
-    """Read a call as an object `{"name": ..., "arguments": {...}}`, or `parameters`.
+    """Read a call as an object `{"name": ..., "arguments": {...}}`, or with `parameters`.
 
     Args:
-        lead: the text read before it, content if no such object comes.
-        known: names of tools; an object with another name, or without arguments, is no call.
+        lead: the text read before it, which becomes content if no such object comes.
+        known: names of tools: an object with another name, or without arguments, is not a call.
             None: any name is valid, and arguments may be missing.
 
     Returns:
-        True if there was one.
+        True if there was a call.
     """
     end, num_seen = ObjectEnd(), 0
     while True:
@@ -119,7 +119,6 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Readin
 
 
 def _rest_of_object(unread: Unread) -> Reading[None]:
-    """Read the rest of a call's object, with any other keys."""
     size = yield from find_end(unread, ObjectEnd(depth=1))
     unread.take(size if size >= 0 else len(unread.held))
 
@@ -134,7 +133,7 @@ def _name(text: str) -> str | None:
 
 
 def _parsed(text: str, *, may_lack_arguments: bool) -> tuple[str, str] | None:
-    """Return name and arguments of a call; None if `text` is not one."""
+    """Return name and arguments of a call; None if `text` is not a call."""
     try:
         call: Any = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

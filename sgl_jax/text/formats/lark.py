@@ -1,6 +1,6 @@
-"""Pieces of grammars in Lark's form, as llguidance reads it.
+"""Pieces of grammars in Lark's form, in llguidance's dialect.
 
-Special tokens are written by their ids, since no grammar can spell them.
+Special tokens are written by their ids, because a grammar cannot spell them.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from sgl_jax.core.grammar import SpecialIds, lark_literal, styled
 
-NUMBER = "\0"  # within a text: digits
+NUMBER = "\0"  # placeholder for digits in a text
 
 
 def literal(text: str, special: SpecialIds) -> str:
@@ -25,9 +25,9 @@ def literal(text: str, special: SpecialIds) -> str:
 
 
 def free_text(rule: str, end: str, special: SpecialIds, text: str = "/(?s:.*)/") -> Iterator[str]:
-    """Yield the lines of rule `rule`: any text, or one of a pattern, up to `end`, and `end`."""
+    """Yield the lines of rule `rule`: any text, or text of a pattern, then `end`."""
     mark = next((mark for mark in special if end.startswith(mark)), None)
-    if mark is not None:  # a token, which is no text
+    if mark is not None:  # a token is not text
         yield f"{rule}: {text} {literal(end, special)}"
         return
     cut = min((end.find(mark) for mark in special if mark in end), default=len(end))
@@ -41,5 +41,5 @@ def quoted(text: str) -> str:
 
 
 def of_json(schema: Mapping[str, Any]) -> str:
-    """JSON that `schema` allows. The references in `schema` start at `schema` itself."""
+    """Return a rule body for JSON that `schema` allows. References start at `schema`."""
     return f"%json {json.dumps(styled(schema))}"

@@ -1,7 +1,7 @@
-"""Llama 4 and others: an answer that is a list of calls as Python writes them, `[f(a=1), g()]`.
+"""Llama 4 and similar: an answer in the form of a list of Python calls, `[f(a=1), g()]`.
 
 Only a list at the beginning of an answer counts, and only if it calls tools of the request. It is
-handed out when it is complete.
+yielded when it is complete.
 """
 
 import ast
@@ -50,7 +50,7 @@ def _parsed(text: str, tools: Tools) -> list[tuple[str, str]]:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Raises ValueError or TypeError if `node` is no call, or its arguments are not JSON."""
+    """Return name and JSON arguments of a call. Raises ValueError or TypeError for other nodes."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     values = {}
@@ -71,7 +71,7 @@ def _argument(name: str) -> str:
 
 
 def _strings(rule: str, special: SpecialIds) -> Iterator[str]:
-    """Without numeric escapes, which differ between JSON and Python."""
+    """Yield a rule for strings without numeric escapes, which differ between JSON and Python."""
     quotes = (rf"/{q}([^{q}\\\x00-\x1f]|\\[{q}\\nrt])*{q}/" for q in "\"'")
     yield f"{rule}: {' | '.join(quotes)}"
 

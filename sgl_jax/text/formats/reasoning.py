@@ -8,14 +8,14 @@ from sgl_jax.text.reader import Reading, Unread
 
 
 class ReasoningFormat(NamedTuple):
-    """`pairs`: the opening and closing marks of reasoning, one pair for each way to write it."""
+    """The opening and closing marks of reasoning: `pairs` has a pair for each way to write it."""
 
     pairs: tuple[tuple[str, str], ...]
 
     def marks_after(self, prompt_tail: str) -> tuple[str, str] | None:
-        """Return the marks of the reasoning that an answer to this prompt may begin with.
+        """Return the marks of the reasoning at the beginning of an answer to this prompt.
 
-        The opening mark is "" if the prompt ends with it; None if the prompt closed the reasoning.
+        The opening mark is "" if the prompt ends with it. None: the prompt closed the reasoning.
         """
         tail = prompt_tail.rstrip()
         for opening, closing in self.pairs:
@@ -26,24 +26,24 @@ class ReasoningFormat(NamedTuple):
         return self.pairs[0]
 
     def read(self, unread: Unread, prompt_tail: str, call_marks: Sequence[str]) -> Reading[bool]:
-        """Read reasoning if there is any, and leave the rest of the answer unread.
+        """Read reasoning, if any, and leave the rest of the answer unread.
 
         Args:
-            prompt_tail: the last characters of the prompt: many chat templates open the reasoning,
+            prompt_tail: the last characters of the prompt. Many chat templates open the reasoning,
                 or close an empty one, before the answer begins.
-            call_marks: the marks before calls. They are part of the reasoning if its end comes
-                after them.
+            call_marks: the marks before calls, which are part of the reasoning if its end comes
+                later.
 
         Returns:
-            True if the reasoning has no end: then the rest, from the first of `call_marks`, is
-            reasoning up to the first call. All of the answer has arrived.
+            True if all of the answer has arrived and the reasoning has no end. Then the rest, from
+            the first of `call_marks`, is reasoning up to the first call.
         """
         tail = prompt_tail.rstrip()
         for opening, closing in self.pairs:
             if tail.endswith(closing):
                 return False
             if tail.endswith(opening) or (yield from unread.comes(opening)):
-                yield from unread.skip(opening)  # it may repeat the end of the prompt
+                yield from unread.skip(opening)  # may repeat the end of the prompt
                 yield from unread.skip_space()
                 lead = yield from unread.pass_on(Reasoning, [closing, *call_marks])
                 if lead.lstrip() != closing:

@@ -1,4 +1,4 @@
-"""Arguments written one by one between tags, strings without quotes."""
+"""Arguments written one by one between tags, with strings without quotes."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ class Tags(NamedTuple):
         return self
 
     def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """Yield the lines of a rule: the properties in their order, without those not required.
+        """Yield the lines of a rule: the properties in order; optional properties may be missing.
 
-        A string is one of its `enum`, or any text; its pattern, format and length are not
-        enforced. Raises ValueError for a schema of anything but an object's properties.
+        A string is one of its `enum`, or any text; its pattern, format and length are not enforced.
+        Raises ValueError for a schema of anything but an object's properties.
         """
         parts = ArgumentSchema.of(schema)
         names = [f"{name}_{number}" for number in range(len(parts.properties))]
@@ -46,7 +46,7 @@ class Tags(NamedTuple):
     def _value(
         self, rule: str, key: str, parts: ArgumentSchema, special: SpecialIds
     ) -> Iterator[str]:
-        """Yield an argument's value and the text after it."""
+        """Yield the rule of an argument's value and the text after it."""
         form, end = parts.form_of(key), literal(self.end, special)
         if form.is_text:
             yield from free_text(rule, self.end, special)
@@ -63,32 +63,29 @@ class Tags(NamedTuple):
 
 
 class TaggedArguments:
-    """The arguments of one call, handed out as a JSON object as they arrive.
+    """The arguments of one call, yielded as a JSON object as they arrive.
 
-    A value without its end mark ends at the next argument that the tool declares, or at the end of
-    the call, if nothing but another call comes after that.
+    A value without its end mark ends at the next declared argument, or at the end of the call if
+    nothing but another call follows.
     """
 
     def __init__(
         self, unread: Unread, schema: Mapping[str, Any], tags: Tags, ends: Mapping[str, list[str]]
     ) -> None:
-        """`ends`: each mark that ends a call, and the marks that may follow it."""
+        """Start reading. `ends` maps each mark that ends a call to the marks that may follow it."""
         self._unread = unread
         self._schema = ArgumentSchema.read(schema)
         self._tags = tags
         self._end = tags.end.strip()
         self._ends = ends
-        self._marks = [self._end, tags.begin, *ends]  # which may end a value
+        self._marks = [self._end, tags.begin, *ends]  # that may end a value
         self._name_end, *self._before_value = tags.after_name.split()
-        self._has_lines = tags.end.startswith("\n")  # a line end before each value and after it
+        self._has_lines = tags.end.startswith("\n")  # a line end is before and after each value
         self._next = "{"
-        self._names = set[str]()  # of the arguments so far
+        self._names = set[str]()  # names of the arguments so far
 
     def read(self) -> Reading[bool]:
-        """Hand out all arguments; returns False if one of them breaks off.
-
-        The beginning of its JSON is handed out, too.
-        """
+        """Yield all arguments. Return False if one is incomplete, after yielding its beginning."""
         unread = self._unread
         while (yield from unread.close(self._tags.begin)):
             size = yield from unread.find(self._name_end)
@@ -107,12 +104,11 @@ class TaggedArguments:
         return True
 
     def close(self) -> Reading[None]:
-        """Hand out the end of the object."""
         yield Arguments("{}" if self._next == "{" else "}")
         yield CallEnded()
 
     def _read_value(self, name: str) -> Reading[bool]:
-        """Hand out an argument, a string as it arrives; returns whether its end came."""
+        """Yield an argument, a string as it arrives. Return whether its end came."""
         key = f"{self._next}{as_json(name)}: "
         self._next = ", "
         form = self._schema.form_of(name)
@@ -135,7 +131,6 @@ class TaggedArguments:
         return True
 
     def _rest(self) -> str:
-        """Read the rest of the text, which has ended."""
         return self._unread.take(len(self._unread.held)).strip()
 
     def _without_lines(self, text: str) -> str:
@@ -162,7 +157,7 @@ class TaggedArguments:
         return False
 
     def _find_end(self) -> Reading[int]:
-        """Count characters before the end of a value; -1 if that does not come. Reads nothing."""
+        """Return the number of characters before the end of a value; -1 if none. Reads nothing."""
         unread, before = self._unread, ""
         while (size := (yield from unread.find(*self._marks))) >= 0:
             before += unread.take(size)
@@ -174,7 +169,7 @@ class TaggedArguments:
         return -1 if size < 0 else len(before)
 
     def _ends_value(self, mark: str) -> Reading[bool]:
-        """True if `mark`, which comes next, ends the value before it. Reads nothing."""
+        """Return whether the next mark, `mark`, ends the value before it. Reads nothing."""
         unread = self._unread
         if mark == self._end:
             return True
@@ -202,7 +197,7 @@ def _begins_json(text: str) -> bool:
 
 
 def _as_value(text: str) -> str:
-    """JSON as it is, Python's constants as JSON's, anything else as a string."""
+    """Return JSON unchanged, Python's constants as JSON's, anything else as a string."""
     try:
         return as_json(json.loads(_PYTHON_CONSTANTS.get(text, text)))
     except (ValueError, RecursionError):

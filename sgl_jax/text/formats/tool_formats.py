@@ -1,4 +1,4 @@
-"""The formats of tool calls, one table each, by their names as flags."""
+"""The formats of tool calls, one table each, by their names in flags."""
 
 from sgl_jax.text.formats.call_form import ID, ID_END, WORD, CallForm, ToolFormat
 from sgl_jax.text.formats.gemma import GEMMA
@@ -93,7 +93,7 @@ _DEEPSEEK_V3 = _DEEPSEEK_V3_1._replace(
     between="\n<｜tool▁call▁begin｜>",
 )
 
-# The text before the arguments is the call's id: functions.f:0.
+# The text before the arguments is the call's id, such as functions.f:0.
 _KIMI_K2 = CallForm(
     mark="<|tool_calls_section_begin|>",
     begin="<|tool_calls_section_begin|><|tool_call_begin|>",

@@ -1,8 +1,8 @@
-"""Arguments as values of a notation that is almost JSON, such as Python's, as a grammar.
+"""Builds grammars of arguments in notations close to JSON, such as Python's.
 
 The grammar enforces types, `enum`, `const`, `anyOf`, references, properties and which of them are
-required, an array's items and their number, and a number's limits, but not a string's pattern,
-format and length.
+required, an array's items and their number, and a number's limits. It does not enforce a string's
+pattern, format and length.
 """
 
 import json
@@ -21,13 +21,14 @@ _ANY = ["string", "number", "boolean", "null", "array", "object"]
 class Notation(NamedTuple):
     """The way to write values.
 
-    string, strings: one string; the lines of a rule for any string.
-    true, false, null: the words for these values.
-    separator: between items.
-    argument, key: an argument's name and a key within a value, with the text between it and its
-        value; they raise ValueError for a name that cannot be written.
-    keys: any such key, in Lark's form.
-    begin, end: around all arguments.
+    Attributes:
+        string, strings: write a string; yield the lines of a rule for any string.
+        true, false, null: the words for these values.
+        separator: text between items.
+        argument, key: write an argument's name, or a key within a value, with the text before its
+            value. They raise ValueError for a name that cannot be written.
+        keys: pattern of any such key, in Lark's form.
+        begin, end: text around all arguments.
     """
 
     string: Callable[[str], str]
@@ -47,7 +48,7 @@ class Notation(NamedTuple):
         return (self.string(""),)
 
     def rule(self, name: str, schema: Mapping[str, Any], special: SpecialIds) -> Iterator[str]:
-        """Yield the lines of a rule: the properties in their order, without those not required.
+        """Yield the lines of a rule: the properties in order; optional properties may be missing.
 
         Raises ValueError, with the reason, for a schema that cannot be enforced.
         """
@@ -57,7 +58,7 @@ class Notation(NamedTuple):
         yield from rules.lines
 
     def written(self, value: Any) -> str:
-        """Return `value`, which JSON can hold, in this notation."""
+        """Return the JSON value `value` in this notation."""
         match value:
             case None:
                 return self.null
@@ -84,7 +85,7 @@ class _Rules:
         self._special = special
         self._root = root
         self._is_lenient = is_lenient(root)
-        self._shared: dict[str, str] = {}  # a part that several rules use -> its rule
+        self._shared: dict[str, str] = {}  # part shared by several rules -> its rule
         self._count = 0
         self.lines: list[str] = []
 
@@ -94,13 +95,13 @@ class _Rules:
         required: Collection[str],
         name: Callable[[str], str],
     ) -> str:
-        """Return an object's members, in order and separated; `name` writes the text before a
+        """Return an object's members in order, with separators; `name` writes the text before a
         value."""
         members = [
             self._rule(f"{literal(name(key), self._special)} {self._value(schema)}")
             for key, schema in properties.items()
         ]
-        after = [""]  # the rules of the members after each one, backwards
+        after = [""]  # rules of the members after each member, backwards
         for key, member in reversed([*zip(properties, members, strict=True)]):
             mark = "" if key in required else "?"
             after.append(self._rule(f"({self._separator} {member}){mark} {after[-1]}"))
@@ -114,7 +115,6 @@ class _Rules:
         return f"({' | '.join(begins)})"
 
     def _rule(self, body: str) -> str:
-        """Add a rule; returns its name."""
         name = f"{self._prefix}_{self._count}"
         self._count += 1
         self.lines.append(f"{name}: {body}")
@@ -139,7 +139,7 @@ class _Rules:
         return quoted(self._notation.separator)
 
     def _value(self, schema: Any) -> str:
-        """Return the values that `schema` allows. Raises ValueError if that cannot be enforced."""
+        """Return the values that `schema` allows. Raises ValueError if it cannot be enforced."""
         if schema is True or schema == {}:
             return self._once("any", lambda: self._of_types(_ANY, {}))
         if not isinstance(schema, dict):
