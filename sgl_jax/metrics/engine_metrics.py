@@ -1,10 +1,10 @@
-"""The engine's own figures for Prometheus: memory, load and tokens of every data-parallel rank.
+"""The engine's Prometheus metrics: memory, load and tokens of every data-parallel rank.
 
-Owns the last state the engine reported (`GetState`); a scrape while the engine is busy shows
-that. Must never call the engine itself.
+Owns the last state reported by the engine (`GetState`), which a scrape shows while the engine is
+busy. Must never call the engine.
 
-Names and labels are SGLang's, so that its dashboards work; labels of parallel workers have one
-value, since one engine drives all chips. In `kv_pages`, the states of each pool's pages add up to
+Names and labels are SGLang's, so that its dashboards work. Labels of parallel workers have one
+value, because one engine drives all chips. In `kv_pages`, the states of each pool's pages add up to
 its total.
 """
 
@@ -20,14 +20,14 @@ from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.metrics.tenant_metrics import TenantMetrics
 
 State = Mapping[str, Any]
-# The values of a figure's own labels, and its value.
+# Values of a figure's additional labels, and its value.
 Rows = Iterable[tuple[*tuple[str, ...], float]]
 _WORKER_LABELS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
 _FULL, _WINDOW, _STATES = "full", "window", "states"
 
 
 class Figure(NamedTuple):
-    """A metric: the name behind `sglang:`, its help, its own labels, and its values of a state."""
+    """A metric: its name after `sglang:`, help text, additional labels, and values in a state."""
 
     name: str
     help_text: str
@@ -54,13 +54,13 @@ class EngineMetrics:
         requests.registry.register(self)
 
     def update(self, state: State) -> None:
-        """Take in `Reply.data` of a `GetState`."""
+        """Store `Reply.data` of a `GetState`."""
         self._state = state
         self._tenants.update(state.get("tenants", {}))
         self._hosts.update(msgspec.convert(state.get("hosts", []), list[HostReport]))
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry at each scrape."""
+        """Yield all metrics; called by the registry at each scrape."""
         labels = {"model_name": self._requests.model_name, **_WORKER_LABELS}
         for figure in FIGURES:
             yield figure.family(self._state, labels)
@@ -75,7 +75,7 @@ class EngineMetrics:
 
 
 def token_usage(rank: State) -> float:
-    """The share of a rank's KV pages that neither is free nor can be evicted."""
+    """Return the share of a rank's KV pages in use: neither free nor evictable."""
     return _usage([rank])
 
 
@@ -94,12 +94,12 @@ def _evictable(pool: State) -> int:
 
 
 def used_tokens(rank: State) -> int:
-    """Tokens of a rank's KV pages that neither are free nor can be evicted."""
+    """Return the tokens of a rank's KV pages in use: neither free nor evictable."""
     return max_tokens(rank) - int(_available(rank) * rank["page_size"])
 
 
 def max_tokens(rank: State) -> int:
-    """Tokens that a rank's KV pages hold."""
+    """Return the capacity of a rank's KV pages in tokens."""
     return int((rank["total_pages"] - rank["reserved_pages"]) * rank["page_size"])
 
 
@@ -110,7 +110,7 @@ def _kind(pool: State) -> str:
 
 
 def pool_names(rank: State) -> list[str]:
-    """A name for each pool; for windows, with their widths in tokens."""
+    """Return a name for each pool; for windows, with their widths in tokens."""
     return [
         "window " + " ".join(map(str, pool["sliding_windows"]))
         if _kind(pool) == _WINDOW
@@ -120,7 +120,7 @@ def pool_names(rank: State) -> list[str]:
 
 
 def page_states(pool: State) -> dict[str, int]:
-    """The pages of a pool by state: all before the last add up to it."""
+    """Return the pages of a pool by state. All states before the last add up to it."""
     return {
         "free": pool["free_pages"],
         "leased": pool["leased_pages"],
@@ -133,7 +133,7 @@ def page_states(pool: State) -> dict[str, int]:
 
 
 def host_block_states(pool: State) -> dict[str, int]:
-    """The blocks of a pool in the host's memory by state: all before the last add up to it."""
+    """Return the pages of a CPU-memory pool by state. All states before the last add up to it."""
     return {
         "free": pool["free_blocks"],
         "arriving": pool["arriving_blocks"],
@@ -145,7 +145,7 @@ def host_block_states(pool: State) -> dict[str, int]:
 
 
 def row_states(rank: State) -> dict[str, int]:
-    """The rows of a rank by state: all before the last add up to it."""
+    """Return the rows of a rank by state. All states before the last add up to it."""
     total, free, session = rank["total_rows"], rank["free_rows"], rank["session_rows"]
     return {"free": free, "running": total - free - session, "session": session, "total": total}
 
@@ -155,7 +155,7 @@ def _of_kind(kind: str) -> Callable[[State], float]:
 
 
 def share(counters: Mapping[str, Any], part: str, whole: str) -> float:
-    """The share of one counter in another, 0 before any."""
+    """Return the ratio of two counters, or 0 if `whole` is 0."""
     return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
 
 
@@ -177,7 +177,7 @@ def _of_ranks(name: str, help_text: str, value: Callable[[State], float]) -> Fig
 def _of_pools(
     name: str, help_text: str, key: str, states_of: Callable[[State], dict[str, int]]
 ) -> Figure:
-    """The states of each pool in a rank's list `key`, which has all pools or none."""
+    """Return a figure of pool states from a rank's list `key`, which has all pools or none."""
     return Figure(
         name,
         help_text,
@@ -193,7 +193,7 @@ def _of_pools(
 
 
 def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
-    """A rank's counter `key`, with further labels of one value each."""
+    """Return a figure of a rank's counter `key`, with additional constant labels."""
     return Figure(
         name,
         help_text,
@@ -206,7 +206,7 @@ def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
 
 
 def _of_engine(name: str, key: str, help_text: str) -> Figure:
-    """A counter of the engine as a whole."""
+    """Return a figure of a counter of the whole engine."""
     return Figure(
         name, help_text, lambda state: [(state["counters"].get(key, 0),)], is_counter=True
     )

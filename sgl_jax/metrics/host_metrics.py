@@ -1,7 +1,7 @@
-"""Figures of the hosts of one engine for Prometheus: a host that is slower than the others shows.
+"""Prometheus metrics of the hosts of one engine, which reveal a slow host.
 
-In a step with collectives all hosts end together, so a slow host shows by its time to launch, and
-by the time that its chips need less than the others wait.
+In a step with collectives all hosts end together. A slow host therefore shows in its time to
+launch, and in a chip time shorter than the waits of the other hosts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +25,10 @@ class HostMetrics:
         self._hosts: Sequence[HostReport] = ()
 
     def update(self, hosts: Sequence[HostReport]) -> None:
-        """Take in the report of each host."""
         self._hosts = hosts
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry at each scrape."""
+        """Yield all metrics; called by the registry at each scrape."""
         labels = ["model_name", "host"]
         for name, help_text, attribute in _COUNTERS:
             family = CounterMetricFamily(f"sglang:{name}", help_text, labels=labels)

@@ -1,7 +1,7 @@
-"""Counters and histograms of requests, as the clients' side sees them.
+"""Counters and histograms of requests, measured on the clients' side.
 
-Owns its Prometheus registry: nothing is registered globally, so two engines in one process
-(or two tests) do not meet. Names and buckets follow SGLang's dashboards.
+Owns its Prometheus registry: nothing is registered globally, so two engines in one process (or two
+tests) do not collide. Names and buckets follow SGLang's dashboards.
 """
 
 import time
@@ -24,14 +24,14 @@ _MIN_RATE_WINDOW_S = 1.0
 
 
 class TimeHistogram:
-    """A Prometheus histogram that takes in many equal values at once.
+    """A Prometheus histogram that observes many equal values at once.
 
-    The library's own takes three locks a value, and one value is a streamed token. Values come from
-    one thread at a time; any thread may read.
+    The library's histogram takes three locks per value, and one value is a streamed token. Values
+    must come from one thread at a time; any thread may read.
 
     Args:
         bounds_s: upper bounds of the buckets, in seconds, ascending; infinity is added.
-        labels: of all values.
+        labels: labels of all values.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TimeHistogram:
         registry.register(self)
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """`count` times this value."""
+        """Observe a value `count` times."""
         self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 
@@ -96,7 +96,7 @@ class RequestMetrics:
         self._generated_tokens.inc(num_tokens)
 
     def generation_rate(self) -> float:
-        """Return generated tokens per second since the last call at least a second ago."""
+        """Return generated tokens per second, measured over intervals of at least a second."""
         now = time.perf_counter()
         since, before = self._rate_from
         if now - since >= _MIN_RATE_WINDOW_S:
@@ -105,9 +105,9 @@ class RequestMetrics:
         return self._rate
 
     def exposition(self, only_tenant: str | None = None) -> bytes:
-        """Return all metrics of the registry, in Prometheus' text format.
+        """Return all metrics of the registry in Prometheus' text format.
 
-        With `only_tenant`, figures by tenant are only that tenant's.
+        With `only_tenant`, figures by tenant are limited to that tenant.
         """
         registry: Any = self.registry
         if only_tenant is not None:

@@ -1,4 +1,4 @@
-"""Figures of tenants, with a bounded number of labels: clients can make up any number of users."""
+"""Metrics of tenants, with a bounded number of labels: clients can invent any number of users."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,10 +22,10 @@ _COUNTERS = {
 
 
 class TenantMetrics:
-    """The first `MAX_USERS` users that were seen have a label each, as has every key.
+    """The first `MAX_USERS` users and every key have a separate label.
 
-    Requests of no tenant have the empty label. Tokens of a tenant that the engine forgot stay in
-    the total of its label, so that no counter goes back.
+    Requests without a tenant have the empty label. If the engine forgets a tenant, its tokens stay
+    in the total of its label, so that no counter decreases.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -36,7 +36,7 @@ class TenantMetrics:
         self._total: dict[str, Counter[str]] = {}
 
     def update(self, tenants: Figures) -> None:
-        """Take in the engine's figures of each tenant; of one that is new, tokens since then."""
+        """Store the engine's figures of each tenant. A new tenant adds its tokens so far."""
         self._now = {label: Counter() for label in self._total}
         for name, figures in tenants.items():
             label = self._label(name)
@@ -51,7 +51,6 @@ class TenantMetrics:
         self._seen = tenants
 
     def collect(self) -> Iterable[Metric]:
-        """The families of all figures."""
         for kind, families, values in (
             (GaugeMetricFamily, _GAUGES, self._now),
             (CounterMetricFamily, _COUNTERS, self._total),
