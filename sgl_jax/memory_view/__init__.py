@@ -1,4 +1,4 @@
-"""The memory view: snapshots of a scheduler's memory, the frames made of them, and their page."""
+"""The memory view: snapshots of a scheduler's memory, frames made from them, and their page."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
-"""Frames of the memory view: JSON values that a page draws, made of snapshots (`reader.py`).
+"""Frames of the memory view: JSON values for the page, made from snapshots (`reader.py`).
 
-A key frame has the code of every page, any other frame the codes that changed since the frame
-before it, both as runs [first page, count, code]. All counts are the engine's; a frame adds rates
+A key frame has the code of every page, any other frame only the codes changed since the frame
+before. Both are runs [first page, count, code]. All counts come from the engine; a frame adds rates
 and marks, which need two snapshots.
 
-The pools of the host's memory follow the devices'. An arriving block has the code and state of a
-leased page, and a leaving block of a protected page.
+The CPU-memory pools follow the device pools. An arriving page looks like a leased page, a leaving
+page like a protected page, in code and state.
 """
 
 import gc
@@ -31,7 +31,7 @@ Run = list[int]
 
 _RATE_INTERVAL_S = 1.0
 _TEXTS_KEPT = 16_384
-# Counters of a rank, and the kind of mark that a change of each makes on the timeline.
+# Counters of a rank -> the kind of mark for a change of it on the timeline.
 _MARKS = {
     "requests_retracted": "retract",
     "requests_preempted": "preemption",
@@ -42,7 +42,7 @@ _COMPILES = ("compiles_after_ready", "compiles_in_background")
 
 
 class ViewFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The page's first facts: of a running engine, with the samples of the last ten minutes, or of
+    """The page's initial facts of a running engine, with the samples of the last ten minutes, or of
     a recording of `num_frames` frames, with a sample for each."""
 
     model: str
@@ -59,25 +59,25 @@ class FrameBuilder:
     """Makes the frames of successive snapshots of one engine.
 
     Args:
-        decode: makes text of token ids; None: no text is shown.
+        decode: converts token ids to text; None: no text is shown.
     """
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
         self._text: Callable[[bytes], str] | None = None
         if decode is not None:
-            # A request and a node keep their first tokens, so most texts were decoded before.
+            # The first tokens of a request or node do not change, so most texts are cached.
             self._text = lru_cache(_TEXTS_KEPT)(
                 lambda tokens: decode(np.frombuffer(tokens, np.int32).tolist())
             )
         self._rates = _Rates()
-        self._codes: list[list[Int32Array]] = []  # of each pool of each rank
+        self._codes: list[list[Int32Array]] = []  # by rank and pool
         self._frame: dict[str, Any] = {}
         self._counts: Counter[tuple[int | None, str]] | None = None
         self._unsampled: list[Mark] = []
         self.number = -1
 
     def add(self, snapshot: Snapshot, time_s: float) -> dict[str, Any]:
-        """The frame of the next snapshot, at `time_s` seconds since any origin."""
+        """Return the frame of the next snapshot, at `time_s` seconds since any origin."""
         before, self._codes = self._codes, _codes_of(snapshot)
         self._rates.update(snapshot, time_s)
         self.number += 1
@@ -101,11 +101,11 @@ class FrameBuilder:
         return self._with_runs(before)
 
     def key_frame(self) -> dict[str, Any]:
-        """The last frame, with the code of every page."""
+        """Return the last frame, with the code of every page."""
         return self._with_runs([])
 
     def sample(self) -> dict[str, Any]:
-        """The last frame's point on the timeline, with the marks since the sample before."""
+        """Return the last frame's point on the timeline, with the marks since the sample before."""
         frame = self._frame
         names = ("time_s", "step", "num_running", "num_waiting", "tokens_per_s")
         ranks = [{"pages": [pool["pages"] for pool in rank["pools"]]} for rank in frame["ranks"]]
@@ -113,7 +113,7 @@ class FrameBuilder:
         return {**{name: frame[name] for name in names}, "ranks": ranks, "marks": marks}
 
     def tree(self, snapshot: Snapshot) -> dict[str, Any]:
-        """The prefix trees of a snapshot that has them."""
+        """Return the prefix trees of a snapshot that includes them."""
         return {
             "step": snapshot["counters"]["steps_planned"],
             "ranks": [
@@ -148,7 +148,7 @@ class FrameBuilder:
         }
 
     def _with_runs(self, before: Sequence[Sequence[Int32Array]]) -> dict[str, Any]:
-        """The last frame with the runs that differ from `before`; all if that is empty."""
+        """Return the last frame with the runs that differ from `before`, or all if it is empty."""
         ranks = []
         for dp_rank, rank in enumerate(self._frame["ranks"]):
             pools = []
@@ -170,7 +170,7 @@ class FrameBuilder:
             entry["text"] = self._text(tokens)
 
     def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
-        """The marks of all counters that grew since the snapshot before."""
+        """Return marks for all counters that grew since the previous snapshot."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for rank in snapshot["ranks"]:
             for name, kind in _MARKS.items():
@@ -181,7 +181,7 @@ class FrameBuilder:
 
 
 def added_up(marks: Iterable[Mark]) -> list[Mark]:
-    """One mark for each kind and rank, with the sum of their counts."""
+    """Return one mark for each kind and rank, with the sum of their counts."""
     counts: Counter[tuple[int | None, str]] = Counter()
     for mark in marks:
         counts[mark["dp_rank"], mark["kind"]] += mark["count"]
@@ -220,7 +220,7 @@ class _Rates:
             columns = leases["rid"], leases["num_output"], leases["num_retractions"]
             for rid, count, num_retractions in zip(*columns, strict=True):
                 if rid is not None:
-                    # One that comes back after a retract brings its earlier output.
+                    # After a retract, a request returns with its earlier output.
                     unseen = count if num_retractions else 0
                     outputs[rid], gained[rid] = count, count - self._outputs.get(rid, unseen)
         if seconds is not None:
@@ -230,7 +230,7 @@ class _Rates:
 
 
 def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
-    """The listed pages as runs of neighbours with one code: [first page, count, code]."""
+    """Return the listed pages as runs of adjacent equal codes: [first page, count, code]."""
     pages = np.flatnonzero(is_listed)
     if not len(pages):
         return []
@@ -241,7 +241,7 @@ def runs(codes: Int32Array, is_listed: BoolArray) -> list[Run]:
     counts = np.diff(np.append(firsts, len(pages)))
     columns = np.stack([pages[firsts], counts, values[firsts]], axis=1)
     is_collected = gc.isenabled()
-    gc.disable()  # or many new lists cost most of the time in vain
+    gc.disable()  # otherwise collections caused by many new lists take most of the time
     try:
         found: list[Run] = columns.tolist()
     finally:
@@ -258,20 +258,18 @@ def _codes_of(snapshot: Snapshot) -> list[list[Int32Array]]:
 
 
 def _host_states(pool: Snapshot) -> dict[str, int]:
-    """Blocks in the host's memory by the state of a page that is drawn alike."""
+    """Return pages in CPU memory by the equivalent state of a device page."""
     states = host_block_states(pool)
     arriving, leaving = states.pop("arriving"), states.pop("leaving")
     return {**states, "leased": arriving, "cached_protected": leaving, "session_held": 0}
 
 
 def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The rows of a table that is given by its columns."""
     values = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 def _session(session: Mapping[str, Any]) -> dict[str, Any]:
-    """A session with named fields."""
     forked_from, rollbacks = session["forked_from"], session["rollbacks"]
     fields = {name: value for name, value in session.items() if name != "rollbacks"}
     if forked_from is not None:

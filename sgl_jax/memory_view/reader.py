@@ -1,8 +1,8 @@
-"""Snapshots of a scheduler's memory for people: every page, and all that holds or awaits pages.
+"""Snapshots of a scheduler's memory for people: every page, and all holders and waiters of pages.
 
-It only reads. A snapshot is a dictionary of builtins, with arrays as bytes, so that it is copied
-quickly between two steps; `frames.py` makes frames of it elsewhere. Prompts are private: a snapshot
-has tokens only with `has_tokens`, and hashes in place of namespaces.
+This module only reads. A snapshot is a dictionary of builtins, with arrays as bytes, so that it is
+copied quickly between two steps; `frames.py` makes frames of it elsewhere. Prompts are private: a
+snapshot has tokens only with `has_tokens`, and hashes instead of namespaces.
 """
 
 import time
@@ -36,23 +36,23 @@ from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import StreamingSession
 
-# The code of a page of the tree that a lease has locked; other pages have their owner's number
+# Code of a tree page locked by a lease. The code of any other page is its owner's number
 # (`page_allocator.py`).
 LOCKED = -3
-# Listed at most, so that the time of a snapshot is bounded: nodes of all ranks together.
+# Limits that bound the time of a snapshot. Nodes are counted over all ranks.
 MAX_NODES = 4096
-MAX_BLOCKS = 1 << 18  # of each pool in the host's memory
+MAX_BLOCKS = 1 << 18  # of each pool in CPU memory
 MAX_WAITING = 64
 MAX_SESSIONS = 256
 MAX_TURNS = 64
-MAX_TEXT_TOKENS = 64  # the first ones of a request, or of a node
+MAX_TEXT_TOKENS = 64  # first tokens of a request or a node
 _MAX_DEFECT_PAGES = 256
 
 
 class MemoryReader:
     """Reads the memory of `scheduler` between two of its events.
 
-    `other_counters` returns counters that are not the scheduler's.
+    `other_counters` returns additional counters from outside the scheduler.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MemoryReader:
         self._other_counters = other_counters
 
     def read(self, message: ReadMemory) -> dict[str, Any]:
-        """A snapshot of all ranks; `build_s` is its processor time in seconds."""
+        """Return a snapshot of all ranks; `build_s` is its processor time in seconds."""
         started = time.thread_time()
         scheduler, has_tokens = self._scheduler, message.has_tokens
         sessions, num_sessions_left_out = self._sessions()
@@ -83,7 +83,7 @@ class MemoryReader:
         return {**snapshot, "build_s": time.thread_time() - started}
 
     def describe_page(self, message: DescribePage) -> PageDescription:
-        """Raises `InvalidRequestError` if there is no such page."""
+        """Return the description of a page. Raises `InvalidRequestError` if it does not exist."""
         rank = self._rank_of(message.dp_rank)
         memory, num_pools = rank.memory, len(rank.memory.allocators)
         tier = rank.host.tier
@@ -112,7 +112,7 @@ class MemoryReader:
         )
 
     def find_prefix(self, message: FindPrefix) -> PrefixFound:
-        """Read only: no node becomes more recently used."""
+        """Find a prefix on every rank without marking nodes as recently used."""
         tokens = np.array(message.input_ids, np.int32)
         found = []
         for rank in self._scheduler.ranks:
@@ -145,7 +145,7 @@ class MemoryReader:
         }
 
     def _waiting(self) -> tuple[list[dict[str, Any]], int]:
-        """The first waiting requests, with reasons, and the number of the others."""
+        """Return the first waiting requests, with reasons, and the number left out."""
         listed = [
             {
                 "rid": request.rid,
@@ -161,7 +161,7 @@ class MemoryReader:
         return listed, self._scheduler.num_waiting - len(listed)
 
     def _sessions(self) -> tuple[list[dict[str, Any]], int]:
-        """Sessions that hold a row first, then the others, and the number of those left out."""
+        """Return sessions, those with a row first, and the number left out."""
         memories = [rank.memory for rank in self._scheduler.ranks]
         holding = {
             session_id: (memory, row)
@@ -183,14 +183,14 @@ class MemoryReader:
 
 
 def _codes(allocator: PageAllocator, num_locks: Int32Array) -> bytes:
-    """The owner of each page, int32[num_pages], with `LOCKED` pages of the tree."""
+    """Return the owner of each page, int32[num_pages], or `LOCKED` for locked tree pages."""
     codes = allocator.owners()
     codes[(codes == TREE) & (num_locks > 0)] = LOCKED
     return codes.tobytes()
 
 
 def _block_codes(blocks: HostBlocks) -> list[bytes]:
-    """The same of the first blocks of each pool in the host's memory."""
+    """Return the codes of the first `MAX_BLOCKS` pages of each pool in CPU memory."""
     most = MAX_BLOCKS * np.dtype(np.int32).itemsize
     return [
         _codes(allocator, blocks.num_locks(pool))[:most]
@@ -199,7 +199,7 @@ def _block_codes(blocks: HostBlocks) -> list[bytes]:
 
 
 def _defect(rank: RankScheduler) -> str | None:
-    """The first counts of a rank that disagree, of its pages or its blocks."""
+    """Return the first counts of a rank that disagree, in device or CPU memory, or None."""
     defect = find_imbalance(rank.memory, rank.num_leases)
     if defect is None:
         try:
@@ -210,13 +210,13 @@ def _defect(rank: RankScheduler) -> str | None:
 
 
 def _defect_pages(memory: RankMemory) -> list[tuple[int, int]]:
-    """The first pages, each as (pool, page), that a walk of wrong records names."""
+    """Return the first pages, each as (pool, page), named by a walk of wrong records."""
     found = ((each.pool, page) for each in find_defects(memory) for page in each.pages.tolist())
     return list(islice(found, _MAX_DEFECT_PAGES))
 
 
 def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
-    """Columns over the leases of a rank."""
+    """Return columns over the leases of a rank."""
     memory, running = rank.memory, rank.running
     leases = [lease for _, lease in sorted(memory.leases.items())]
     rows = np.array([lease.row for lease in leases], np.intp)
@@ -255,7 +255,7 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
 
 
 def _sessions_by_row(memory: RankMemory) -> dict[int, str]:
-    """The sessions that hold a row of this rank: idle sessions first, used longest ago first."""
+    """Return the sessions with a row of this rank: idle first, and these from the longest idle."""
     idle = {lease.row: session_id for session_id, lease in memory.sessions.idle()}
     return idle | {row: session_id for session_id, row in memory.sessions.lent()}
 
@@ -293,7 +293,7 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
 
 
 def _tree(memory: RankMemory, most: int, has_tokens: bool) -> dict[str, Any]:
-    """The nodes of a rank's tree, breadth first, up to so many."""
+    """Return the nodes of a rank's tree in breadth-first order, at most `most`."""
     tree = memory.cache.tree
     nodes = list(islice(_breadth_first(tree.root), most))
     listed = [_node(memory, node, has_tokens) for node in nodes]
@@ -307,7 +307,7 @@ def _tree(memory: RankMemory, most: int, has_tokens: bool) -> dict[str, Any]:
 
 
 def _breadth_first(root: TreeNode) -> Iterator[TreeNode]:
-    """Every node but the root, parents before children, the shallow before the deep."""
+    """Yield every node except the root, in breadth-first order."""
     queue = deque(root.children.values())
     while queue:
         node = queue.popleft()
@@ -324,7 +324,7 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
         if component.pool < 0:
             continue
         values = node.values[component.index]
-        if component.index == 0:  # full attention: every page is there
+        if component.index == 0:  # full attention: every page is present
             num_pages[component.pool] += len(values)
             continue
         count = int(np.count_nonzero(values))
@@ -339,7 +339,7 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
         "parent": None if parent is None or parent.parent is None else parent.node_id,
         "start": start,
         "end": node.end,
-        "num_locks": node.locks[0],  # of the path's component, which counts them by node
+        "num_locks": node.locks[0],  # of the path's component, which counts locks by node
         "last_access": node.last_access,
         "namespace": namespace_hash(node.namespace),
         "num_pages": num_pages,
@@ -352,7 +352,7 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
 
 
 def _runs(is_set: BoolArray) -> list[list[int]]:
-    """The first place and the length of each run of set places."""
+    """Return the first place and the length of each run of set places."""
     borders = (np.flatnonzero(is_set[1:] != is_set[:-1]) + 1).tolist()
     if is_set[0]:
         borders.insert(0, 0)
@@ -363,7 +363,7 @@ def _runs(is_set: BoolArray) -> list[list[int]]:
 
 
 def _describe_block(blocks: HostBlocks, pool: int, block: int) -> PageDescription:
-    """The description of a block in the host's memory. Its tree is not shown."""
+    """Return the description of a page in CPU memory, without its tree."""
     allocator = blocks.allocators[pool]
     check_between("page", block, 0, allocator.num_pages - 1)
     owner = int(allocator.owners()[block])
@@ -381,7 +381,6 @@ def _describe_block(blocks: HostBlocks, pool: int, block: int) -> PageDescriptio
 
 
 def _history(allocator: PageAllocator, page: int, holder: str = "row") -> dict[str, Any]:
-    """The moves of a page, for its description."""
     moves = allocator.transitions()
     of_page = [
         PageMove(move.clock, move.action, describe_owner(mover, holder))
@@ -396,7 +395,7 @@ def _history(allocator: PageAllocator, page: int, holder: str = "row") -> dict[s
 def _node_of(
     cache: RadixCache, pool: int, page: int
 ) -> tuple[TreeNode | None, tuple[int, int] | None]:
-    """The node that holds a page of the tree, and the page's tokens."""
+    """Return the node that holds a page of the tree, and the page's token range."""
     nodes, page_size = cache.nodes(), cache.tree.page_size
     for component in cache.tree.components:
         if component.pool != pool:
@@ -411,7 +410,7 @@ def _node_of(
 
 
 def _tokens_of(memory: RankMemory, pool: int, page: int, row: int) -> tuple[int, int] | None:
-    """The tokens of a page that a row owns; the last ones may not be written yet."""
+    """Return the token range of a page owned by a row. The last tokens may not be written yet."""
     for group in memory.groups_of[pool]:
         places = (memory.rows.pages[row, group] == page).nonzero()[0]
         if len(places):
