@@ -1,5 +1,5 @@
 """Structured output: masks of the tokens that a grammar allows next.
 
-Owns llguidance, which makes masks from grammars. Steps and rows are the engine's business: it
-requests the mask of an output, and the executor samples with it.
+Owns llguidance, which computes masks from grammars. Steps and rows belong to the engine, which
+requests the mask of an output, and to the executor, which samples with it.
 """

@@ -1,8 +1,7 @@
-"""Compiles grammars on one thread, and takes turns between tenants.
+"""Compiles grammars on one thread, in turns between tenants.
 
-The engine loop uses the queue and never waits for the thread: they share no lock, and pass jobs by
-queues of which every operation is one step of the interpreter. The queue keeps the only record of
-compiled grammars.
+The engine loop uses the queue and never waits for the thread: they share no lock, and pass jobs
+through queues with atomic operations. The queue keeps the only record of compiled grammars.
 """
 
 import logging
@@ -21,33 +20,32 @@ logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256  # compiled grammars
 _FAILED = "the engine failed on this grammar; see its log"
-# llguidance recurses from rule to rule, and a stack that overflows ends the process. A chain of as
-# many rules as a grammar may have takes less than 32 MiB. Unused pages take no memory.
+# llguidance recurses from rule to rule, and a stack overflow ends the process. The longest chain of
+# rules allowed in a grammar takes less than 32 MiB. Unused pages take no memory.
 _STACK_BYTES = 256 << 20
 _MAIN_THREAD_POLL_S = 0.5  # an idle thread must not keep the process alive
 
 
 @dataclass(eq=False)
 class Job:
-    """The compilation of one grammar. It ends with a `matcher`, with an `error`, or with neither:
-    then it was dropped, because all of its requests had ended."""
+    """The compilation of one grammar. It ends with a `matcher`, with an `error`, or with neither if
+    it was dropped because all of its requests had ended."""
 
     grammar: Grammar
     requests: list[tuple[str, str]] = field(default_factory=list)  # rid and tenant of each
-    tenants: list[str] = field(default_factory=list)  # in whose turns it is
+    tenants: list[str] = field(default_factory=list)  # with this job in their turns
     matcher: LLMatcher | None = None
     error: InvalidRequestError | RuntimeError | None = None
     has_ended: bool = False
 
 
 class CompileQueue:
-    """A queue of grammars to compile.
+    """A queue of grammars to compile, for use by one thread.
 
-    Only one thread may use it. Tenants are the holders of shares (`core.shares`): "" are all
-    clients without a share of their own.
+    Tenants are the holders of shares (`core.shares`): "" stands for all clients without a share.
 
     Attributes:
-        ended: jobs at their end, to be taken by `take`.
+        ended: ended jobs, to be removed by `take`.
         num_compiled: grammars compiled since the start.
     """
 
@@ -63,10 +61,10 @@ class CompileQueue:
 
         Args:
             compile_grammar: raises `InvalidRequestError` for a grammar that cannot be served.
-            is_wanted: return whether request `rid` still waits; called on the thread.
-            max_queued: jobs at most. A tenant may queue no more jobs than there are places left, so
-                that none can take all of them.
-            has_shares: this counts for "" as well, beside which others have shares of their own.
+            is_wanted: returns whether request `rid` still waits; called on the thread.
+            max_queued: maximum number of jobs. A tenant may queue no more jobs than places left, so
+                that no tenant can take all of them.
+            has_shares: this rule also applies to "", because other clients have shares.
         """
         self._compile = compile_grammar
         self._is_wanted = is_wanted
@@ -86,18 +84,18 @@ class CompileQueue:
             threading.stack_size(usual_bytes)
 
     def __len__(self) -> int:
-        """Jobs that were not taken yet."""
+        """Return the number of jobs not yet taken."""
         return len(self._jobs)
 
     def find(self, grammar: Grammar) -> LLMatcher | None:
-        """Return a grammar that is kept compiled."""
+        """Return the cached compiled grammar, or None."""
         matcher = self._kept.get(grammar)
         if matcher is not None:
             self._kept.move_to_end(grammar)
         return matcher
 
     def add(self, grammar: Grammar, rid: str, tenant: str) -> bool:
-        """Compile a grammar for request `rid`; False if the tenant has too many in the queue."""
+        """Compile a grammar for request `rid`. Return False if the tenant has too many jobs."""
         job = self._jobs.get(grammar)
         if job is None or tenant not in job.tenants:
             most = self._max_queued
@@ -109,12 +107,12 @@ class CompileQueue:
         return True
 
     def take(self) -> list[Job]:
-        """Return the jobs that have ended; a dropped one with new requests is queued again."""
+        """Return the ended jobs. A dropped job with new requests is queued again."""
         taken = []
         while self.ended:
             job = self.ended.popleft()
             del self._jobs[job.grammar]
-            self._num_queued -= Counter(job.tenants)  # which drops counts of 0
+            self._num_queued -= Counter(job.tenants)  # drops counts of 0
             if job.matcher is not None:
                 self.num_compiled += 1
                 self._keep(job.grammar, job.matcher)
@@ -127,7 +125,7 @@ class CompileQueue:
         return taken
 
     def close(self) -> None:
-        """End the thread after the grammar that it compiles now; its result is dropped."""
+        """End the thread after the grammar being compiled, and drop that grammar."""
         self._is_closed = True
         self._inbox.put(None)
 
@@ -151,9 +149,9 @@ class CompileQueue:
         while self._receive(turns):
             tenant = next(iter(turns))
             job = turns[tenant].popleft()
-            if not job.has_ended:  # in the turn of another tenant
+            if not job.has_ended:  # it ended in the turn of another tenant
                 self._run(job)
-            # A tenant that came meanwhile goes first.
+            # A tenant that arrived in the meantime goes first.
             self._receive_all(turns)
             if turns[tenant]:
                 turns.move_to_end(tenant)
@@ -161,7 +159,7 @@ class CompileQueue:
                 del turns[tenant]
 
     def _receive(self, turns: OrderedDict[str, deque[Job]]) -> bool:
-        """Wait until there is a job; False if the queue or the process ends."""
+        """Wait until there is a job. Return False if the queue or the process ends."""
         while not self._is_closed and threading.main_thread().is_alive():
             self._receive_all(turns)
             if turns:
@@ -187,7 +185,7 @@ class CompileQueue:
                 job.matcher = self._compile(job.grammar)
             except InvalidRequestError as error:
                 job.error = error
-            except BaseException:  # a panic of llguidance is no `Exception`
+            except BaseException:  # a panic in llguidance is not an `Exception`
                 logger.exception("a grammar could not be compiled")
                 job.error = RuntimeError(_FAILED)
         job.has_ended = True

@@ -1,7 +1,7 @@
 """Compiles grammars for a model's vocabulary.
 
-The limits of a grammar count llguidance's work, not seconds: so a grammar is accepted on a machine
-of any speed or on none.
+The limits of a grammar count llguidance's work, not seconds, so that every machine accepts the same
+grammars.
 """
 
 import json
@@ -25,12 +25,12 @@ from sgl_jax.grammar.structural_tag import structural_tag
 
 logger = logging.getLogger(__name__)
 
-# Makes llguidance's form of a schema.
+# Converts a schema to llguidance's form.
 Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
-# Only a grammar in Lark's form has it; its rules may begin with ? or !.
+# Occurs only in Lark grammars. Rules may begin with ? or !.
 _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
-# Schemas of MAX_GRAMMAR_CHARS compile within some 0.3 s. A grammar so ambiguous that a token takes
-# more than some 0.05 s is given up, and the request ends; a token of a schema takes microseconds.
+# Schemas of MAX_GRAMMAR_CHARS compile within about 0.3 s. If a grammar is so ambiguous that a token
+# takes more than about 0.05 s, its request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
 
 
@@ -38,11 +38,11 @@ class GrammarCompiler:
     """Compiles the grammars of one model.
 
     Args:
-        tokenizer_path: folder with a `tokenizer.json`. It is read at once, since llguidance keeps
-            the interpreter lock while it reads it: a second or more for a large vocabulary.
-        vocab_size: of the model, no less than the tokenizer's.
-        eos_token_ids: which end an output.
-        opens_objects: an object of a schema may have properties that it does not name.
+        tokenizer_path: folder with a `tokenizer.json`. It is read at once, because llguidance keeps
+            the interpreter lock while reading: a second or more for a large vocabulary.
+        vocab_size: the model's vocabulary size, at least the tokenizer's.
+        eos_token_ids: ids of the tokens that end an output.
+        opens_objects: an object of a schema may have undeclared properties.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._opens_objects = opens_objects
         self._tokenizer: LLTokenizer | None = None
-        self._problem = ""  # why there is no tokenizer
+        self._problem = ""  # the reason for a missing tokenizer
         self._read_tokenizer()
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Compile a grammar, and compute its first mask, which may take longer than all others.
+        """Compile a grammar and its first mask, which may take longer than all later masks.
 
         Most of it runs without the interpreter lock. Raises `InvalidRequestError` if the grammar is
-        malformed or would cost too much.
+        malformed or too expensive.
         """
         try:
             return self._compile(grammar)
@@ -104,7 +104,7 @@ class GrammarCompiler:
         eos = list(self._eos_token_ids)
         try:
             self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=eos)
-        except Exception as error:  # of any type; all other requests can be served
+        except Exception as error:  # of any type; requests without a grammar can be served
             logger.warning("grammars cannot be served: %s", error)
             self._problem = f"this model's tokenizer cannot be used for grammars: {error}"
 
@@ -118,15 +118,15 @@ class GrammarCompiler:
 
 
 def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
-    """Return a grammar of reasoning, which is free text up to `closing`, and then `grammar`.
+    """Return a grammar of reasoning, which is free text up to `closing`, followed by `grammar`.
 
-    The reasoning is optional and begins with `opening`, unless that is the empty text: then it has
-    begun in the prompt. Both are literals of Lark's form.
+    The reasoning is optional and begins with `opening`. If `opening` is the empty text, the
+    reasoning has begun in the prompt. Both are Lark literals.
     """
     answer: dict[str, Any] = {"lark_grammar": grammar}
     if grammar.lstrip().startswith("{"):
         (answer,) = json.loads(grammar)["grammars"]
-    if closing.startswith("<["):  # a token, which is no text
+    if closing.startswith("<["):  # a token, not text
         thought = f"thought: /(?s:.*)/ {closing}"
     else:
         thought = f"thought[suffix={closing}]: /(?s:.*)/"
@@ -137,7 +137,7 @@ def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
 
 
 def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
-    # llguidance's own stack does not help a client.
+    # llguidance's stack does not help a client.
     lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
     return InvalidRequestError(f"{kind}: {lines}", kind)
 

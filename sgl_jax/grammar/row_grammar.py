@@ -1,4 +1,4 @@
-"""The place of one output in its grammar."""
+"""The position of one output in its grammar."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from sgl_jax.core.step_plan import Int32Array, mask_words
 
 
 class RowGrammar:
-    """Follows the tokens of an output, and masks the tokens that may come next.
+    """Follows the tokens of an output, and masks the possible next tokens.
 
-    It reads no token twice. A retract changes nothing: the tokens read so far stay the output.
+    It reads each token once. A retract changes nothing, because the output keeps its tokens.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class RowGrammar:
 
     @property
     def error(self) -> str:
-        """The reason why the grammar was given up: a token that it forbids, or its cost."""
+        """Return the reason for a failed grammar, a forbidden token or its cost; "" if none."""
         # The rest of llguidance's message holds the output.
         message: str = self._matcher.get_error()
         return message.partition("\n")[0]
@@ -39,11 +39,11 @@ class RowGrammar:
             self._matcher.consume_tokens(fresh)
 
     def masks(self, drafts: Sequence[int], masks: Int32Array) -> None:
-        """Write the tokens that may come next, and after each draft, to `masks`,
-        int32[1 + len(drafts), mask_words(vocab_size)].
+        """Write the tokens allowed next, and after each draft, to `masks`.
 
-        If no token may follow, the mask holds the tokens that end an output. Nothing is written
-        after a draft that the grammar does not allow.
+        `masks` is int32[1 + len(drafts), mask_words(vocab_size)]. If no token may follow, a mask
+        holds the tokens that end an output. Nothing is written after a draft that the grammar
+        forbids.
         """
         num_tried = 0
         for place in range(1 + len(drafts)):
@@ -57,14 +57,14 @@ class RowGrammar:
             self._matcher.rollback(num_tried)
 
     def expected(self) -> list[int]:
-        """The next tokens, as far as the grammar forces them."""
+        """Return the next tokens, as far as the grammar forces them."""
         if self._matcher.is_stopped():
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens
 
     def _write_mask(self, mask: Int32Array) -> None:
-        if not self._matcher.is_stopped():  # nor in an error
+        if not self._matcher.is_stopped():  # also True after an error
             fill_next_token_bitmask(self._matcher, mask[None], 0)
         if self._matcher.is_stopped():
             mask[:] = self._end

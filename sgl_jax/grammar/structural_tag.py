@@ -1,7 +1,7 @@
-"""Free text with tags, whose contents follow schemas, as a grammar in Lark's form.
+"""Converts structural tags, free text with tags around JSON by schemas, to Lark grammars.
 
-A special token in a trigger, a beginning or an end is written by its id. Since it is never free
-text, it begins a tag by itself; a trigger of plain text is looked for in the text.
+A special token in a trigger, a beginning or an end is written by its id. Since it never occurs in
+free text, it begins a tag; a trigger of plain text is searched for in the text.
 """
 
 import json
@@ -21,11 +21,11 @@ def structural_tag(
 
     Args:
         text: JSON with `structures` (`begin`, `schema`, `end`) and `triggers`.
-        prepared: makes llguidance's form of a schema.
+        prepared: converts a schema to llguidance's form.
         special: text -> id of the special tokens.
 
     Raises:
-        ValueError: `text` is something else.
+        ValueError: `text` has another form.
     """
     value = json.loads(text)
     if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
@@ -49,7 +49,7 @@ def structural_tag(
 def _tag(rule: str, begin: str, trigger_size: int, body: str, special: SpecialIds) -> list[str]:
     """Return the lines of a tag after free text.
 
-    The trigger is cut before its first special token, which may reach beyond it.
+    The trigger is cut before its first special token, which may extend beyond the trigger.
     """
     plain, *rest = split_special(begin, special)
     if len(plain) >= trigger_size:
