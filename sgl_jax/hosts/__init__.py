@@ -1,1 +1,1 @@
-"""One engine over several hosts: their meeting, the channel of host 0's commands, and its ends."""
+"""Runs one engine over several hosts: the group, and the channel of host 0's commands."""

@@ -1,6 +1,6 @@
 """Messages between host 0 and the other hosts of an engine. Must not import jax.
 
-Host 0 numbers its commands; every host runs each of them, in order, on its own devices.
+Host 0 numbers its commands. Every host runs each of them, in order, on its devices.
 """
 
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from sgl_jax.core.transfers import Transfers
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Launch a step. Page tables are in it as differences, so a decode step is some kilobytes."""
+    """Launch a step. Page tables are sent as differences, so a decode step takes some kilobytes."""
 
     plan: StepPlan
 
@@ -25,7 +25,7 @@ class MovePages(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankMasks(msgspec.Struct, frozen=True):
-    """The masks of one rank's rows that have a grammar; all others allow every token."""
+    """The masks of one rank's rows with a grammar; all other rows allow every token."""
 
     num_rows: int
     rows: Int32Array  # [n] indices in the rank's plan
@@ -33,7 +33,7 @@ class RankMasks(msgspec.Struct, frozen=True):
 
 
 class Draw(msgspec.Struct, frozen=True, tag=True):
-    """Draw the tokens of the masked step that was launched last."""
+    """Sample the tokens of the masked step launched last."""
 
     ranks: list[RankMasks]
 
@@ -46,43 +46,43 @@ class CallExecutor(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The engine has ended as it should; the hosts end, too."""
+    """The engine has ended normally; the hosts end, too."""
 
 
 Command: TypeAlias = Launch | MovePages | Draw | CallExecutor | End
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A host's first message: its place, and its facts by name (`hosts.description`)."""
+    """A host's first message: its rank, and its facts by name (`hosts.description`)."""
 
     rank: int
     facts: dict[str, str]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All hosts are there, and agree."""
+    """All hosts have joined and agree."""
 
 
 class NoGroup(msgspec.Struct, frozen=True, tag=True):
-    """The group does not come about."""
+    """The group cannot be formed."""
 
     reason: str
 
 
 class LeaderBeat(msgspec.Struct, frozen=True, tag=True):
-    """Host 0 lives, and has sent so many commands."""
+    """Heartbeat of host 0, with the number of commands sent so far."""
 
     num_commands: int
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """Host 0 ends the group, since a host was lost."""
+    """Host 0 ends the group because a host was lost."""
 
     reason: str
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A host lives. `background_end` as `ModelExecutor.background_end` returns it."""
+    """Heartbeat of a host. `background_end` is the result of `ModelExecutor.background_end`."""
 
     rank: int
     figures: HostFigures
@@ -91,7 +91,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """A host has got a signal to end: the engine finishes its requests, and all hosts end."""
+    """A host has received a signal to end: the engine finishes its requests, and all hosts end."""
 
     rank: int
 
@@ -103,7 +103,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A host cannot go on."""
+    """A host cannot continue."""
 
     rank: int
     reason: str

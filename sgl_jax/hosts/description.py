@@ -1,4 +1,4 @@
-"""Facts of a host that all hosts of an engine must share, compared before anything is loaded."""
+"""Facts that all hosts of an engine must share, compared before anything is loaded."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,7 @@ from sgl_jax.core.settings import flag
 
 _PACKAGES = ("sgl-jax", "jax", "jaxlib", "libtpu", "numpy", "flax")
 _COMPILER_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")
-# Settings that may differ: places of files, HTTP, logs, and all that host 0 alone uses.
+# Settings that may differ: file paths, HTTP, logs, and settings used only by host 0.
 _OWN_SETTINGS = frozenset(
     "node_rank dist_init_addr host_key host_key_file dist_timeout model_path tokenizer_path "
     "speculative_draft_model_path served_model_name chat_template host port api_key "
@@ -28,7 +28,7 @@ _WEIGHTS = ("*.safetensors", "orbax_params*/**/*")
 
 
 def describe_host(args: ServerArgs) -> dict[str, str]:
-    """Facts by name: versions, the compiler's settings, flags, and the model's files."""
+    """Return facts by name: versions, the compiler's settings, flags, and the model's files."""
     facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         try:
@@ -49,7 +49,7 @@ def describe_host(args: ServerArgs) -> dict[str, str]:
 
 
 def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """A sentence for each fact of another host that differs from host 0's own."""
+    """Return a sentence for each fact of another host that differs from host 0's fact."""
     return [
         f"{name} is {theirs.get(name, 'absent')!r} there and {own.get(name, 'absent')!r} on host 0"
         for name in sorted(own.keys() | theirs.keys())
@@ -58,7 +58,7 @@ def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
 
 
 def _weights_digest(folder: Path) -> str:
-    """Names, sizes, and both ends of each file: to read whole files would take minutes."""
+    """Hash the names, sizes and both ends of all files, since reading whole files takes minutes."""
     digest = hashlib.sha256()
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file())
     for path in files:

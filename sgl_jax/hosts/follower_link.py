@@ -1,4 +1,4 @@
-"""The end of every other host of the hosts' channel (`hosts.channel`). Must not import jax."""
+"""The channel's end on every host except host 0 (`hosts.channel`). Must not import jax."""
 
 import queue
 import threading
@@ -47,18 +47,18 @@ _COMMANDS = (Launch, MovePages, Draw, CallExecutor, End)
 
 
 class FollowerLink:
-    """The end of any other host. `receive` belongs to one thread; any thread may call the others.
+    """The channel's end on any other host. Only one thread may `receive`; any may call the rest.
 
     Attributes:
-        on_lost: called once, on a thread of the link, if host 0 is lost; ends the process unless
-            it is replaced.
-        background_end, figures: sent with each beat, see `Beat`.
+        on_lost: called once, on a thread of the link, if host 0 is lost; ends the process by
+            default.
+        background_end, figures: sent with each heartbeat (`Beat`).
     """
 
     def __init__(
         self, group: HostGroup, secret: str, host_timeout_s: float, progress: Progress
     ) -> None:
-        """`progress` is sent with each beat, for host 0's log."""
+        """Connect to host 0. `progress` is sent with each heartbeat, for host 0's log."""
         self.on_lost: Callable[[str], object] = end_process
         self.background_end: str | None = None
         self.figures = HostFigures()
@@ -86,11 +86,11 @@ class FollowerLink:
         return connection
 
     def meet(self, facts: dict[str, str], timeout_s: float) -> None:
-        """Wait until all hosts have come; then show host 0 that this one lives.
+        """Wait until all hosts have joined, then start heartbeats to host 0.
 
         Raises:
-            GroupError: host 0 did not reply in time (it is not there, or has another key), or
-                refused.
+            GroupError: host 0 refused, or did not reply in time (it is not there, or has another
+                key).
         """
         self._commands.send(self._encoder.encode(Hello(self._group.rank, facts)))
         if not self._commands.poll(int(timeout_s * 1000)):
@@ -106,10 +106,8 @@ class FollowerLink:
         self._beat_thread.start()
 
     def receive(self, timeout_s: float) -> Command | None:
-        """The next command; None if none comes in time.
-
-        Raises GroupError if commands were lost, or for another message.
-        """
+        """Return the next command, or None if none comes in time. Raises GroupError if commands
+        were lost, or for another message."""
         has_command = self._commands.poll(int(timeout_s * 1000))
         now = time.monotonic()
         if has_command or self._num_announced <= self._num_commands:
@@ -133,7 +131,7 @@ class FollowerLink:
         self._to_send.put(Ended(self._group.rank))
 
     def fail(self, reason: str) -> None:
-        """Report that this host cannot go on."""
+        """Report that this host cannot continue."""
         self._to_send.put(Failed(self._group.rank, reason))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The group that a host belongs to: from the flags, or from the platform that started it.
+"""The group of a host, from the flags or from the platform that started it.
 
-Reads settings and the environment; opens no connection but to a Cloud TPU VM's metadata.
+Reads settings and the environment. Connects only to a Cloud TPU VM's metadata server.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 
 
 class HostGroup(NamedTuple):
-    """The hosts of one engine, as one of them sees it."""
+    """The hosts of one engine, with this host's rank."""
 
     num_hosts: int
     rank: int
     address: str  # of host 0
-    port: int  # of host 0's channel; jax's coordinator takes the next one
+    port: int  # of host 0's channel; jax's coordinator uses the next port
 
 
 def with_group(
@@ -34,13 +34,13 @@ def with_group(
     environment: Mapping[str, str] = os.environ,
     read_metadata: "Callable[[str], str | None] | None" = None,
 ) -> ServerArgs:
-    """`args` with the group's flags filled in; `nnodes` is 1 for a host alone.
+    """Return `args` with the group's flags filled in; `nnodes` is 1 for a single host.
 
-    Flags win over the environment: LeaderWorkerSet's variables, then GKE's, then the metadata of a
-    Cloud TPU VM (`read_metadata`; the default is its server).
+    Flags take precedence over the environment: LeaderWorkerSet's variables, then GKE's, then the
+    metadata of a Cloud TPU VM (`read_metadata`; by default from its server).
 
     Raises:
-        ValueError: the group is incomplete, or contradicts itself.
+        ValueError: the group is incomplete or inconsistent.
     """
     if args.nnodes is None and args.node_rank is None and args.dist_init_addr is None:
         found = _from_platform(environment, read_metadata or _read_metadata)
@@ -64,7 +64,7 @@ def with_group(
 
 
 def group_of(args: ServerArgs) -> HostGroup:
-    """The group of complete settings (`with_group`). Raises ValueError if they contradict."""
+    """Return the group of complete settings (`with_group`). Raises ValueError if inconsistent."""
     assert args.nnodes is not None
     assert args.node_rank is not None
     if not args.node_rank < args.nnodes:
@@ -79,7 +79,7 @@ def group_of(args: ServerArgs) -> HostGroup:
 
 
 def group_key(args: ServerArgs) -> str:
-    """The secret of the hosts' channel. Raises ValueError if there is none, or a short one."""
+    """Return the secret of the hosts' channel. Raises ValueError if it is missing or too short."""
     key = args.host_key
     if args.host_key_file is not None:
         try:
@@ -99,7 +99,7 @@ def group_key(args: ServerArgs) -> str:
 def _from_platform(
     environment: Mapping[str, str], read_metadata: Callable[[str], str | None]
 ) -> HostGroup | None:
-    """The group that the platform names; None if it names none."""
+    """Return the group that the platform reports, or None."""
     if "LWS_GROUP_SIZE" in environment:
         return HostGroup(
             _number(environment, "LWS_GROUP_SIZE"),
@@ -115,7 +115,7 @@ def _from_platform(
     endpoints = read_metadata("worker-network-endpoints")
     if not rank_text or not endpoints:
         return None
-    # Each is NAME:PORT:ADDRESS, with commas between them.
+    # A comma-separated list of NAME:PORT:ADDRESS.
     addresses = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
     return HostGroup(len(addresses), int(rank_text), addresses[0], DEFAULT_PORT)
 
@@ -128,7 +128,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _read_metadata(attribute: str) -> str | None:
-    """An attribute of the Cloud TPU VM that this is; None on any other machine."""
+    """Return a metadata attribute of this Cloud TPU VM; None on any other machine."""
     if not any(Path(device).exists() for device in _TPU_DEVICES):
         return None
     server = os.environ.get("GCE_METADATA_IP", "169.254.169.254")

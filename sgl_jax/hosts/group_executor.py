@@ -1,7 +1,7 @@
-"""Host 0's executor of an engine on several hosts: it runs each step there, and on its own devices.
+"""Host 0's executor of an engine on several hosts: it runs each step on all of them.
 
-The scheduler is host 0's alone. All hosts run the same sequence of programs, so the
-collectives of all meet; results are the same on every host, and host 0 reads its own.
+Only host 0 has a scheduler. All hosts run the same sequence of programs, so their collectives
+match. Results are the same on every host, and host 0 reads its local results.
 """
 
 import time
@@ -31,16 +31,14 @@ from sgl_jax.hosts.leader_link import LeaderLink
 
 
 class GroupExecutor(ModelExecutor):
-    """A `ModelExecutor` whose every use of the devices is first a command to the other hosts.
+    """A `ModelExecutor` that sends each use of the devices as a command to the other hosts first.
 
-    Until `warm_up` has ended no command is sent, since every host loads and warms up by itself.
+    Before `warm_up` has ended it sends none, because every host loads and warms up independently.
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """Meet the other hosts, then load as each of them does.
-
-        Raises GroupError if they do not come in time, or differ.
-        """
+        """Connect to the other hosts, then load as they do. Raises GroupError if they are late or
+        differ."""
         group = group_of(args)
         self._link = LeaderLink(group, group_key(args), args.host_timeout)
         self._is_leading = False
@@ -54,11 +52,11 @@ class GroupExecutor(ModelExecutor):
         self.profiler.send = recorder.send = self._send
 
     def on_leaving(self, call: Callable[[int], object]) -> None:
-        """`call` gets the rank of another host that has got a signal to end, on another thread."""
+        """Call `call` with the rank of a host that gets a signal to end, on another thread."""
         self._link.on_leaving = call
 
     def host_reports(self) -> list[HostReport]:
-        """Figures of every host."""
+        """Return figures of every host."""
         return [HostReport(0, self._figures), *self._link.reports()]
 
     def warm_up(self) -> None:
@@ -70,7 +68,7 @@ class GroupExecutor(ModelExecutor):
         return None if None in ends else next(filter(None, ends), "")
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        check_plan(plan, self.sizes)  # before any host has it
+        check_plan(plan, self.sizes)  # before sending it to any host
         begin_s = time.monotonic()
         self._send(Launch(plan))
         with step_errors():
@@ -118,8 +116,8 @@ class GroupExecutor(ModelExecutor):
 
 @contextmanager
 def step_errors() -> Iterator[None]:
-    """Errors of a step become GroupErrors: mostly another host has gone, and if not, a step that
-    failed here may not have failed there, so the hosts no longer agree."""
+    """Convert errors of a step to GroupErrors: usually another host has gone. Otherwise the step
+    may not have failed on the other hosts, so the hosts no longer agree."""
     try:
         yield
     except Exception as error:  # of any type
@@ -127,13 +125,13 @@ def step_errors() -> Iterator[None]:
 
 
 def _without_free_rows(masks: Int32Array) -> RankMasks:
-    """The masks of one rank, int32[rows, 1 + drafts, words], without rows that allow all tokens."""
+    """Drop rows that allow all tokens from one rank's masks, int32[rows, 1 + drafts, words]."""
     rows = np.flatnonzero((masks != -1).any(axis=(1, 2))).astype(np.int32)
     return RankMasks(len(masks), rows, masks[rows])
 
 
 def with_free_rows(ranks: Sequence[RankMasks]) -> list[Int32Array]:
-    """The inverse for all ranks: every rank's masks, int32[rows, 1 + drafts, words]."""
+    """Return every rank's masks, int32[rows, 1 + drafts, words], from `_without_free_rows`."""
     masks = [np.full((own.num_rows, *own.masks.shape[1:]), -1, np.int32) for own in ranks]
     for full, own in zip(masks, ranks, strict=True):
         full[own.rows] = own.masks
@@ -141,7 +139,7 @@ def with_free_rows(ranks: Sequence[RankMasks]) -> list[Int32Array]:
 
 
 class _GroupProfiler(Profiler):
-    """Every host writes its own trace, into the same path of its own disk."""
+    """Every host writes a trace, into the same path of its local disk."""
 
     send: Callable[[Command], object]
 
@@ -156,7 +154,7 @@ class _GroupProfiler(Profiler):
 
 
 class _GroupRecorder(ExpertRecorder):
-    """Counts are read by a program of all hosts."""
+    """Counts are read by a program that all hosts run."""
 
     send: Callable[[Command], object]
 

@@ -1,4 +1,4 @@
-"""Host 0's end of the hosts' channel (`hosts.channel`). Must not import jax."""
+"""The channel's end on host 0 (`hosts.channel`). Must not import jax."""
 
 import logging
 import threading
@@ -44,13 +44,13 @@ from sgl_jax.hosts.group import HostGroup
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 10.0  # for the other hosts to leave, after `End`
-# XPUB hands on the first subscription to a topic, and the end of the last.
+# XPUB reports the first subscription to a topic, and the end of the last.
 _SUBSCRIPTIONS = [change + topic for change in (b"\0", b"\1") for topic in (COMMANDS, BEATS)]
-_MAX_MESSAGE_BYTES = 1 << 20  # of a host to host 0
+_MAX_MESSAGE_BYTES = 1 << 20  # from a host to host 0
 
 
 class _OneKey:
-    """Accepts the followers' key and no other, for ZeroMQ's authenticator."""
+    """Accepts only the followers' key, for ZeroMQ's authenticator."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -60,8 +60,6 @@ class _OneKey:
 
 
 class _FollowerState:
-    """Host 0's record of another host."""
-
     def __init__(self) -> None:
         self.last_beat_s = time.monotonic()
         self.figures = HostFigures()
@@ -70,16 +68,16 @@ class _FollowerState:
 
 
 class LeaderLink:
-    """Host 0's end. Any thread may send.
+    """The channel's end on host 0. Any thread may send.
 
     Attributes:
-        on_lost: called once, on a thread of the link, if another host is lost; ends the process
-            unless it is replaced.
-        on_leaving: called on that thread when another host has got a signal to end.
+        on_lost: called once, on a thread of the link, if a host is lost; ends the process by
+            default.
+        on_leaving: called on that thread when another host has received a signal to end.
     """
 
     def __init__(self, group: HostGroup, secret: str, host_timeout_s: float) -> None:
-        """Listen at the group's address. Raises OSError if that is impossible."""
+        """Listen at the group's address. Raises OSError if it cannot be bound."""
         self.on_lost: Callable[[str], object] = end_process
         self.on_leaving: Callable[[int], object] = lambda rank: None
         self._group = group
@@ -115,10 +113,10 @@ class LeaderLink:
             ) from error
 
     def meet(self, facts: dict[str, str], timeout_s: float) -> None:
-        """Wait for the hello of every other host; then watch them.
+        """Wait for the hello of every other host, then watch them.
 
         Args:
-            facts: of this host, to which all others must be equal.
+            facts: facts of this host, which all other hosts must match.
 
         Raises:
             GroupError: a host did not come in time, or its facts differ.
@@ -154,7 +152,7 @@ class LeaderLink:
         self._watch_thread.start()
 
     def send(self, command: Command) -> None:
-        """Queue a command for every other host; never blocks."""
+        """Queue a command for every other host without blocking."""
         payload = self._encoder.encode(command)
         with self._lock:
             self._num_commands += 1
@@ -162,11 +160,11 @@ class LeaderLink:
 
     @property
     def background_ends(self) -> list[str | None]:
-        """`Beat.background_end` of every other host."""
+        """Return `Beat.background_end` of every other host."""
         return [follower.background_end for follower in self._followers.values()]
 
     def reports(self) -> list[HostReport]:
-        """The last figures of every other host."""
+        """Return the last figures of every other host."""
         now = time.monotonic()
         return [
             HostReport(rank, own.figures, now - own.last_beat_s)
@@ -194,7 +192,7 @@ class LeaderLink:
             self._send_payload(self._encoder.encode(message))
 
     def _send_payload(self, payload: bytes, topic: bytes = COMMANDS) -> None:
-        # A host that is not connected gets none: the watch finds it silent.
+        # A disconnected host gets no message; the watch thread finds it silent.
         self._socket.send(topic, zmq.SNDMORE)
         self._socket.send(payload)
 
