@@ -103,8 +103,7 @@ class EngineProcess:
         return self._process.poll() is None
 
     def stop(self, timeout_s: float) -> None:
-        """Wait `timeout_s` for the process to end (after `Shutdown`), else kill it. Report its
-        exit."""
+        """Wait `timeout_s` for the process to end after `Shutdown`, or kill it. Report the exit."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -42,8 +42,7 @@ class RowGrammar:
         """Write the tokens allowed next, and after each draft, to `masks`.
 
         `masks` is int32[1 + len(drafts), mask_words(vocab_size)]. If no token may follow, a mask
-        holds the tokens that end an output. Nothing is written after a draft that the grammar
-        forbids.
+        holds the end tokens. Nothing is written after a draft that the grammar forbids.
         """
         num_tried = 0
         for place in range(1 + len(drafts)):

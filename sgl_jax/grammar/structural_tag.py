@@ -47,10 +47,8 @@ def structural_tag(
 
 
 def _tag(rule: str, begin: str, trigger_size: int, body: str, special: SpecialIds) -> list[str]:
-    """Return the lines of a tag after free text.
-
-    The trigger is cut before its first special token, which may extend beyond the trigger.
-    """
+    """Return the lines of a tag after free text. The trigger is cut before its first special token,
+    which may extend beyond it."""
     plain, *rest = split_special(begin, special)
     if len(plain) >= trigger_size:
         trigger, rest = plain[:trigger_size], [plain[trigger_size:], *rest]

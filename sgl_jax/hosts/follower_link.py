@@ -89,8 +89,7 @@ class FollowerLink:
         """Wait until all hosts have joined, then start heartbeats to host 0.
 
         Raises:
-            GroupError: host 0 refused, or did not reply in time (it is not there, or has another
-                key).
+            GroupError: host 0 refused, or did not reply in time (absent, or with another key).
         """
         self._commands.send(self._encoder.encode(Hello(self._group.rank, facts)))
         if not self._commands.poll(int(timeout_s * 1000)):

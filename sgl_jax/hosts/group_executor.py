@@ -37,8 +37,7 @@ class GroupExecutor(ModelExecutor):
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """Connect to the other hosts, then load as they do. Raises GroupError if they are late or
-        differ."""
+        """Connect to the other hosts, then load as they do. Raises GroupError if that fails."""
         group = group_of(args)
         self._link = LeaderLink(group, group_key(args), args.host_timeout)
         self._is_leading = False

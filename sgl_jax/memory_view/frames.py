@@ -42,8 +42,8 @@ _COMPILES = ("compiles_after_ready", "compiles_in_background")
 
 
 class ViewFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The page's initial facts of a running engine, with the samples of the last ten minutes, or of
-    a recording of `num_frames` frames, with a sample for each."""
+    """The page's initial facts: of a running engine, with the samples of the last ten minutes, or
+    of a recording of `num_frames` frames, with a sample for each."""
 
     model: str
     version: str

@@ -178,7 +178,6 @@ def json_response(value: Any) -> Response:
 
 
 def event(value: Any) -> bytes:
-    """Return one server-sent event with `value` as JSON."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 

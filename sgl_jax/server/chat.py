@@ -135,7 +135,6 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
 
 
 def _prompt_tail(refs: References, prompt: Sequence[int]) -> str:
-    """Return the last characters of a prompt, including special tokens."""
     tokens = list(prompt[-_PROMPT_TAIL_TOKENS:])
     return refs.frontend.tokenizer.decode(tokens, skip_special_tokens=False)
 
@@ -219,8 +218,7 @@ NamedEvent = tuple[str, dict[str, Any]]
 
 
 class PartsFormat(AnswerFormat):
-    """Writes an answer with one choice as named events. The last event completes the whole answer,
-    `_object`."""
+    """Writes an answer with one choice as named events; the last completes the whole, `_object`."""
 
     _object: Any
 

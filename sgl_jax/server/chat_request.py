@@ -43,8 +43,7 @@ class Tool(StrictModel):
 
 
 class CalledFunction(Part):
-    """A call that the model made. Its name may have any length, so that any answer can be sent
-    back."""
+    """A call that the model made. Its name may have any length, because answers are sent back."""
 
     name: str
     arguments: str = Field(
@@ -191,8 +190,7 @@ class ChatRequest(GenerationFields):
     ) -> "ChatRequest":
         """Build the chat of another API's body from the fields with a common name, and `given`.
 
-        `tools` have `FunctionDefinition`'s fields. Raises `InvalidRequestError` with the body's
-        `field`.
+        `tools` have `FunctionDefinition`'s fields. Raises `InvalidRequestError` with `field`.
         """
         own = set(FunctionDefinition.model_fields)
         functions = [tool.model_dump(include=own, exclude_none=True) for tool in tools or ()]

@@ -167,7 +167,6 @@ def is_of_messages(path: str) -> bool:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return an error as a whole HTTP response of route `path`."""
     body = msgspec.json.encode(messages_error(error)) if is_of_messages(path) else envelope(error)
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
@@ -210,10 +209,8 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """Return one clear sentence from pydantic's list: the deepest error in the body.
-
-    In a union, the branch with the value's type has the useful error.
-    """
+    """Return a sentence about the deepest error in pydantic's list. In a union, the branch with the
+    value's type has the useful error."""
     worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = field_path(worst["loc"])
     cause = worst.get("ctx", {}).get("error")

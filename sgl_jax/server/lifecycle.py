@@ -263,8 +263,7 @@ class _Server:
         self._stop.set()
 
     async def _end_if_silent(self) -> None:
-        """End if the engine is silent for too long: on several hosts, the other hosts have then
-        ended."""
+        """End after too long a silence of the engine, since other hosts have then ended."""
         await until_silent(self._health)
         if self._process is not None:
             reason = "the engine process is silent"
@@ -289,8 +288,7 @@ async def until_silent(health: EngineHealth) -> None:
 
 
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `call` in a daemon thread, which, unlike an executor's, does not delay the process's
-    exit."""
+    """Run `call` in a daemon thread, for which the exiting process does not wait."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 

@@ -132,8 +132,7 @@ class _Worker:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def do(self, job: Job) -> TokenIds | Probed:
-        """Return the worker's answer. Raises `InvalidRequestError` if it refuses, else `ApiError`
-        503."""
+        """Return the worker's answer. Raises `InvalidRequestError` (refused) or `ApiError` 503."""
         data = frame(job)
         for num_tries in range(_MAX_TRIES):
             await asyncio.sleep(num_tries * _RETRY_S)

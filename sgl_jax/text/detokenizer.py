@@ -85,8 +85,7 @@ class WindowDetokenizer:
         return gain
 
     def _scene(self, prompt_tail: list[int]) -> tuple[list[int], str]:
-        """Return the prompt's last tokens that begin and end at character boundaries, and their
-        text."""
+        """Return the prompt's last tokens between character boundaries, and their text."""
         for size in range(_PROMPT_CONTEXT_TOKENS, _PROMPT_CONTEXT_TOKENS + 4):
             context = prompt_tail[-size:]
             text = self._decode(context)

@@ -120,8 +120,7 @@ class Tokenizer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return class, special tokens and chat template, with the names of
-        `tokenizer_config.json`."""
+        """Return class, special tokens and chat template, named as in `tokenizer_config.json`."""
         return {
             "tokenizer_class": type(self._hf).__name__,
             "vocab_size": self.vocab_size,
@@ -149,7 +148,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return token ids of `text`. Long texts take seconds, without the interpreter lock.
 
-        Unpaired surrogates become U+FFFD. Raises `InvalidRequestError` if there is no vocabulary.
+        Unpaired surrogates become U+FFFD. Raises `InvalidRequestError` if it cannot encode text.
         """
         self.check_can_encode()
         # Not `encode`, which keeps the GIL and computes unused offsets.

@@ -78,8 +78,7 @@ class RequestChecks:
         self.check_length(len(text))
 
     def check_length(self, num_chars: int) -> None:
-        """Check a prompt's length in characters. Raises `InvalidRequestError` if it cannot be
-        encoded."""
+        """Check a prompt's length in characters. Raises `InvalidRequestError` if it is too long."""
         self._tokenizer.check_can_encode()
         most = self.max_prompt_chars
         if num_chars > most:

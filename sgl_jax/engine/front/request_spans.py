@@ -144,8 +144,7 @@ def _phases(stream: RequestStream) -> list[tuple[str, float]]:
 def _attributes(
     stream: RequestStream, model_name: str, http_id: str, now: float
 ) -> dict[str, AttributeValue]:
-    """Return span attributes, named by OpenTelemetry's conventions for GenAI where they have a
-    name, else `sgl_jax.`; times in seconds."""
+    """Return span attributes by OpenTelemetry's GenAI conventions or `sgl_jax.`; times in s."""
     request, sampling = stream.request, stream.request.sampling
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",

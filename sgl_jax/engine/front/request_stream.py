@@ -215,8 +215,7 @@ class Tracer(Protocol):
         ...
 
     def begin(self) -> Callable[[RequestStream], None]:
-        """Begin a request's trace in the current context. Returns a function to call once, with the
-        stream, after the stream has ended."""
+        """Begin a trace in the current context. Call the result once, after the stream's end."""
         ...
 
     def close(self) -> None:

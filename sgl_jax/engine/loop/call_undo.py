@@ -18,7 +18,6 @@ class CallUndo:
         self._steps: dict[str, tuple[str, Callable[[], object]]] = {}
 
     def note(self, rid: str, subject: str, undo: Callable[[], object]) -> None:
-        """Record that call `rid` has changed `subject`."""
         self._steps.pop(subject, None)
         self._steps[subject] = rid, undo
         if len(self._steps) > _MAX_STEPS:

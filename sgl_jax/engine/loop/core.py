@@ -355,10 +355,8 @@ class EngineCore:
         self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
 
     def _probe(self) -> None:
-        """Run a step without requests to check whether the device works again.
-
-        The last step failed, so nothing is cached that the probe could overwrite.
-        """
+        """Run a step without requests to check whether the device works again. The last step
+        failed, so nothing is cached that the probe could overwrite."""
         try:
             self.executor.result(self.executor.launch(first_token_plan(self.executor.sizes)))
         except Exception as error:

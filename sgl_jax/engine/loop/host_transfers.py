@@ -52,8 +52,7 @@ class HostTransfers:
         self._due_s: dict[tuple[int, int], float] = {}
 
     def move(self) -> None:
-        """Report ended transfers and begin planned transfers. Raises errors of the executor's
-        transfer."""
+        """Report ended transfers and begin planned transfers. Raises the errors of the executor."""
         ended_due_s = self._report_ended()
         if self._due_s:
             self._give_up_waiting(time.monotonic())
@@ -79,8 +78,7 @@ class HostTransfers:
     def _limited(
         self, transfers: Transfers, timeout_s: float, ended_due_s: Mapping[tuple[int, int], float]
     ) -> Transfers:
-        """Set the deadlines of pending loads. A load has the number of its lookup and gets its time
-        left."""
+        """Set the deadlines of pending loads. A load has its lookup's number and deadline."""
         due_s = time.monotonic() + timeout_s
         for move in (*transfers.searches, *transfers.loads):
             if move.is_awaited:

@@ -149,10 +149,8 @@ class _RankSockets:
         self._publisher.send_multipart((self._topic, number, payload))
 
     def start_replays(self) -> None:
-        """Read requests for a replay up to the limit; further requests wait in the socket.
-
-        A request that is not a sequence number gets only the end message.
-        """
+        """Read requests for a replay up to the limit; further requests wait in the socket. A
+        request that is not a sequence number gets only the end message."""
         assert self.router is not None
         while len(self.replays) < _MAX_REPLAYS and self.router.poll(0):
             client, *_, first = self.router.recv_multipart()
@@ -162,10 +160,8 @@ class _RankSockets:
             self.replays.append(_Replay(client, [*messages, end]))
 
     def continue_replays(self) -> None:
-        """Send each subscriber as much as its queue accepts, and give up after a timeout.
-
-        A subscriber with two requests gets one replay after the other.
-        """
+        """Send each subscriber as much as its queue accepts, and give up after a timeout. A
+        subscriber with two requests gets one replay after the other."""
         left: dict[bytes, list[_Replay]] = {}
         for replay in self.replays:
             if replay.client in left or not self._has_ended(replay):

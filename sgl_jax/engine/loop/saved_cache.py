@@ -37,8 +37,6 @@ _FOLDER = "saved_cache_1"  # increment the number for each change of the format
 
 
 class SavedCache(msgspec.Struct, frozen=True):
-    """The open sessions, and the prefixes of each rank."""
-
     sessions: list[SavedSession]
     trees: list[SavedTree]
 
@@ -71,8 +69,7 @@ class SavedCacheFolder:
             )
 
     def load(self, fingerprint: str) -> SavedCache | None:
-        """Return the last complete save. If it is missing or has another fingerprint, log that and
-        return None."""
+        """Return the last complete save with this fingerprint; if none, log why and return None."""
         try:
             return self._load(fingerprint)
         except Exception:  # of any type: the folder may hold anything
@@ -176,8 +173,7 @@ class CacheSaver:
         self.save().add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """Save at the engine's end, wait for the transfers to the store, and save again. Each wait
-        has a limit."""
+        """Save, wait for the transfers to the store, and save again. Each wait has a limit."""
         # The first save counts if the store is so slow that the engine is killed before the second.
         self.save().add_done_callback(_log_failure)
         try:

@@ -66,9 +66,9 @@ async def health(request: Request) -> Response:
 
 @router.get("/liveness", responses=answers())
 async def liveness(request: Request) -> Response:
-    """Return 503 if the engine has ended or its process is silent, so that the server should be
-    restarted, else 200. Load, draining and failing steps, which end the engine themselves, are not
-    reasons."""
+    """Return 503 if the server should be restarted, since the engine has ended or its process is
+    silent, else 200. Load, draining and failing steps, which end the engine themselves, do not
+    count."""
     refs = references_of(request)
     return health_answer(refs.check_live, refs.health, _status(refs))
 
@@ -293,9 +293,8 @@ _STATUS_OF_CODE = {
 
 
 def health_answer(check: Callable[[], None], health: EngineHealth, status: str) -> Response:
-    """Return 200 and `status` if `check` passes, else the error that it raises and, if the engine
-    is stuck, since when (ISO 8601 in UTC). Both have the progress of loading or compiling
-    (`core.progress`)."""
+    """Return 200 and `status` if `check` passes, else its error, and the time since when the engine
+    is stuck (ISO 8601 in UTC). Both have the progress of loading or compiling (`core.progress`)."""
     report = health.progress
     progress = {} if report is None else {"progress": report}
     try:

@@ -187,8 +187,6 @@ def message_of(parts: Sequence[AnswerPart]) -> AssistantMessage:
 
 
 def _logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the log-probabilities in the chat API's form: per token, with the token's bytes."""
-
     def top(token_id: int, logprob: float) -> TopLogprob:
         data = tokenizer.token_bytes(token_id)
         return TopLogprob(token_text(data), max(logprob, LOWEST_LOGPROB), list(data))

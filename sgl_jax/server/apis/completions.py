@@ -198,8 +198,7 @@ class CompletionFormat(OpenAIFormat):
         return tops
 
     def _text(self, token_id: int) -> str:
-        """Return the text of a token; bytes other than UTF-8 become `bytes:\\xNN`, as in OpenAI's
-        API."""
+        """Return a token's text; bytes other than UTF-8 as `bytes:\\xNN`, like OpenAI."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()

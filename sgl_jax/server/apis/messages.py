@@ -111,8 +111,7 @@ _Tool = Annotated[
 
 
 class MessagesToolChoice(StrictModel):
-    """Which tool is called: the model's choice or none (`auto`), any of them, the named tool, or
-    none."""
+    """The called tool: the model's choice or none (`auto`), any tool, the named tool, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = Field(default=None, description="of the tool that is called")

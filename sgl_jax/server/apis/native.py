@@ -258,10 +258,8 @@ class NativeAnswer:
     def __init__(
         self, stream: RequestStream, logprob_tokenizer: Tokenizer | None, tail: dict[str, Any]
     ) -> None:
-        """Set up an empty answer with the last fields `tail`.
-
-        With `logprob_tokenizer`, log-probabilities have the texts of their tokens.
-        """
+        """Set up an empty answer with the last fields `tail`. With `logprob_tokenizer`,
+        log-probabilities have the texts of their tokens."""
         self._stream = stream
         self._tokenizer = logprob_tokenizer
         self._tail = b"," + _encode(tail)[1:] if tail else b"}"
@@ -327,8 +325,7 @@ def native_logprobs(
     outputs: Sequence[TokenLogprobs],
     prompts: Sequence[TokenLogprobs],
 ) -> dict[str, list[Any]]:
-    """Return the log-probability fields of `MetaInfo` requested by `request`, for output and
-    prompt.
+    """Return the log-probability fields of `MetaInfo` requested by `request`, for both parts.
 
     Entries have SGLang's form `[logprob, token id, text]`; the text needs a `tokenizer`.
     """

@@ -70,10 +70,8 @@ class ResponsesFormat(PartsFormat):
         client_name: Callable[[str], ClientName],
         keep: Callable[[ResponseObject, AssistantMessage], None],
     ) -> None:
-        """Fill `response`, and call `keep` at the end with it and its message to store them.
-
-        `client_name` maps the model's name of a function to its namespace and name.
-        """
+        """Fill `response`, and store it at the end by calling `keep` with it and its message.
+        `client_name` maps the model's name of a function to its namespace and name."""
         super().__init__(refs, chat)
         self._object, self._client_name, self._keep = response, client_name, keep
         self._num_events = 0
@@ -151,8 +149,7 @@ class ResponsesFormat(PartsFormat):
     def _item(
         self, part: AnswerPart, item_id: str, status: str, contents: list[Any]
     ) -> dict[str, Any]:
-        """Return the item of a part. A call's arguments are the text of a JSON object, unless cut
-        off."""
+        """Return the item of a part. If a call was cut off, its arguments are incomplete JSON."""
         head = {"id": item_id, "status": status}
         match part.kind:
             case "content":

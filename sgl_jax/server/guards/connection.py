@@ -245,8 +245,7 @@ _MOST_AT_ONCE_S = 0.005
 
 
 class LoopShare:
-    """Yields the event loop periodically: one object per long piece of work, which calls `pause`
-    between its parts."""
+    """Yields the event loop periodically during long work, which calls `pause` between parts."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()

@@ -103,8 +103,7 @@ class ApiKeys:
         return not self._callers
 
     def admit(self, path: str, authorization: Sequence[bytes]) -> Caller | None:
-        """Return the caller with these `Authorization` headers; None if it may not use route
-        `path`.
+        """Return the caller with these `Authorization` headers; None if it may not use `path`.
 
         Only digests are compared, so that timing reveals nothing about a key.
         """

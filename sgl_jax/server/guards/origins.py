@@ -59,8 +59,7 @@ def _entries(text: str | None) -> list[str]:
 
 
 class OriginMiddleware:
-    """Answers 403 to requests from pages of other sites without a key. `public` are paths of pages
-    without data."""
+    """Answers 403 to other sites' pages without a key, except on `public` paths (without data)."""
 
     def __init__(self, app: ASGIApp, args: ServerArgs, public: Collection[str] = ()) -> None:
         self._app = app

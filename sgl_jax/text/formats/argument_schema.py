@@ -97,10 +97,8 @@ class ValueForm(NamedTuple):
 
 
 def _alternatives(schema: Any, scope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield schemas without alternatives and references at their top.
-
-    A value of `schema` must follow one of them. Each reference is followed once.
-    """
+    """Yield schemas without alternatives and references at their top, of which a value of `schema`
+    must follow one. Each reference is followed once."""
     left, seen = [schema], set[str]()
     while left:
         each = left.pop()

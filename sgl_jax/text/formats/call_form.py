@@ -41,8 +41,6 @@ class ArgumentForm(Protocol):
 
 
 class JsonArguments(NamedTuple):
-    """Arguments as a JSON object."""
-
     texts: tuple[str, ...] = ()
 
     def rule(self, name: str, schema: Schema, special: SpecialIds) -> Iterator[str]:
@@ -93,8 +91,7 @@ class CallForm(NamedTuple):
 
     @property
     def head_pattern(self) -> str:
-        """Return a pattern of the text before the arguments, with groups `name` and optionally
-        `id`."""
+        """Return a pattern of the text before the arguments, with groups `name` and maybe `id`."""
         head, after_name = _loose(self.head), _loose(self.after_name)
         pattern = rf"\s*{head}(?P<name>{self.names}){after_name}\s*"
         # Adjacent `\s*` would take quadratic time on many spaces.

@@ -11,8 +11,6 @@ from sgl_jax.text.formats.lark import free_text, literal, of_json
 
 
 class CallGrammar(NamedTuple):
-    """Writes the grammars of one format."""
-
     format: ToolFormat
 
     def calls(

@@ -27,10 +27,8 @@ def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading
 
 
 def _calls(unread: Unread, forms: Sequence[CallForm], tools: Tools, lead: str) -> Reading[bool]:
-    """Read the calls after a mark. Return whether they were valid to the end.
-
-    If no call follows, the text `lead` read so far is yielded as content.
-    """
+    """Read the calls after a mark. Return whether all text was calls. If no call follows, yield the
+    text `lead` read so far as content."""
     for begin, alike in groupby(forms, key=lambda form: form.begin):
         if begin and not (yield from unread.skip(begin)):
             continue

@@ -95,8 +95,7 @@ class _Rules:
         required: Collection[str],
         name: Callable[[str], str],
     ) -> str:
-        """Return an object's members in order, with separators; `name` writes the text before a
-        value."""
+        """Return an object's members in order; `name` writes the text before a value."""
         members = [
             self._rule(f"{literal(name(key), self._special)} {self._value(schema)}")
             for key, schema in properties.items()
