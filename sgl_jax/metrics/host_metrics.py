@@ -1,7 +1,7 @@
 """Prometheus metrics of the hosts of one engine, which reveal a slow host.
 
 In a step with collectives all hosts end together. A slow host therefore shows in its time to
-launch, and in a chip time shorter than the waits of the other hosts.
+launch, and in a step time shorter than that on the other hosts, which wait for it.
 """
 
 from collections.abc import Iterable, Sequence

@@ -51,7 +51,7 @@ class AnswerParser(NamedTuple):
         return HARMONY in self
 
     def marks(self, *, has_tools: bool, has_reasoning: bool) -> frozenset[str]:
-        """Return texts of tokens that a `reader` needs even if they are special tokens."""
+        """Return texts of tokens that must stay in the text for a `reader`, even if special."""
         marks: list[str] = [*HARMONY_MARKS] if self.is_harmony else []
         if has_tools and self.tool_format in TOOL_FORMATS:
             marks += TOOL_FORMATS[self.tool_format].marks

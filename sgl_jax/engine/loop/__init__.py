@@ -1,1 +1,1 @@
-"""The engine process: the loop that runs steps, and what it does between them."""
+"""The engine process: the loop that runs steps, and its work between them."""

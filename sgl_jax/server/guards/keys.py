@@ -51,7 +51,7 @@ class Caller:
 
 
 ANONYMOUS = Caller("anonymous", is_admin=True)
-_STRANGER = Caller(ANONYMOUS.name, is_admin=False)  # if there are client keys or admin keys
+_STRANGER = Caller(ANONYMOUS.name, is_admin=False)  # without a key, on a server with keys
 
 
 def caller_of(request: Request) -> Caller:
@@ -209,7 +209,7 @@ def tenant_of(request: Request, user: str | None) -> Tenant | None:
 
 
 def visible_tenant(request: Request) -> str | None:
-    """Return the only tenant whose figures the caller may read ("": none); None if all of them."""
+    """Return the only tenant with visible figures ("": requests without one); None: all of them."""
     caller, args = caller_of(request), references_of(request).args
     is_only_key = not (args.has_key_file or args.admin_api_key)
     if caller.is_admin or (is_only_key and caller != _STRANGER):

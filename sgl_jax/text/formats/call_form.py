@@ -55,7 +55,8 @@ class CallForm(NamedTuple):
         between: text between two calls; None if an answer has only one.
         begin, end: text around all calls.
         mark: starts calls within text; "" if calls occur only at the beginning of an answer. If
-            `begin` or `head` repeats it, calls must have it; else it is optional.
+            `begin` (or `head`) repeats it, it must precede all calls (or each call); else it is
+            optional.
         names: pattern of valid names; None if a call is a JSON object and its name a string in it.
         needs_known_name: a call must call one of the request's tools.
         openings: the marks at the beginning of calls of the same format.
