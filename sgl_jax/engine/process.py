@@ -56,8 +56,6 @@ class ExitReport(NamedTuple):
 
 
 class EngineProcess:
-    """The parent's handle on the engine process."""
-
     def __init__(
         self,
         args: ServerArgs,

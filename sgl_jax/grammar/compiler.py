@@ -93,7 +93,6 @@ class GrammarCompiler:
         return matcher
 
     def follow(self, matcher: LLMatcher) -> RowGrammar:
-        """Return a follower of one output, at its beginning."""
         return RowGrammar(matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
     def _read_tokenizer(self) -> None:

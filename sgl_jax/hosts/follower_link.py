@@ -130,7 +130,6 @@ class FollowerLink:
         self._to_send.put(Ended(self._group.rank))
 
     def fail(self, reason: str) -> None:
-        """Report that this host cannot continue."""
         self._to_send.put(Failed(self._group.rank, reason))
 
     def close(self) -> None:

@@ -99,7 +99,6 @@ def group_key(args: ServerArgs) -> str:
 def _from_platform(
     environment: Mapping[str, str], read_metadata: Callable[[str], str | None]
 ) -> HostGroup | None:
-    """Return the group that the platform reports, or None."""
     if "LWS_GROUP_SIZE" in environment:
         return HostGroup(
             _number(environment, "LWS_GROUP_SIZE"),

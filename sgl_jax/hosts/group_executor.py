@@ -55,7 +55,6 @@ class GroupExecutor(ModelExecutor):
         self._link.on_leaving = call
 
     def host_reports(self) -> list[HostReport]:
-        """Return figures of every host."""
         return [HostReport(0, self._figures), *self._link.reports()]
 
     def warm_up(self) -> None:

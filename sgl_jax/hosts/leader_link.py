@@ -50,8 +50,6 @@ _MAX_MESSAGE_BYTES = 1 << 20  # from a host to host 0
 
 
 class _OneKey:
-    """Accepts only the followers' key, for ZeroMQ's authenticator."""
-
     def __init__(self, public: bytes) -> None:
         self._public = public
 
@@ -160,11 +158,9 @@ class LeaderLink:
 
     @property
     def background_ends(self) -> list[str | None]:
-        """Return `Beat.background_end` of every other host."""
         return [follower.background_end for follower in self._followers.values()]
 
     def reports(self) -> list[HostReport]:
-        """Return the last figures of every other host."""
         now = time.monotonic()
         return [
             HostReport(rank, own.figures, now - own.last_beat_s)

@@ -170,7 +170,6 @@ class FrameBuilder:
             entry["text"] = self._text(tokens)
 
     def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
-        """Return marks for all counters that grew since the previous snapshot."""
         counts: Counter[tuple[int | None, str]] = Counter()
         for rank in snapshot["ranks"]:
             for name, kind in _MARKS.items():

@@ -216,7 +216,6 @@ def _defect_pages(memory: RankMemory) -> list[tuple[int, int]]:
 
 
 def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
-    """Return columns over the leases of a rank."""
     memory, running = rank.memory, rank.running
     leases = [lease for _, lease in sorted(memory.leases.items())]
     rows = np.array([lease.row for lease in leases], np.intp)
@@ -307,7 +306,6 @@ def _tree(memory: RankMemory, most: int, has_tokens: bool) -> dict[str, Any]:
 
 
 def _breadth_first(root: TreeNode) -> Iterator[TreeNode]:
-    """Yield every node except the root, in breadth-first order."""
     queue = deque(root.children.values())
     while queue:
         node = queue.popleft()

@@ -206,7 +206,6 @@ def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
 
 
 def _of_engine(name: str, key: str, help_text: str) -> Figure:
-    """Return a figure of a counter of the whole engine."""
     return Figure(
         name, help_text, lambda state: [(state["counters"].get(key, 0),)], is_counter=True
     )

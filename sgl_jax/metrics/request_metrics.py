@@ -51,7 +51,6 @@ class TimeHistogram:
         registry.register(self)
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """Observe a value `count` times."""
         self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 

@@ -211,7 +211,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """Return the tools that the model sees."""
         return (self.tools or []) if self.tool_choice != "none" else []
 
     @property

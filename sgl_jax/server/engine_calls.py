@@ -69,7 +69,6 @@ async def call_engine(
 
 
 def _fate(message: CallMessage) -> str:
-    """Describe the effect of a cancelled call, for its caller."""
     if not CALL_OF[type(message)].is_undone:
         return "made nevertheless if it had begun"
     match message:

@@ -65,7 +65,6 @@ def check_unserved(name: str, value: Any, field: Unserved, *, is_strict: bool) -
 
 
 def without_effect(name: str) -> str:
-    """Return the message of `--strict-fields` about a field."""
     return f"{name}: it has no effect here, and this server has --strict-fields; leave it out"
 
 

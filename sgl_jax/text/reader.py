@@ -25,7 +25,6 @@ class Unread:
         self.has_ended = False  # nothing more arrives
 
     def take(self, num_chars: int) -> str:
-        """Read the next `num_chars` characters, which must have arrived."""
         taken, self.held = self.held[:num_chars], self.held[num_chars:]
         return taken
 

@@ -169,7 +169,6 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """Return token ids of a conversation, rendered by `render_chat`."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
@@ -212,8 +211,6 @@ class Tokenizer:
 
     @cached_property
     def abilities(self) -> TemplateAbilities:
-        """Probe the chat template, and return its abilities."""
-
         def with_tools(messages: Messages) -> str:
             options = {"tools": [*PROBE_TOOLS], "add_generation_prompt": True}
             return self._render(messages, options, {})

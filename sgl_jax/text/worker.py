@@ -127,7 +127,6 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
-    """Read the next frame. Return None if the parent has closed its end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

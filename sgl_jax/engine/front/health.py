@@ -60,7 +60,6 @@ class EngineHealth:
         return datetime.now(UTC) - timedelta(seconds=silent_s)
 
     def check(self) -> None:
-        """Raise `EngineStuckError` if the engine is stuck."""
         since = self.stuck_since
         if since is not None:
             raise EngineStuckError(

@@ -173,7 +173,6 @@ class RequestChecks:
     def _checked_sampling(
         self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None
     ) -> SamplingParams:
-        """Return `sampling` after all checks, with `max_new_tokens` set."""
         room = self._facts.max_request_tokens - num_prompt_tokens
         if sampling.max_new_tokens is None:
             limit = room if default_max_new_tokens is None else min(default_max_new_tokens, room)

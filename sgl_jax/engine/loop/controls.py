@@ -160,7 +160,6 @@ class Controls:
         return answer(message, SettingsChanged(updated=True, server_args=changes))
 
     def _configure(self, args: ServerArgs, shown: dict[str, Any]) -> None:
-        """Apply the settings `args`, and send `shown` to the front."""
         core = self._core
         core.args = args
         chunk = args.chunked_prefill_size or core.executor.sizes.max_chunk_tokens

@@ -236,7 +236,6 @@ class KVEventPublisher:
             self._wake.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Send all events so far, and close the sockets."""
         self.publish()
         self._is_closing = True
         self._wake_thread()

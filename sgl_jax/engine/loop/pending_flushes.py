@@ -30,7 +30,6 @@ class PendingFlushes:
         self.calls.append((message, time.monotonic() + _LIMIT_S))
 
     def take(self, rid: str) -> list[FlushCache]:
-        """Remove and return the pending call with this `rid`, if any."""
         taken = [message for message, _ in self.calls if message.rid == rid]
         self.calls = [each for each in self.calls if each[0].rid != rid]
         return taken

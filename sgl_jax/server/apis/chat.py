@@ -154,7 +154,6 @@ class ChatFormat(OpenAIFormat):
     def _ending(
         self, chunk: Chunk, answer: ChatAnswer
     ) -> tuple[ChatLogprobs | None, str | None, int | str | None]:
-        """Return `logprobs`, `finish_reason` and `matched_stop`."""
         has_logprobs, finish = self._body.logprobs, chunk.finish
         logprobs = _logprobs(self._tokenizer, chunk.logprobs) if has_logprobs else None
         return logprobs, answer.finish_reason(finish), None if finish is None else finish.matched

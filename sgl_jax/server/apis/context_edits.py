@@ -137,7 +137,6 @@ class ClearThinking(StrictModel):
 
 
 def _turns(messages: list[ChatMessage]) -> Iterator[int]:
-    """Yield the number of the turn of each message."""
     turn, last_role = 0, ""
     for message in messages:
         # One message with results and a text is two messages here; both belong to the turn before.

@@ -27,8 +27,6 @@ class StoredResponse(NamedTuple):
 
 
 class _Held:
-    """The responses of one tenant, oldest first."""
-
     def __init__(self) -> None:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0

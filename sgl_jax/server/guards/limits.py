@@ -118,5 +118,4 @@ class Limits:
         return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:
-        """Return the maximum seconds for work on `num_chars` characters."""
         return self.text_timeout_s * (1 + num_chars / _MIB)

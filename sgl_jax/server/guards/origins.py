@@ -82,7 +82,6 @@ class OriginMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str | None:
-        """Return the reason for refusing the request; None if it is accepted."""
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if not all(self._has_host(host) for host in hosts):

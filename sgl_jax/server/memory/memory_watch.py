@@ -56,7 +56,6 @@ class MemoryWatch:
         self._samples: deque[dict[str, Any]] = deque()
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return the samples of the last ten minutes, oldest first."""
         while self._samples and self._samples[0]["time_s"] < self._now_s() - _SAMPLES_KEPT_S:
             self._samples.popleft()
         return list(self._samples)

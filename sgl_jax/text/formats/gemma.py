@@ -42,7 +42,6 @@ def _read(unread: Unread, tools: Tools) -> Reading[None]:
 
 
 def _as_json(text: str, quote: str) -> str | None:
-    """Return the arguments as JSON; None if they are malformed."""
     outside, inside = text.split(quote)[::2], text.split(quote)[1::2]
     if len(outside) == len(inside):
         return None

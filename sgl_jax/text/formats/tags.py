@@ -46,7 +46,6 @@ class Tags(NamedTuple):
     def _value(
         self, rule: str, key: str, parts: ArgumentSchema, special: SpecialIds
     ) -> Iterator[str]:
-        """Yield the rule of an argument's value and the text after it."""
         form, end = parts.form_of(key), literal(self.end, special)
         if form.is_text:
             yield from free_text(rule, self.end, special)

@@ -58,7 +58,6 @@ class Notation(NamedTuple):
         yield from rules.lines
 
     def written(self, value: Any) -> str:
-        """Return the JSON value `value` in this notation."""
         match value:
             case None:
                 return self.null
