@@ -1,1 +1,1 @@
-"""One folder per operation: interface, float64 reference, and an implementation per platform."""
+"""One folder per operation: an interface and an implementation per platform."""

@@ -1,4 +1,4 @@
-"""Common parts of Pallas kernels for TPU: DMAs, products, the compiler's options.
+"""Common parts of Pallas kernels for TPU: DMAs, products, compiler options.
 
 Only kernels import this file, so that a process without kernels does not import Pallas, which is
 slow.
@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from sgl_jax.kernels.quantized_matmul.numbers import sums_dtype
 from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
-# For kernels whose DMAs go to pages or slots by their ids. These are the memory manager's: a check
-# of each DMA's bounds would cost more than the DMA.
+# For kernels with DMAs to pages or slots by their ids. The memory manager provides valid ids: a
+# bounds check of each DMA would cost more than the DMA.
 UNCHECKED = pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES)
 
 
@@ -26,7 +26,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def simulated(call: Call) -> Call:
-    """`call` with its kernels interpreted on a CPU, with their DMAs and semaphores, slowly."""
+    """Wrap `call` to interpret its kernels on a CPU with their DMAs and semaphores, slowly."""
 
     @wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -55,8 +55,8 @@ def call(
 ) -> list[jax.Array]:
     """Run kernel(*scalars, *in_vmem, in_hbm, *results, *scratch), all of them references.
 
-    Results take the memory of the last `num_results` arrays of `in_hbm`, whose content they have
-    at first. `scalars` are in scalar memory, `in_vmem` in vector memory.
+    `scalars` are in scalar memory, `in_vmem` in vector memory. The results use the memory of the
+    last `num_results` arrays of `in_hbm`, and initially hold their content.
     """
     vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pl.ANY))
     inputs = (*scalars, *in_vmem, in_hbm)
@@ -85,9 +85,9 @@ def call(
 def for_each_run(
     length: jax.Array, sizes: tuple[int, ...], most: int, do: Callable[[Any, int], None]
 ) -> None:
-    """Call do(first, size) for runs that make up `length` tokens, with `sizes` up to `most`.
+    """Call do(first, size) for runs that make up `length` tokens, with the `sizes` up to `most`.
 
-    A DMA has a static size, and if it is longer than the row, it reaches into the next row.
+    A DMA has a static size: if it were longer than the row, it would reach into the next row.
     """
     done = jnp.int32(0)
     for size in sizes:
@@ -103,9 +103,9 @@ def for_each_run(
 
 
 def product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The matrices x times y, one axis of each summed over; of float32 without loss.
+    """Multiply the matrices x and y, contracting one axis of each.
 
-    In float32, or in int32 if both are int8.
+    The result is float32, or int32 if both are int8. Float32 inputs are not rounded.
     """
     return lax.dot_general(
         x,
@@ -117,7 +117,7 @@ def product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
 
 
 def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """Numbers of bfloat16 whose sum is x, float32, to 8 bits each."""
+    """Split x, float32, into `count` arrays of bfloat16 with x as their sum, 8 bits each."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(x.astype(jnp.bfloat16))

@@ -1,22 +1,21 @@
-"""Queries and keys normalised and rotated on TPU, and brought into the order attention reads.
+"""Queries and keys normalised and rotated on TPU, in the order that attention reads.
 
-XLA makes a dozen operations of this, each of which costs some 2,000 cycles however small it is,
-and in a chunk of prompt tokens a good deal more. Here it is one Pallas kernel, which reads the
-product of Q, K and V once and writes each of them once.
+XLA takes a dozen operations for this, each of which costs some 2,000 cycles however small it is,
+and more in a chunk of prompt tokens. Here it is one Pallas kernel, which reads the product of Q, K
+and V once and writes each of them once.
 
-In the product a token's heads lie side by side in lanes, for each KV head its queries, its key and
-its value. K and V leave the same way, heads side by side, as the cache's write reads them. The
-queries of a token leave as a matrix [q_heads, head_dim]: each head's are stored with a stride of
-one matrix into vector memory, in float32, since rows of less than 32 bits cannot be stored so, and
-from there they are read by token.
+In the product, a token's heads are side by side in lanes: for each KV head its queries, its key and
+its value. K and V are returned in the same layout, which the cache's write reads. The queries of a
+token are returned as a matrix [q_heads, head_dim]: each head's queries are first stored to vector
+memory with a stride of one matrix, in float32, since rows of fewer than 32 bits cannot be stored
+with a stride.
 
 Grid: one step for each block of tokens. Everything is computed in float32 and rounded once.
 
-Buffers, with R tokens at a time, S the query heads of a token filled up to whole registers:
-
-    qkv       [block, kv_heads * (group + 2) * D]   brought by the grid, as are the next two
+Buffers, with R tokens at a time, S the query heads of a token padded to whole registers:
+    qkv       [block, kv_heads * (group + 2) * D]   copied by the grid, as are all but by_token
     cos, sin  float32 [block, D / 2]
-    q         [block, q_heads, D]                   taken by the grid, as are the next two
+    q         [block, q_heads, D]
     k, v      [block, kv_heads * D]
     by_token  float32 [D / 128, R * S, 128]
 """
@@ -38,16 +37,16 @@ from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 NORMALISED_NAME, PLAIN_NAME = "qkv_heads_normalised", "qkv_heads"
 
 TOKENS_AT_ONCE = 64
-BLOCK_BYTES = 3 << 19  # of the product; two blocks are in vector memory, and two of the results
+BLOCK_BYTES = 3 << 19  # of the product; vector memory holds two blocks, and two of the results
 MAX_BLOCK = 256
 
 
 class HeadNorm(NamedTuple):
     """Root mean square normalisation of each head."""
 
-    weight: Any  # [head_dim]; in the kernel [1, head_dim]
+    weight: Any  # [head_dim]; [1, head_dim] in the kernel
     eps: float
-    from_one: bool = False  # multiplied by 1 + weight
+    from_one: bool = False  # if True, the factor is 1 + weight
 
 
 class _Shape(NamedTuple):
@@ -62,13 +61,13 @@ class _Shape(NamedTuple):
         return self.kv_heads * self.group
 
     def columns(self, kv_head: int, index: int) -> slice:
-        """Columns of a KV head's query `index`; its key and value come after its queries."""
+        """Return the columns of a KV head's query `index`; its key and value follow its queries."""
         first = (kv_head * (self.group + 2) + index) * self.head_dim
         return slice(first, first + self.head_dim)
 
 
 def block_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Tokens of one step of the grid, for a product of so many bytes a token."""
+    """Return the tokens of one grid step, for a product of `token_bytes` bytes a token."""
     most = max(TOKENS_AT_ONCE, BLOCK_BYTES // token_bytes // TOKENS_AT_ONCE * TOKENS_AT_ONCE)
     return min(num_tokens, most, MAX_BLOCK)
 
@@ -83,13 +82,13 @@ def rotated_heads(
     group: int,
     head_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split Q, K and V, and rotate queries and keys, normalised before that if they have norms.
+    """Split Q, K and V, normalise queries and keys if they have norms, and rotate them.
 
     Args:
-        qkv: [T, kv_heads * (group + 2) * head_dim], as `layers.attention.Attention` has it.
+        qkv: [T, kv_heads * (group + 2) * head_dim]; for each KV head, its queries, key and value.
         cos, sin: float32 [T, head_dim / 2] of each token's angles.
-        q_norm, k_norm: of queries and of keys, or None.
-        group: queries of a KV head.
+        q_norm, k_norm: the norms of queries and of keys, or None.
+        group: number of queries per KV head.
         head_dim: a multiple of 128.
 
     Returns:
@@ -167,28 +166,28 @@ def _kernel(
 
 
 def _parts(head_dim: int) -> list[slice]:
-    """Lanes of a head, a row of memory at a time."""
+    """Return the lanes of a head, one row of memory at a time."""
     return [slice(first, first + LANES) for first in range(0, head_dim, LANES)]
 
 
 def _twice(half: jax.Array, sign: float) -> jax.Array:
-    """`half` [R, D / 2] for both halves of a head, the first multiplied by `sign`."""
+    """Repeat `half` [R, D / 2] for both halves of a head, the first multiplied by `sign`."""
     return jnp.concatenate([half * sign, half], axis=1)
 
 
 def _factor(weight: Any, from_one: bool) -> jax.Array:
-    """The factor of normalised heads, float32 [1, D]."""
+    """Return the factor of normalised heads, float32 [1, D]."""
     wide = weight[...].astype(jnp.float32)
     return wide + 1.0 if from_one else wide
 
 
 def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
-    """A head of some tokens, [R, D], in float32."""
+    """Normalise a head of some tokens, [R, D], in float32."""
     wide = head.astype(jnp.float32)
     if norm is None:
         return wide
-    # Lanes are added up by the matrix unit, which has nothing else to do and leaves the sum in all
-    # of them. It multiplies bfloat16: the square of a bfloat16 is two of these, a float32 three.
+    # The idle matrix unit sums over the lanes, and returns the sum in all of them. It multiplies
+    # bfloat16: the square of a bfloat16 is the sum of two of these, of a float32 three.
     squares = jnp.concatenate(bfloat16_parts(wide * wide, head.dtype.itemsize // 2 + 1), axis=1)
     ones = jnp.ones((squares.shape[1], wide.shape[1]), jnp.bfloat16)
     total = lax.dot(squares, ones, preferred_element_type=jnp.float32)
@@ -196,12 +195,12 @@ def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
 
 
 def _rotated(head: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """A head of some tokens, [R, D], turned in the half-split form of `layers.rotary`."""
+    """Rotate a head of some tokens, [R, D], in the half-split form of `layers.rotary`."""
     return head * cos + pltpu.roll(head, head.shape[1] // 2, 1) * sin
 
 
 def _spread(by_token: Any, head: int, num_tokens: int, rows: jax.Array) -> None:
-    """Put a query head's rows, [R, D], where its tokens' matrices have them."""
+    """Store a query head's rows, [R, D], at their places in the tokens' matrices."""
     stride = by_token.shape[1] // num_tokens
     for part, lanes in enumerate(_parts(rows.shape[1])):
         by_token[part, pl.ds(head, num_tokens, stride)] = rows[:, lanes]

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv 1910.07467) in XLA, for layers and for kernels' peers."""
+"""Root mean square normalisation (arXiv 1910.07467) in XLA, for layers and for kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ from jax import lax
 
 
 def rms_normalised(x: jax.Array, weight: jax.Array, eps: float, from_one: bool) -> jax.Array:
-    """x [..., size] / rms(x) * weight [size] in x's dtype, computed in float32.
+    """Return x [..., size] / rms(x) * weight [size] in x's dtype, computed in float32.
 
-    With `from_one` the factor is 1 + weight, and the product is rounded once, as Gemma has it.
+    With `from_one`, the factor is 1 + weight, and the product is rounded once, as in Gemma.
     """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

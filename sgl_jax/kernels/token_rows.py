@@ -1,4 +1,4 @@
-"""The rows of a step's tokens, which lie flat, row after row, with padding at the end."""
+"""The rows of a step's tokens. Tokens are flat, row after row, with padding at the end."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 class TokenRows:
     """T tokens of the B rows of one data-parallel rank in one step; a pytree of arrays.
 
-    Rows come as `num_decode` decode rows (a query each, and one more for each drafted token), then
+    Rows are `num_decode` decode rows (a query each, and one more for each drafted token), then
     prefill chunks, then padding rows (`q_len` 0). T and B are static buckets. Per-token indices are
     derived once per step and read by every layer.
     """
@@ -19,13 +19,13 @@ class TokenRows:
     kv_starts: jax.Array  # int32 [B] tokens in the cache before this step
     q_lens: jax.Array  # int32 [B]
     num_decode: jax.Array  # int32 []
-    num_rows: jax.Array  # int32 [] rows up to the last one that has tokens
+    num_rows: jax.Array  # int32 [] rows up to the last row with tokens
     q_offsets: jax.Array  # int32 [B + 1] row i's tokens are [q_offsets[i], q_offsets[i + 1])
-    token_rows: jax.Array  # int32 [T] row of each token; some row in range for padding
+    token_rows: jax.Array  # int32 [T] row of each token; an arbitrary row in range for padding
     positions: jax.Array  # int32 [T] position of each token in its request; 0 for padding
     valid: jax.Array  # bool [T] False for padding
-    max_decode_tokens: int = field(metadata={"static": True})  # the decode rows' tokens at most
-    max_draft_tokens: int = field(metadata={"static": True})  # of one decode row at most
+    max_decode_tokens: int = field(metadata={"static": True})  # most tokens of all decode rows
+    max_draft_tokens: int = field(metadata={"static": True})  # most drafts of one decode row
 
     @classmethod
     def of(
@@ -36,10 +36,9 @@ class TokenRows:
         num_tokens: int,
         max_draft_tokens: int,
     ) -> "TokenRows":
-        """Derive the per-token indices.
+        """Derive the per-token indices; `num_tokens`, at least the sum of `q_lens`, is T.
 
-        Static: `num_tokens` is T, at least the sum of `q_lens`; `max_draft_tokens` the most that
-        any decode row has.
+        `num_tokens` and `max_draft_tokens`, the most drafts of any decode row, are static.
         """
         bucket_rows = q_lens.shape[0]
         ends = jnp.cumsum(q_lens, dtype=jnp.int32)

@@ -1,6 +1,6 @@
-"""The attention call that models make, and the one place that chooses its implementation.
+"""The attention call of the models, and the only place that selects its implementation.
 
-Every implementation has the signature of `RaggedPagedAttention` and is judged by
+Every implementation has the signature of `RaggedPagedAttention` and is tested against
 `tests/kernels/attention/reference.py`.
 """
 
@@ -15,8 +15,8 @@ from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.kernels.tpu_chip import tile_slots
 
 ATTENTION_BACKENDS = ("pallas", "xla")
-# Limits of the Pallas kernels: whole pages lie in vector memory, and four rows' page ids in scalar
-# memory, which has 1 MiB.
+# Limits of the Pallas kernels: whole pages are copied to vector memory, and the page ids of four
+# rows to scalar memory, which has 1 MiB.
 MAX_PAGE_SIZE = 256
 MAX_ROW_PAGES = 32_768
 
@@ -37,16 +37,16 @@ class RaggedPagedAttention(Protocol):
         """Attend with the shapes of one chip of one data-parallel rank.
 
         Args:
-            q: [T, q_heads, head_dim]; q_heads is a multiple of kv_heads, and queries of one KV
-                head are neighbours.
-            k, v: [T, kv_heads, head_dim] of the same tokens, attended to as the cache holds them
-                (`cache_dtype.as_cached`). Padding tokens are written to the null page, whose
-                content is never read.
+            q: [T, q_heads, head_dim]; q_heads is a multiple of kv_heads, and the queries of one KV
+                head are adjacent.
+            k, v: [T, kv_heads, head_dim] for the same tokens, rounded to the cache's dtype before
+                use (`cache_dtype.as_cached`). Padding tokens are written to the null page, which is
+                never read.
             kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
                 or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side. An
                 int8 array is a cache of 8-bit floats; see `cache_dtype`.
                 Updated in place when the caller donates it or carries it through a loop.
-            layer: int32 [] which layer of the cache.
+            layer: int32 [], the layer's index in the cache.
             batch: rows and pages.
             options: the layer's scale, window, soft cap and sinks.
 
@@ -58,19 +58,16 @@ class RaggedPagedAttention(Protocol):
 
 
 def attention_implementation(backend: str, *, simulate: bool = False) -> RaggedPagedAttention:
-    """The implementation called "xla" or "pallas", the TPU's kernel.
+    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
 
-    With `simulate`, a CPU interprets the latter with its DMAs and semaphores, slowly.
-
-    Raises:
-        ValueError: the backend is unknown.
+    With `simulate`, a CPU interprets the Pallas kernels with their DMAs and semaphores, slowly.
     """
     if backend not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
         raise ValueError(f"the attention backend must be one of {known}, got {backend!r}")
     if backend == "xla":
         return xla.ragged_paged_attention
-    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.attention import tpu
     from sgl_jax.kernels.pallas_tpu import simulated
 
@@ -79,12 +76,10 @@ def attention_implementation(backend: str, *, simulate: bool = False) -> RaggedP
 
 
 def check_pages(page_size: int, row_pages: int, kv_cache_dtype: DTypeLike) -> None:
-    """Refuse pages, or rows of up to `row_pages` of them, that the Pallas kernels cannot read; XLA
-    reads any.
+    """Raise ValueError unless the Pallas kernels can read such pages and rows of `row_pages` pages.
 
-    Raises:
-        ValueError: a page does not hold whole tiles, is larger than any that the kernels were
-            compiled for, or a row's page ids are too many.
+    A page must hold whole tiles, and at most MAX_PAGE_SIZE slots; a row has at most MAX_ROW_PAGES
+    pages. XLA can read pages and rows of any size.
     """
     if page_size % tile_slots(kv_cache_dtype) or page_size > MAX_PAGE_SIZE:
         sizes = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]

@@ -1,6 +1,6 @@
 """The rows and pages of a step, and the options of scores.
 
-Everything here is local to one data-parallel rank: page ids index that rank's own pool.
+Everything here is local to one data-parallel rank: page ids index the pool of that rank.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NULL_PAGE = 0
 class AttentionBatch(TokenRows):
     """The rows of a step with their pages; a pytree of arrays."""
 
-    page_table: jax.Array  # int32 [B, P] page ids; entries beyond a row's last page are ignored
+    page_table: jax.Array  # int32 [B, P] page ids; entries after a row's last page are ignored
 
     @classmethod
     def build(
@@ -30,12 +30,12 @@ class AttentionBatch(TokenRows):
         num_tokens: int,
         max_draft_tokens: int = 0,
     ) -> "AttentionBatch":
-        """Derive the per-token indices, as `TokenRows.of`."""
+        """Derive the per-token indices with `TokenRows.of`, and add the page table."""
         rows = TokenRows.of(kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens)
         return cls(page_table=page_table, **vars(rows))
 
 
-# The score of a key that is not seen. Finite, so that scores that are all masked leave no NaN: the
+# The score of a masked key. It is finite, so that a block with only masked scores gives no NaN: the
 # next visible key scales their sum by exp(MASKED - m) = 0, and every query sees at least itself.
 MASKED = -1e30
 
@@ -46,4 +46,4 @@ class ScoreOptions(NamedTuple):
     scale: float  # multiplies q @ k
     sliding_window: int | None = None  # a query at p sees keys at (p - sliding_window, p]
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
-    sinks: jax.Array | None = None  # [q_heads] logits in the softmax whose value is zero
+    sinks: jax.Array | None = None  # [q_heads] extra logits in the softmax, with value zero

@@ -1,7 +1,7 @@
 """Ragged paged attention in plain XLA: for CPUs, and for any platform without a kernel.
 
-Cost follows the tokens in use, not the context limit and not the padding: every loop has a
-dynamic trip count. Softmax is online (arXiv 2205.14135): keys are met a block at a time, and the
+The cost depends on the tokens in use, not on the context limit or the padding: every loop has a
+dynamic trip count. Softmax is online (arXiv 2205.14135): keys are read a block at a time, and the
 partial results of blocks are merged.
 """
 
@@ -14,17 +14,17 @@ from jax import lax
 from sgl_jax.kernels.attention.batch import MASKED, NULL_PAGE, AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
 
-# Decode meets DECODE_BLOCKS blocks of keys at once, of any rows: one operation each would
-# be too small to be worth its launch, and twice as many keys would mostly be padding of short rows.
+# Decode reads DECODE_BLOCKS blocks of keys at once, of any rows: one block for each operation would
+# be too small for its launch cost, and twice as many keys would mostly be padding of short rows.
 DECODE_BLOCKS = 4
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
-# A chunk's queries are met in blocks of 128; the last few of a chunk, or all of a short one such as
-# a turn of a conversation, in blocks of 4, since a large block would be mostly padding and meet the
-# whole history. A block of 128 takes about as long as ten of 4.
+# A chunk's queries are processed in blocks of 128. The last few of a chunk, or all of a short chunk
+# such as a turn of a conversation, are processed in blocks of 4: a large block would be mostly
+# padding and read the whole history. A block of 128 takes about as long as ten of 4.
 PREFILL_QUERIES = 128
 SHORT_QUERIES = 4
-LEFT_TO_SHORT = 32  # queries of a row that are not worth a large block
+LEFT_TO_SHORT = 32  # a rest of up to this many queries of a row gets no large block
 
 
 class CachedLayer(Protocol):
@@ -38,18 +38,18 @@ class CachedLayer(Protocol):
 
     @property
     def value_dim(self) -> int:
-        """Numbers of one head's value."""
+        """Return the size of one head's value."""
         ...
 
     def keys_and_values(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V, float32 [..., kv_heads, n * page_size, numbers], of pages int32 [..., n]."""
+        """Read pages int32 [..., n]: K and V float32 [..., kv_heads, n * page_size, numbers]."""
         ...
 
 
 class _Heads(NamedTuple):
-    """A layer whose KV heads have a key and a value each, of equal size."""
+    """A layer with one key and one value of equal size for each KV head."""
 
-    kv_cache: jax.Array  # as in `api`
+    kv_cache: jax.Array  # see `api.RaggedPagedAttention`
     layer: jax.Array  # int32 []
     head_dim: int
 
@@ -73,7 +73,7 @@ class _Heads(NamedTuple):
         return self._read(pages, 0), self._read(pages, 1)
 
     def _read(self, pages: jax.Array, part: int) -> jax.Array:
-        """K, part 0, or V, part 1."""
+        """Return K for part 0, or V for part 1."""
         size = self.head_dim if self.is_packed else self.kv_heads
         where = slice(part * size, (part + 1) * size)
         if self.is_packed:
@@ -86,7 +86,7 @@ class _Heads(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """Attention over some of the keys, not yet divided: the state of an online softmax."""
+    """Undivided attention over some of the keys: the state of an online softmax."""
 
     m: jax.Array  # [..., kv_heads, queries] greatest score
     l: jax.Array  # [..., kv_heads, queries] sum of exp(score - m)
@@ -102,7 +102,7 @@ def ragged_paged_attention(
     batch: AttentionBatch,
     options: ScoreOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.RaggedPagedAttention`."""
+    """Implement `api.RaggedPagedAttention`."""
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
     return attend_cached(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
 
@@ -110,9 +110,11 @@ def ragged_paged_attention(
 def attend_cached(
     q: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
-    """Attention of q [T, q_heads, D] to a layer that has this step's tokens:
-    [T, q_heads, value_dim] in the dtype of q."""
-    # Blocks of queries overrun the end of their row. That is harmless: rows are processed in
+    """Attend with q [T, q_heads, D] to a layer of a cache that has this step's tokens.
+
+    Returns [T, q_heads, value_dim] in the dtype of q.
+    """
+    # Blocks of queries overrun the end of their row. This is harmless: rows are processed in
     # ascending order, and later rows overwrite the results past a row's end.
     padded = jnp.pad(q, ((0, PREFILL_QUERIES), (0, 0), (0, 0)))
     out = lax.dynamic_update_slice_in_dim(
@@ -139,13 +141,11 @@ def write_kv(
 def _decode(
     q: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
-    """Attention of the decode rows' tokens, which come first:
-    [max_decode_tokens, q_heads, value_dim].
+    """Attend with the decode rows' tokens, the first: [max_decode_tokens, q_heads, value_dim].
 
-    A row's token and its drafts meet each block of keys together. The blocks of all rows form one
-    list, row after row. Each turn of the loop takes the next DECODE_BLOCKS of it and merges their
-    results into their rows, which are neighbours. Results after the decode rows' are finite and
-    arbitrary.
+    A row's token and its drafts read each block of keys together. The blocks of all rows form one
+    list, row after row. Each iteration takes the next DECODE_BLOCKS blocks and merges their results
+    into their rows, which are adjacent. Results after the decode rows are finite and arbitrary.
     """
     num_tokens, width = batch.max_decode_tokens, 1 + batch.max_draft_tokens
     num_rows = min(batch.q_lens.shape[0], num_tokens)
@@ -158,7 +158,7 @@ def _decode(
     ends = jnp.cumsum(-(-kv_lens // block_keys) - first_blocks, dtype=jnp.int32)
     # Block number n of the list, of row r, is the row's block n - base[r].
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]) - first_blocks
-    # A row with fewer drafts repeats its last query, and reads no other row's.
+    # A row with fewer drafts repeats its last query, and reads no query of another row.
     ahead = jnp.arange(width, dtype=jnp.int32)
     last = jnp.maximum(batch.q_lens[:num_rows, None] - 1, 0)
     places = batch.q_offsets[:num_rows, None] + jnp.minimum(ahead, last)
@@ -173,7 +173,7 @@ def _decode(
         keys = _Keys.of(block, block_keys, kv_starts[row], kv_lens[row], width, options)
         pages = table.pages(row, block)
         found = _attend(queries[row], cached, pages, keys, options)
-        # owner[i, j]: block i belongs to the j-th of the rows that this turn may touch.
+        # owner[i, j]: block i belongs to the j-th row that this iteration may change.
         owner = (row[:, None] == row[0] + window) & (numbers < ends[-1])[:, None]
         touched = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row[0], DECODE_BLOCKS), state)
         merged = _merge_into_rows(touched, found, owner)
@@ -192,7 +192,7 @@ def _decode(
 def _prefill(
     q: jax.Array, out: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
 ) -> jax.Array:
-    """Put the attention of the rows from `num_decode` on into out; q and out [T + padding, ...]."""
+    """Write the attention of the rows from `num_decode` on to out; q, out [T + padding, ...]."""
     table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
     long = _QueryBlocks(PREFILL_QUERIES, table, cached, batch, options)
     short = _QueryBlocks(SHORT_QUERIES, table, cached, batch, options)
@@ -216,7 +216,7 @@ def _prefill(
 
 
 class _QueryBlocks(NamedTuple):
-    """Attention of `num_queries` neighbouring queries of a row at once."""
+    """Attention of `num_queries` adjacent queries of a row at once."""
 
     num_queries: int
     table: "_BlockTable"
@@ -225,7 +225,7 @@ class _QueryBlocks(NamedTuple):
     options: ScoreOptions
 
     def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
-        """Put the attention of the row's queries `first`, `first` + 1, ... into out."""
+        """Write the attention of the row's queries `first`, `first` + 1, ... into out."""
         batch = self.batch
         block_keys = self.table.pages_per_block * self.cached.page_size
         start = batch.q_offsets[row] + first
@@ -247,11 +247,11 @@ class _QueryBlocks(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """The keys of a block, or of many, that neighbouring queries of one row see."""
+    """The keys of one or several blocks that adjacent queries of one row see."""
 
     seen: jax.Array  # bool [..., queries, keys] keys that each query sees
-    # bool [..., keys] slots that hold a token that some query sees; others may hold anything, NaN
-    # included, and the table has no page for keys that the window has passed.
+    # bool [..., keys] slots with a token that some query sees. Other slots may hold anything, NaN
+    # included, and the table has no page for keys that have left the window.
     used: jax.Array
 
     @classmethod
@@ -264,11 +264,13 @@ class _Keys(NamedTuple):
         num_queries: int,
         options: ScoreOptions,
     ) -> "_Keys":
-        """The keys of block number `block` of a row with `kv_len` keys, for its queries from
-        position `q_start` on; all three int32 [...]."""
+        """Return the keys of block `block` that a row's queries from position `q_start` on see.
+
+        The row has `kv_len` keys. All three are int32 [...].
+        """
         keys = block[..., None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         ahead = jnp.arange(num_queries, dtype=jnp.int32)
-        # Queries past the row's end see its last one's keys, never an unused slot.
+        # Queries past the row's end see the keys of its last query, never an unused slot.
         queries = jnp.minimum(q_start[..., None] + ahead, kv_len[..., None] - 1)
         firsts = _first_visible(queries, options)
         seen = (keys[..., None, :] <= queries[..., None]) & (
@@ -284,7 +286,7 @@ class _BlockTable(NamedTuple):
 
     @classmethod
     def of(cls, page_table: jax.Array, page_size: int, num_keys: int) -> "_BlockTable":
-        """Blocks of `num_keys` keys, or of one page if that holds more."""
+        """Split the page table into blocks of `num_keys` keys, or of one larger page."""
         block_pages = max(1, num_keys // page_size)
         padding = -page_table.shape[1] % block_pages
         ids = jnp.pad(page_table, ((0, 0), (0, padding)), constant_values=NULL_PAGE)
@@ -295,12 +297,12 @@ class _BlockTable(NamedTuple):
         return self.ids.shape[2]
 
     def pages(self, row: jax.Array, block: jax.Array) -> jax.Array:
-        """int32 [..., pages_per_block] of row and block, int32 [...]."""
+        """Return page ids int32 [..., pages_per_block] for row and block, both int32 [...]."""
         return self.ids.at[row, block].get(mode="clip")
 
 
 def _scaled_queries(q: jax.Array, kv_heads: int, options: ScoreOptions) -> jax.Array:
-    """q [..., n, q_heads, D] as float32 [..., kv_heads, group * n, D], times the scale."""
+    """Return q [..., n, q_heads, D] as float32 [..., kv_heads, group * n, D], times the scale."""
     *outer, num_queries, _, head_dim = q.shape
     grouped = q.reshape(*outer, num_queries, kv_heads, -1, head_dim)
     by_head = jnp.moveaxis(grouped, -4, -2).reshape(*outer, kv_heads, -1, head_dim)
@@ -308,14 +310,13 @@ def _scaled_queries(q: jax.Array, kv_heads: int, options: ScoreOptions) -> jax.A
 
 
 def _results(state: _Partial, num_queries: int) -> jax.Array:
-    """Attention over all keys, [..., n, q_heads, value_dim]; queries that saw none have zeros."""
+    """Return attention over all keys, [..., n, q_heads, value_dim]; zeros without a key."""
     out = state.acc / jnp.maximum(state.l, jnp.finfo(jnp.float32).tiny)[..., None]
     *outer, _, _, value_dim = out.shape
     return jnp.moveaxis(out.reshape(*outer, -1, num_queries, value_dim), -3, -2)
 
 
 def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
-    """The first key position that a query at `position` sees."""
     if options.sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - options.sliding_window + 1, 0)
@@ -324,9 +325,9 @@ def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
 def _nothing(
     shape: tuple[int, ...], cached: CachedLayer, num_queries: int, options: ScoreOptions
 ) -> _Partial:
-    """Attention of queries, `shape` [..., kv_heads, group * num_queries], over no keys yet.
+    """Return the attention before any key, for queries [..., kv_heads, group * num_queries].
 
-    A sink is one more key, always visible, whose value is zero.
+    A sink is one more key, always visible, of value zero.
     """
     acc = jnp.zeros((*shape, cached.value_dim), jnp.float32)
     if options.sinks is None:
@@ -343,7 +344,7 @@ def _attend(
     which: _Keys,
     options: ScoreOptions,
 ) -> _Partial:
-    """Attention of queries [..., kv_heads, group * n, D] over the keys in pages [..., p]."""
+    """Attend with queries [..., kv_heads, group * n, D] to the keys in pages [..., p]."""
     keys, values = cached.keys_and_values(pages)
     scores = jnp.einsum("...hqd,...hkd->...hqk", queries, keys)
     group = scores.shape[-2] // which.seen.shape[-2]
@@ -359,7 +360,6 @@ def _attend(
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
-    """Attention over the keys of both."""
     m = jnp.maximum(a.m, b.m)
     scale_a, scale_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return _Partial(
@@ -372,7 +372,7 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
 def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
     """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j.
 
-    Other rows' blocks are left out by selection: zero times their NaN would be NaN.
+    Blocks of other rows are excluded by selection: zero times their NaN would be NaN.
     """
     owner = owner[:, :, None, None]
     m = jnp.maximum(rows.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))

@@ -1,1 +1,1 @@
-"""Lines of a mixture of experts, from tokens and back: layers call `interface`."""
+"""Expert dispatch in a mixture of experts, from tokens and back: layers call `interface`."""

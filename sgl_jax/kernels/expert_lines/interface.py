@@ -1,7 +1,7 @@
-"""Choices of experts, lines of them, and the one place that chooses the implementation.
+"""Choice and dispatch of experts, and the only place that selects the implementation.
 
-Tokens lie along the last axis wherever there are `top_k` numbers for each: so they lie along a
-TPU's lanes.
+A line is one token's input to one of its experts. In arrays of `top_k` numbers per token, tokens
+are on the last axis, which a TPU stores in lanes.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,11 +25,11 @@ class ChooseExperts(Protocol):
     def __call__(
         self, x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, hidden] and layer int32 [] -> (x normalised, weights, experts).
+        """Map x [T, hidden] and layer int32 [] to (x normalised, weights, experts).
 
         Weights float32 and experts int32 are [top_k, T]. The most probable expert comes first, and
-        of equals the lower number. The experts of padding, where `is_token` bool [T] is false, are
-        the number of experts.
+        the lower number if two are equal. For padding, where `is_token` bool [T] is false, every
+        expert is the number of experts.
         """
         ...
 
@@ -38,9 +38,9 @@ class SortLines(Protocol):
     """Sort lines by their experts."""
 
     def __call__(self, experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
-        """Lines of a chip's experts, which are numbered from `first` on: int32 [].
+        """Sort the lines of a chip's experts, numbered from `first` (int32 []) on.
 
-        Tokens' experts are int32 [top_k, T]. A token chooses an expert of the chip once at most;
+        Tokens' experts are int32 [top_k, T]. A token chooses an expert of the chip at most once;
         its other experts have no place below `num_used`.
         """
         ...
@@ -50,7 +50,7 @@ class GatherLines(Protocol):
     """Copy tokens to their lines."""
 
     def __call__(self, x: jax.Array, lines: ExpertLines) -> jax.Array:
-        """x [T, width] -> [lines, width]; arbitrary from `lines.num_used` on."""
+        """Copy x [T, width] to [lines, width]; arbitrary from `lines.num_used` on."""
         ...
 
 
@@ -60,7 +60,7 @@ class GateLines(Protocol):
     def __call__(
         self, gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines
     ) -> jax.Array:
-        """`gated` of gate and up, [lines, width] all; arbitrary from `lines.num_used` on."""
+        """Return `gated(gate, up)`, all [lines, width]; arbitrary from `lines.num_used` on."""
         ...
 
 
@@ -68,7 +68,7 @@ class AddLines(Protocol):
     """Add each token's lines, times its weights."""
 
     def __call__(self, results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-        """Results [lines, width] and weights float32 [top_k, T] -> [T, width].
+        """Sum results [lines, width], times weights float32 [top_k, T], to [T, width].
 
         Results are arbitrary from `lines.num_used` on. A token without lines gets zeros.
         """
@@ -76,13 +76,12 @@ class AddLines(Protocol):
 
 
 class AddPart(Protocol):
-    """Add the lines of a part, times their tokens' weights, to the total of the parts before."""
+    """Add the lines of a part, times their tokens' weights, to the total of the previous parts."""
 
     def __call__(
         self, total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertLines
     ) -> jax.Array:
-        """Total float32 [T, width], results [lines, width] and weights float32 [top_k, T] -> the
-        new total.
+        """Add results [lines, width] times weights float32 [top_k, T] to total float32 [T, width].
 
         Results are arbitrary from `part.num_used` on.
         """
@@ -102,10 +101,9 @@ XLA_MOVES = LineMoves(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)
 
 
 def line_moves_implementation(platform: str, *, simulate: bool = False) -> LineMoves:
-    """The implementation for `platform` ("cpu", "gpu", "tpu"): kernels on a TPU, which a CPU
-    interprets with `simulate`; XLA elsewhere."""
+    """Return kernels for the platform "tpu", or interpreted for "cpu" with `simulate`, else XLA."""
     if platform == "tpu" or (platform == "cpu" and simulate):
-        # Here and not above: without Pallas, its import is not waited for.
+        # Imported late: a process without Pallas does not wait for its import.
         from sgl_jax.kernels.expert_lines import tpu
         from sgl_jax.kernels.pallas_tpu import simulated
 

@@ -1,9 +1,9 @@
 """Lines of a mixture of experts: one for each token and each of its experts, sorted by expert.
 
-A chip that holds some of the experts has lines of the others, too: they come last and belong to no
-group, so nothing is computed of them. The longest list is static, the lines that are in use are
-not: so a chip takes a number at a time that is enough if experts are chosen about alike, and goes
-on until none is left. No token is ever dropped.
+A chip that holds some of the experts also has lines of the other experts: they come last and belong
+to no group, so nothing is computed from them. The length of the list is static, the number of lines
+in use is not. So a chip processes parts of a size that suffices if experts are chosen about equally
+often, until none is left. No token is ever dropped.
 """
 
 from collections.abc import Callable
@@ -15,53 +15,55 @@ from jax import lax
 
 from sgl_jax.core.expert_choice import ExpertChoice
 
-# Tokens whose lines are all taken at once: the TPU's kernels skip unused lines, and a loop costs
-# more than the room for them.
+# Up to this many tokens, all lines are processed at once: the TPU kernels skip unused lines, and a
+# loop costs more than the memory for them.
 UNDIVIDED_TOKENS = 512
-_SPARE = 1.5  # lines taken at a time, relative to a chip's share of all
-_MULTIPLE = 64  # of lines: the smallest tile of the TPU's grouped product
+_SPARE = 1.5  # lines in a part, relative to a chip's share of all lines
+_MULTIPLE = 64  # lines in the smallest tile of the TPU's grouped matmul
 
 
-# The inner values of a gate's and an up's results.
+# Computes the experts' inner values from the results of gate and up.
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Router(NamedTuple):
-    """A router, and the norm of its inputs."""
+    """A router, and the norm before it."""
 
     choice: ExpertChoice
-    eps: float  # of the norm, as `from_one`: see `rms_normalised`
+    eps: float  # `eps` and `from_one` of the norm: see `rms_normalised`
     from_one: bool
     norm: jax.Array  # [hidden]
     matrices: jax.Array  # [layers, hidden, experts]
     bias: jax.Array | None  # [experts]
-    choice_bias: jax.Array | None = None  # float32 [experts], added to scores for the choice alone
+    choice_bias: jax.Array | None = None  # float32 [experts], added to scores only for the choice
 
 
 class ExpertLines(NamedTuple):
-    """Lines of a chip's experts, and where each token finds its own."""
+    """Lines of a chip's experts, and the place of each token's lines."""
 
-    # int32 [lines] the index of each line's choice in [top_k, tokens], flattened; None: the kernels
-    # use `places` alone
+    # int32 [lines] the index of each line's choice in [top_k, tokens], flattened; None if the
+    # kernels only use `places`
     choices: jax.Array | None
-    places: jax.Array  # int32 [top_k, tokens] the line of each token's experts
-    group_sizes: jax.Array  # int32 [experts] lines of each
-    num_used: jax.Array  # int32 [] lines that belong to an expert of this chip
+    places: jax.Array  # int32 [top_k, tokens] the line for each of a token's experts
+    group_sizes: jax.Array  # int32 [experts] number of lines of each expert
+    num_used: jax.Array  # int32 [] number of lines for experts of this chip
 
     @property
     def num_lines(self) -> int:
-        """Lines that there is room for."""
+        """Return the number of lines that the arrays have room for."""
         return self.places.size if self.choices is None else len(self.choices)
 
     @property
     def tokens(self) -> jax.Array:
-        """int32 [lines] the token of each."""
+        """Return int32 [lines], the token of each line."""
         assert self.choices is not None
         return self.choices % self.places.shape[1]
 
     def part(self, first: jax.Array, size: int) -> "ExpertLines":
-        """The `size` lines from `first` on, a multiple of it; places outside are not in [0, size)
-        or not below `num_used`."""
+        """Return the `size` lines from `first` on, a multiple of `size`.
+
+        Places outside the part are not in [0, size), or not below `num_used`.
+        """
         assert self.choices is not None
         choices = jnp.pad(self.choices, (0, -len(self.choices) % size))
         stops = jnp.cumsum(self.group_sizes)
@@ -76,7 +78,7 @@ class ExpertLines(NamedTuple):
 
 
 def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
-    """The size of the parts for a chip that has one of `num_chips` shares of the experts."""
+    """Return the size of the parts for a chip with one of `num_chips` shares of the experts."""
     most = num_tokens * top_k
     if num_tokens <= UNDIVIDED_TOKENS:
         return most
@@ -85,10 +87,10 @@ def lines_at_once(num_tokens: int, top_k: int, num_chips: int) -> int:
 
 
 def are_few(num_lines: int, num_choices: int) -> bool:
-    """True for lines that are sooner scattered to their tokens than found by each choice.
+    """Return True if scattering the lines to their tokens is faster than gathering each choice.
 
-    A TPU scatters a row in 3.4 to 4.8 times the instructions that gather one; gathers pass the
-    whole total once for each of the top_k, and need a second sort.
+    A TPU scatters a row in 3.4 to 4.8 times the instructions of a gather; gathers read the whole
+    total once for each of the top_k, and need a second sort.
     """
     return 4 * num_lines <= num_choices
 
@@ -99,7 +101,7 @@ def in_parts(
     add: Callable[[jax.Array, ExpertLines], jax.Array],
     total: jax.Array,
 ) -> jax.Array:
-    """`total` after `add` of each part of `size` lines, until all lines in use had their turn."""
+    """Apply `add` to `total` and each part of `size` lines, for all lines in use."""
 
     def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, total = state

@@ -1,4 +1,4 @@
-"""Lines of experts in XLA, for every platform."""
+"""Expert dispatch in XLA, for every platform."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ LEAST_SUM = 1e-20  # keeps the quotient of weights that all round to zero finite
 def xla_choose(
     x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `interface.ChooseExperts`."""
+    """Implement `interface.ChooseExperts`."""
     choice = router.choice
     normalised = rms_normalised(x, router.norm, router.eps, router.from_one)
     matrix = lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
@@ -29,7 +29,7 @@ def xla_choose(
 
 
 def _most_probable(logits: jax.Array, choice: ExpertChoice) -> tuple[jax.Array, jax.Array]:
-    """(weights [top_k, T], experts [T, top_k]) of a plain choice."""
+    """Return (weights [top_k, T], experts [T, top_k]) of a plain choice."""
     if choice.norm_topk_prob:  # the other experts' part of the softmax cancels
         chosen, experts = lax.top_k(logits, choice.top_k)
         return jax.nn.softmax(chosen.T, axis=0), experts
@@ -40,7 +40,7 @@ def _most_probable(logits: jax.Array, choice: ExpertChoice) -> tuple[jax.Array, 
 def _best_scored(
     logits: jax.Array, choice: ExpertChoice, choice_bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of any choice."""
+    """Return (weights [top_k, T], experts [T, top_k]) of any choice."""
     scores = (
         jax.nn.sigmoid(logits) if choice.has_sigmoid_scores else jax.nn.softmax(logits, axis=-1)
     )
@@ -59,10 +59,7 @@ def _best_scored(
 
 
 def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
-    """See `interface.SortLines`.
-
-    By two sorts: `xla_gather` needs the lines in order. Without use of `places`, one is left.
-    """
+    """Implement `interface.SortLines`; the second sort is eliminated if `places` is unused."""
     own = experts - first
     keys = jnp.where((own >= 0) & (own < num_experts), own, num_experts).reshape(-1)
     order = jnp.argsort(keys)
@@ -76,18 +73,18 @@ def xla_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLi
 
 
 def xla_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.GatherLines`."""
+    """Implement `interface.GatherLines`."""
     return x[lines.tokens]
 
 
 def xla_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.GateLines`."""
+    """Implement `interface.GateLines`."""
     del lines
     return gated(gate, up)
 
 
 def xla_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.AddLines`."""
+    """Implement `interface.AddLines`."""
     total = jnp.zeros((weights.shape[1], results.shape[1]), jnp.float32)
     return add_by_choice(total, results, weights, lines).astype(results.dtype)
 
@@ -95,7 +92,7 @@ def xla_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.A
 def xla_add_part(
     total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertLines
 ) -> jax.Array:
-    """See `interface.AddPart`."""
+    """Implement `interface.AddPart`."""
     add = add_by_line if are_few(len(results), weights.size) else add_by_choice
     return add(total, results, weights, part)
 
@@ -103,8 +100,10 @@ def xla_add_part(
 def add_by_choice(
     total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
 ) -> jax.Array:
-    """A gather for each of the top_k: XLA for TPU adds whole [T, width] in half of the time that it
-    takes for a sum over an axis of [T, top_k, width]."""
+    """Add lines to total with one gather for each of the top_k.
+
+    XLA for TPU takes half of the time of a sum over an axis of [T, top_k, width].
+    """
     last = jnp.minimum(lines.num_used, len(results))
     for place, weight in zip(lines.places, weights, strict=True):
         is_here = (place >= 0) & (place < last)
@@ -116,14 +115,15 @@ def add_by_choice(
 def add_by_line(
     total: jax.Array, results: jax.Array, weights: jax.Array, lines: ExpertLines
 ) -> jax.Array:
-    """A row for each line, by token. XLA for TPU would sort the rows anyway.
+    """Add lines to total with one scattered row for each line, sorted by token.
 
-    A token's lines are added in order, so its sum has the same bits for parts of any size.
+    XLA for TPU would sort the rows anyway. A token's lines are added in order, so its sum has the
+    same bits for parts of any size.
     """
     assert lines.choices is not None
     numbers = jnp.arange(len(results), dtype=jnp.int32)
     tokens = jnp.where(numbers < lines.num_used, lines.tokens, len(total))
-    # Sorted along, since a gather of single numbers takes longer.
+    # Choices are sorted along: a gather of single numbers takes longer.
     tokens, line, choices = lax.sort((tokens, numbers, lines.choices), num_keys=1)
     rows = results[line].astype(jnp.float32) * weights.reshape(-1)[choices][:, None]
     return total.at[tokens].add(rows, mode="drop", indices_are_sorted=True)

@@ -1,6 +1,6 @@
-"""The calls that layers with a recurrence make, and the one place that chooses an implementation.
+"""The calls of layers with a recurrence, and the only place that selects an implementation.
 
-Every implementation has the signature of `GatedDelta` or `CausalConv` and is judged by
+Every implementation has the signature of `GatedDelta` or `CausalConv` and is tested against
 `tests/kernels/gated_delta/reference.py`, which computes token by token in float64.
 """
 
@@ -22,8 +22,8 @@ class GatedDelta(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """Run one layer's recurrence with the shapes of one chip of one data-parallel rank.
 
-        With q and k scaled to length 1 (x * rsqrt(sum(x^2) + 1e-6)), q divided by sqrt(key_dim),
-        and both repeated over the value heads of a key head, a token changes the state S
+        Let q and k be scaled to length 1 (x * rsqrt(sum(x^2) + 1e-6)), q divided by sqrt(key_dim),
+        and both repeated over the value heads of a key head. A token changes the state S
         [key_dim, value_dim] of each value head, and reads it:
 
             S = exp(log_decay) * S
@@ -31,16 +31,16 @@ class GatedDelta(Protocol):
             out = S^T q
 
         Args:
-            tokens: of the step, q and k not scaled yet.
+            tokens: the step's tokens, with q and k not scaled yet.
             states: [layers, slots, value_heads, key_dim, value_dim], float32 or bfloat16; computed
                 with in float32. Updated in place when the caller donates it or carries it through
                 a loop.
-            layer: int32 [] which layer of the states.
+            layer: int32 [], the layer's index in the states.
             batch: rows, slots and chunks.
 
         Returns:
             out: [T, value_heads, value_dim] in v's dtype; finite but unspecified for padding.
-            states: with the new ones in the batch's slots.
+            states: with the new states in the batch's slots.
         """
         ...
 
@@ -58,21 +58,21 @@ class CausalConv(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """Convolve one layer's tokens: out[t] = silu(sum_j weight[j] * u[t - K + 1 + j]).
 
-        Tokens before a row's first of the step are in its state, the last K - 1 rows of u, the
-        last token's at the end; zeros before the first token of a request.
+        Tokens before a row's first token of the step are in its state: the last K - 1 rows of u,
+        in order, and zeros before the first token of a request.
 
         Args:
             u: [T, channels].
-            weight: [K, channels], the last for the token itself.
+            weight: [K, channels]; the last row is for the token itself.
             states: [layers, slots, *conv_state_shape(K, channels)] (`core.recurrence`) in u's
-                dtype. Read and written in the slots, and at the lengths, that `GatedDelta` reads
-                and writes.
+                dtype. Read and written in the same slots and at the same lengths as the states of
+                `GatedDelta`.
             layer: int32 [].
             batch: rows, slots and chunks.
 
         Returns:
             out: [T, channels] in u's dtype; finite but unspecified for padding.
-            states: with the new ones in the batch's slots.
+            states: with the new states in the batch's slots.
         """
         ...
 
@@ -85,19 +85,16 @@ class GatedDeltaCalls(NamedTuple):
 
 
 def gated_delta_implementation(backend: str, *, simulate: bool = False) -> GatedDeltaCalls:
-    """The implementation called "xla" or "pallas", the TPU's kernels.
+    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
 
     With `simulate`, a CPU interprets the kernels with their DMAs and semaphores, slowly.
-
-    Raises:
-        ValueError: the backend is unknown.
     """
     if backend not in GATED_DELTA_BACKENDS:
         known = ", ".join(GATED_DELTA_BACKENDS)
         raise ValueError(f"the backend of gated delta nets must be one of {known}, got {backend!r}")
     if backend == "xla":
         return GatedDeltaCalls(xla.gated_delta, xla.causal_conv)
-    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.gated_delta import tpu
     from sgl_jax.kernels.pallas_tpu import simulated
 

@@ -1,11 +1,11 @@
 """The states that a step reads and writes, and the chunks of its prompts.
 
-A layer with a recurrence keeps, for each sequence, a state of fixed size in place of KV. States lie
-in slots, of one data-parallel rank. Slot 0 is the null slot: zeros, the state before the first
-token; nothing writes to it. A padding row names a slot of the null row, which nothing reads.
+A layer with a recurrence keeps a state of fixed size for each sequence instead of KV. States are
+stored in slots of one data-parallel rank. Slot 0 is the null slot: zeros, the state before the
+first token; it is never written. A padding row has a slot of the null row, which is never read.
 
-A state holds all tokens so far and cannot be cut back, so a step never writes over the state it
-started from: for each row it reads one slot and writes others.
+A state holds all tokens so far and cannot be truncated, so a step never overwrites the state it
+started from: for each row it reads one slot and writes other slots.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from sgl_jax.kernels.token_rows import TokenRows
 from sgl_jax.kernels.tpu_chip import LANES
 
-# Tokens of a chunk: the recurrence within it is solved as matrix products.
+# Tokens of a chunk. The recurrence within a chunk is solved as matrix products.
 CHUNK_TOKENS = 64
 NO_SLOT = -1
 
 
 def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
-    """Refuse heads of a chip that the Pallas kernels do not compute; XLA computes any.
+    """Raise ValueError unless the Pallas kernels can compute a chip's heads; XLA can compute any.
 
-    Raises:
-        ValueError: a head is not one row of a TPU's memory wide, or there are too many.
+    A head must have the 128 dimensions of a TPU's memory row. A chip has at most 128 value heads.
     """
     if (key_dim, value_dim) != (LANES, LANES) or value_heads > LANES:
         raise ValueError(
@@ -39,7 +38,7 @@ def check_heads(value_heads: int, key_dim: int, value_dim: int) -> None:
 class DeltaInputs(NamedTuple):
     """The inputs of the gated delta rule at T tokens.
 
-    value_heads is a multiple of key_heads, and value heads of one key head are neighbours.
+    value_heads is a multiple of key_heads, and the value heads of one key head are adjacent.
     """
 
     q: jax.Array  # [T, key_heads, key_dim]
@@ -50,7 +49,7 @@ class DeltaInputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Return the number of value heads per key head."""
         return self.v.shape[-2] // self.k.shape[-2]
 
 
@@ -60,19 +59,19 @@ class StateBatch(TokenRows):
     """The rows of a step with their slots and chunks; a pytree of arrays.
 
     A decode row with q tokens writes the states after each of them to the slots `slots_out[i] ..
-    slots_out[i] + q - 1`: verification of the drafts chooses one of them. A prefill row writes the
+    slots_out[i] + q - 1`: verification of the drafts selects one of them. A prefill row writes the
     state after its last token to `slots_out[i]`, and its snapshots to their slots.
 
     Tokens of prefill rows are cut into chunks of at most `CHUNK_TOKENS`, in the order of the
     tokens. Chunk c holds the tokens [chunk_starts[c], chunk_starts[c + 1]) of one row. It starts
-    from the state in slot `chunk_sources[c]`, or, for NO_SLOT, from the state after the chunk
-    before it. The state after the chunk is written to the slots `chunk_targets[c]` and
-    `chunk_snapshots[c]`, but for NO_SLOT.
+    from the state in slot `chunk_sources[c]`, or, for NO_SLOT, from the state after the previous
+    chunk. The state after the chunk is written to the slots `chunk_targets[c]` and
+    `chunk_snapshots[c]`, except for NO_SLOT.
     """
 
-    slots_in: jax.Array  # int32 [B] slot of the state that each row starts from
-    slots_out: jax.Array  # int32 [B] first of the row's own slots that it writes
-    chunk_starts: jax.Array  # int32 [N + 1]; the end of the last chunk from num_chunks on
+    slots_in: jax.Array  # int32 [B] slot with the state that each row starts from
+    slots_out: jax.Array  # int32 [B] first slot that each row writes
+    chunk_starts: jax.Array  # int32 [N + 1]; from num_chunks on, the end of the last chunk
     chunk_rows: jax.Array  # int32 [N]
     chunk_sources: jax.Array  # int32 [N] slot or NO_SLOT
     chunk_targets: jax.Array  # int32 [N] slot or NO_SLOT
@@ -94,11 +93,11 @@ class StateBatch(TokenRows):
         """Derive the per-token indices and the chunks.
 
         Args:
-            slots_in, slots_out: int32 [B].
-            snapshots: int32 [S, 3] states that prefill rows are to keep: row, length in tokens,
-                slot. Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for
-                none. Entries of decode rows are ignored.
-            kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens: as in `TokenRows.of`.
+            slots_in, slots_out: int32 [B], see the fields.
+            snapshots: int32 [S, 3] states for prefill rows to keep: row, length in tokens, slot.
+                Only lengths in (kv_start, kv_start + q_len] of the row matter; slot 0 for none.
+                Entries of decode rows are ignored.
+            kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens: passed to `TokenRows.of`.
         """
         num_chunks_at_most = num_tokens // CHUNK_TOKENS + len(q_lens) + len(snapshots)
         rows = TokenRows.of(kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens)
@@ -107,7 +106,7 @@ class StateBatch(TokenRows):
         is_prefill = rows.valid & (token_rows >= num_decode)
         kept_rows, kept_lens, kept_slots = snapshots.T
         is_kept = (kept_slots > 0) & (kept_rows >= num_decode)
-        # [T, S]: whether a state is to be kept before the token.
+        # [T, S]: whether a state must be kept before the token.
         kept_before = is_kept & (kept_rows == token_rows[:, None]) & (kept_lens == lengths[:, None])
         is_start = is_prefill & ((in_row % CHUNK_TOKENS == 0) | kept_before.any(axis=1))
         num_chunks = jnp.sum(is_start, dtype=jnp.int32)

@@ -1,8 +1,7 @@
-"""The gated delta rule and its convolution in plain XLA: for CPUs, and any platform without a
-kernel.
+"""The gated delta rule and its convolution in plain XLA, for CPUs and platforms without a kernel.
 
-Cost follows the tokens in use: loops over blocks of decode rows, and over chunks, have dynamic
-trip counts. States are carried through these loops, in place.
+The cost depends on the tokens in use: loops over blocks of decode rows, and over chunks, have
+dynamic trip counts. States are carried through these loops, in place.
 """
 
 from typing import NamedTuple
@@ -13,12 +12,14 @@ from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 
-DECODE_ROWS = 8  # computed at once
+DECODE_ROWS = 8  # rows computed at once
 
 
 def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
-    """The tokens of these numbers, int32 [...], in float32 with q and k scaled; zeros, which do not
-    change a state, where `exists`, bool [...], is False."""
+    """Return tokens `numbers`, int32 [...], in float32 with q and k scaled.
+
+    They are zeros, which do not change a state, where `exists`, bool [...], is False.
+    """
 
     def take(x: jax.Array) -> jax.Array:
         some = x.at[numbers].get(mode="clip").astype(jnp.float32)
@@ -35,9 +36,9 @@ def _unit(x: jax.Array) -> jax.Array:
 def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.GatedDelta`; padding tokens' outputs are zeros."""
+    """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
     v = tokens.v
-    # A chunk that is not full writes zeros behind its last token; later chunks' tokens lie there.
+    # A partial chunk writes zeros after its last token; later chunks' tokens overwrite them.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
     out, states = _decode(tokens, room, states, layer, batch)
     out, states = _prefill(tokens, out, states, layer, batch)
@@ -47,7 +48,6 @@ def gated_delta(
 def _decode(
     tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """Token by token, some rows at once."""
     num_rows, most = min(DECODE_ROWS, batch.slots_in.shape[0]), 1 + batch.max_draft_tokens
 
     def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -58,7 +58,7 @@ def _decode(
         lengths = jnp.where(rows < batch.num_decode, lengths, 0)
         slots_in = batch.slots_in.at[rows].get(mode="clip")
         slots_out = batch.slots_out.at[rows].get(mode="clip")
-        # Positions first. All that needs no state is computed for all of them at once.
+        # Positions come first. Terms without a state are computed for all positions at once.
         position = jnp.arange(most)[:, None]
         exists, numbers = position < lengths, starts + position
         some = _Terms.of(_scaled(tokens, numbers, exists))
@@ -102,9 +102,9 @@ class _Terms(NamedTuple):
 
 
 def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token each."""
+    """Return outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token."""
     q, k, v, decay, beta, q_times_k = token
-    # The old state is read for both products at once: S^T q is the old state's, plus the change's.
+    # The old state is read once for both products: S^T q is the old state's part plus the change's.
     # One small product takes a CPU half as long as two sums over the state.
     both = _times("nhik,nhkv->nhiv", jnp.stack([k, q], axis=-2), state)
     change = beta * (v - decay * both[:, :, 0])
@@ -113,7 +113,7 @@ def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """States with `new` [..., a state's numbers] in `slots` int32 [...], if not negative."""
+    """Write `new` [..., a state's numbers] to the non-negative `slots` int32 [...]."""
     slots = jnp.where(slots < 0, states.shape[1], slots)
     new = new.reshape(*slots.shape, *states.shape[2:])
     return states.at[layer, slots].set(new.astype(states.dtype), mode="drop")
@@ -122,8 +122,6 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 def _prefill(
     tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """Chunk by chunk."""
-
     def chunk(
         c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,7 +142,7 @@ def _prefill(
 
 
 def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs [n, value_heads, dim] of a chunk's tokens, and the state after them.
+    """Return the outputs [n, value_heads, dim] of a chunk's tokens, and the state after them.
 
     A token's change of the state depends on the changes of the tokens before it: a triangular
     system of equations.
@@ -152,7 +150,7 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
     n = log_decay.shape[-1]
     causal = jnp.tril(jnp.ones((n, n), bool))
-    # Sums from each token to each, and not differences of sums, which cancel after strong decay.
+    # Sums from each token to each token, not differences of sums, which cancel after strong decay.
     # A later token has no weight: its exponent is masked.
     later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
     between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
@@ -177,11 +175,12 @@ def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _inverse(lower: jax.Array) -> jax.Array:
-    """The inverse of I + tril(lower, -1), float32 [..., n, n], n a power of two.
+    """Invert I + tril(lower, -1), float32 [..., n, n], n a power of two.
 
     By halves: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], with A' and D' the
-    inverses of A and D. All blocks of a size are inverted at once. XLA's own solver takes a hundred
-    times as long on a CPU, and a series of powers of `lower` would cancel where keys are alike.
+    inverses of A and D. All blocks of a size are inverted at once. XLA's triangular solver takes a
+    hundred times as long on a CPU, and a series of powers of `lower` would cancel where keys are
+    alike.
     """
     n = lower.shape[-1]
     row, column = jnp.arange(n)[:, None], jnp.arange(n)
@@ -198,10 +197,10 @@ def _inverse(lower: jax.Array) -> jax.Array:
 def causal_conv(
     u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.CausalConv`; padding tokens' outputs are zeros."""
+    """Implement `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
     in_row = jnp.arange(num_tokens) - batch.q_offsets[batch.token_rows]
-    # In a branch: if this read were fused, XLA would copy all states before it writes some.
+    # In a branch: if this read were fused, XLA would copy all states before some are written.
     slots_in = batch.slots_in
     old = lax.cond(
         batch.q_offsets[-1] > 0,
@@ -211,7 +210,7 @@ def causal_conv(
     old = old.reshape(-1, width - 1, u.shape[1])
 
     def before(distance: int) -> jax.Array:
-        """u of the token that lies so many before each."""
+        """Return u of the token `distance` before each token."""
         earlier = jnp.pad(u, ((distance, 0), (0, 0)))[:num_tokens]
         stored = old[batch.token_rows, jnp.clip(width - 1 - distance + in_row, 0, width - 2)]
         return jnp.where((in_row >= distance)[:, None], earlier, stored)

@@ -1,4 +1,4 @@
-"""The grouped product of mixtures of experts, and the one place that chooses its implementation.
+"""The grouped matmul of mixtures of experts, and the only place that selects its implementation.
 
 Every implementation has the signature of `GroupedMatmul`.
 """
@@ -11,11 +11,11 @@ from jax import lax
 
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 
-BLOCK_LINES = 32  # of a CPU's loops, whose cost follows the lines and groups in use
+BLOCK_LINES = 32  # lines in a block of a CPU's loops, which only visit lines and groups in use
 
 
 class GroupedMatmul(Protocol):
-    """Multiply consecutive groups of lines, each with its own matrix of the running layer."""
+    """Multiply consecutive groups of lines with one matrix per group of the current layer."""
 
     def __call__(
         self,
@@ -29,10 +29,10 @@ class GroupedMatmul(Protocol):
         """Multiply with the shapes of one chip.
 
         Args:
-            lines: [n, k], the first group_sizes[0] of the first group, and so on.
-            matrices: of all layers.
-            layer: int32 [] which layer's matrices.
-            group_sizes: int32 [groups], their sum at most n.
+            lines: [n, k], the first group_sizes[0] lines of the first group, and so on.
+            matrices: the matrices of all layers.
+            layer: int32 [], the layer's index in the matrices.
+            group_sizes: int32 [groups], with a sum of at most n.
             transposed: whether matrices are stored as [out, in].
 
         Returns:
@@ -49,7 +49,7 @@ def blocked_grouped_matmul(
     *,
     transposed: bool,
 ) -> jax.Array:
-    """See `GroupedMatmul`.
+    """Implement `GroupedMatmul` with loops over the groups and lines in use.
 
     A block overruns the end of its group. This is harmless: groups are processed in ascending
     order, and later groups overwrite these lines.
@@ -82,7 +82,7 @@ def ragged_grouped_matmul(
     *,
     transposed: bool,
 ) -> jax.Array:
-    """See `GroupedMatmul`."""
+    """Implement `GroupedMatmul` with XLA's ragged product."""
     own = matrices.numbers(layer, slice(None), lines.dtype, transposed=transposed)
     contracted = ((1,), (2 if transposed else 1,))
     dimensions = lax.RaggedDotDimensionNumbers(
@@ -94,15 +94,14 @@ def ragged_grouped_matmul(
 
 
 def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> GroupedMatmul:
-    """The implementation for `platform` ("cpu", "gpu", "tpu").
+    """Return the implementation for `platform` ("cpu", "gpu", "tpu").
 
-    A TPU has a kernel that reads the stacked matrices where they lie; with `simulate` a CPU
-    interprets it with its DMAs, slowly. Elsewhere XLA multiplies: on a GPU by its own grouped
-    product, which on a CPU would multiply every line with every matrix, so that there loops over
-    the groups in use take its place.
+    A TPU has a kernel that reads the stacked matrices in place; with `simulate`, a CPU interprets
+    it with its DMAs, slowly. A GPU uses XLA's ragged product. On a CPU, that product would multiply
+    every line with every matrix, so loops over the groups in use replace it.
     """
     if platform == "tpu" or (platform == "cpu" and simulate):
-        # Here and not above: without Pallas, its import is not waited for.
+        # Imported late: a process without Pallas does not wait for its import.
         from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
         from sgl_jax.kernels.pallas_tpu import simulated
 

@@ -1,4 +1,4 @@
-"""The matrices of groups, as grouped products take them: floats or quantized."""
+"""The matrices of a grouped product: floats or quantized."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,20 @@ from sgl_jax.kernels.quantized_matmul.numbers import dequantized
 
 
 class GroupMatrices(NamedTuple):
-    """A matrix for each group and layer, as floats or quantized: one chip's part.
+    """One chip's part of a matrix for each group and layer, as floats or quantized.
 
-    A matrix lies as [k, m] or, with `transposed` products, as [m, k]; along k its scales lie for
-    groups of inputs.
+    A matrix is stored as [k, m] or, for `transposed` products, as [m, k]. Its scales have one entry
+    per group of inputs along k.
     """
 
     values: jax.Array  # [layers, groups, k, m]
-    scales: jax.Array | None = None  # [layers, groups, inputs' groups, m]; None: floats
-    zero_points: jax.Array | None = None  # as scales
+    scales: jax.Array | None = None  # [layers, groups, groups of inputs, m]; None: floats
+    zero_points: jax.Array | None = None  # same shape as scales
     weight: WeightFormat | None = None  # None: floats
 
     @property
     def scales_outputs(self) -> bool:
-        """True if all inputs share each output's scale, which can then multiply the result."""
+        """Return True if each output has one scale for all inputs; it can multiply the result."""
         if self.scales is None or self.zero_points is not None:
             return False
         pairs = zip(self.scales.shape, self.values.shape, strict=True)
@@ -32,7 +32,7 @@ class GroupMatrices(NamedTuple):
     def numbers(
         self, layer: jax.Array, group: jax.Array | slice, dtype: DTypeLike, *, transposed: bool
     ) -> jax.Array:
-        """One matrix as numbers of `dtype`, or all of a layer if `group` is a slice."""
+        """Return one matrix as numbers of `dtype`, or all of a layer if `group` is a slice."""
         if self.weight is None or self.scales is None:
             return self.values[layer, group]
 

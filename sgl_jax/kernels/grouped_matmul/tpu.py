@@ -1,20 +1,19 @@
-"""The grouped product for TPU: a Pallas kernel that reads the matrices of all layers in place.
+"""The grouped matmul for TPU: a Pallas kernel that reads the matrices of all layers in place.
 
-Lines are cut into tiles regardless of group. A *visit* is a group and a tile that it has lines
-in; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits are
-ordered by group, and so by tile, hence
+Lines are cut into tiles regardless of group. A *visit* is a pair of a group and a tile with some of
+its lines; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits
+are ordered by group, and so by tile, hence
 
-- a group's matrix is fetched once, while the visit before computes, and never for a group without
-  lines;
-- the visits to one tile follow each other, so its result stays in vector memory until all groups
-  have left their lines in it.
+- a group's matrix is fetched once, during the previous visit, and never for a group without lines;
+- the visits to one tile are consecutive, so its result stays in vector memory until all groups have
+  written their lines.
 
 There are fewer visits than groups and tiles together. The grid has room for the largest number;
-unused visits repeat the last one's indices, which moves nothing, and compute nothing.
+unused visits repeat the last visit's indices, so that nothing is copied, and compute nothing.
 
-The layer's number is prefetched with the visits and chooses where in [layers, groups, ...] a matrix
-lies: XLA would copy a layer's matrices, in every step, to hand them to a kernel. After the idea of
-MegaBlocks (arXiv 2211.15841).
+The layer's number is prefetched with the visits and selects the matrix in [layers, groups, ...]:
+XLA would copy a layer's matrices in every step to pass them to a kernel. Based on MegaBlocks
+(arXiv 2211.15841).
 """
 
 from functools import partial
@@ -33,9 +32,9 @@ from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequantized
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
-MIN_LINES, MAX_LINES = 64, 512  # of a tile
-NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # of the kernels, in compiled programs
-MAX_MATRIX_BYTES = 4 << 20  # of one of the two buffers
+MIN_LINES, MAX_LINES = 64, 512  # bounds for the lines of a tile
+NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # names of the kernels in compiled programs
+MAX_MATRIX_BYTES = 4 << 20  # limit for one of the two buffers
 
 
 class Tiles(NamedTuple):
@@ -48,11 +47,11 @@ class Tiles(NamedTuple):
 def choose_tiles(
     num_lines: int, num_groups: int, inputs: int, outputs: int, itemsize: int
 ) -> Tiles:
-    """Tiles for lines [num_lines, inputs] and matrices [num_groups, inputs, outputs].
+    """Choose tiles for lines [num_lines, inputs] and matrices [num_groups, inputs, outputs].
 
-    Small tiles waste less where a group ends, large ones load the matrix unit's weights less often:
-    about as many lines as a group has, and all columns or a multiple of the lanes. `itemsize` is
-    the bytes of an element.
+    Small tiles waste less where a group ends, large tiles load the matrix unit's weights less
+    often: a tile has about as many lines as a group, and all columns or a multiple of the lanes.
+    `itemsize` is the bytes of an element.
     """
     column_bytes = inputs * itemsize
     width = max(MAX_MATRIX_BYTES // column_bytes // LANES, 1) * LANES
@@ -63,22 +62,22 @@ def choose_tiles(
 
 
 def max_visits(num_lines: int, num_groups: int, tile_lines: int) -> int:
-    """Most pairs of a group and a tile that it has lines in, for any sizes of the groups."""
+    """Return the most pairs of a group and a tile with its lines, for any group sizes."""
     return min(num_groups, num_lines) + -(-num_lines // tile_lines) - 1
 
 
 class _Visits(NamedTuple):
     """The kernel's visits, planned beforehand, in scalar memory."""
 
-    sizes: Any  # int32 [2]: the layer, how many visits there are
+    sizes: Any  # int32 [2]: the layer, the number of visits
     group: Any  # int32 [most visits]
     tile: Any  # int32 [most visits]
     first: Any  # int32 [most visits] the group's first line
-    stop: Any  # int32 [most visits] the line after its last
+    stop: Any  # int32 [most visits] the line after the group's last line
 
 
 def _plan_visits(group_sizes: jax.Array, layer: jax.Array, num_lines: int, tile: int) -> _Visits:
-    """Find the visits in scalar memory: XLA makes ten operations of it, of 2,100 cycles each."""
+    """Find the visits in scalar memory: XLA would take ten operations of 2,100 cycles each."""
     most = max_visits(num_lines, len(group_sizes), tile)
     kernel = pl.pallas_call(
         partial(_list_visits, tile=tile),
@@ -131,10 +130,10 @@ def _kernel(
     weight: WeightFormat | None,
     scales_outputs: bool,
 ) -> None:
-    """lines [tile, k] times matrix [1, 1, k, width] into some rows of out [tile, width].
+    """Multiply lines [tile, k] with matrix [1, 1, k, width] into some rows of out [tile, width].
 
-    `refs` are the matrix, its scales and zero points if it has them, and out. `scales_outputs`: the
-    scales are [1, 1, 1, width].
+    `refs` are the matrix, its scales and zero points if it has them, and out. With
+    `scales_outputs`, the scales are [1, 1, 1, width].
     """
     *parts, out = refs
     visit = pl.program_id(1)
@@ -157,7 +156,7 @@ def _kernel(
 def _numbers(
     parts: list[jax.Array], weight: WeightFormat, dtype: DTypeLike, transposed: bool
 ) -> jax.Array:
-    """The numbers of a matrix from its values, its scales, and its zero points if it has them."""
+    """Dequantize a matrix from `parts`: its values, its scales, and its zero points if any."""
     values, scales, *rest = parts
     zero_points = rest[0] if rest else None
     if not transposed:
@@ -169,10 +168,10 @@ def _numbers(
 
 
 def _along_inputs(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Scales [m, groups] repeated for each of their inputs, as [m, k].
+    """Repeat scales [m, groups] for each of their inputs, as [m, k].
 
-    The matrix unit repeats them, by a product with ones and zeros that is exact: a vector unit
-    moves numbers along a row slowly.
+    The matrix unit repeats them by an exact product with ones and zeros: the vector unit is slow at
+    moving numbers along a row.
     """
     groups = scales.shape[1]
     if groups == 1:
@@ -184,7 +183,7 @@ def _along_inputs(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:
-    """bool of `shape`: the rows of the visit's tile that are lines of its group."""
+    """Return bool of `shape`: the rows of the visit's tile with lines of its group."""
     line = visits.tile[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
     return (line >= visits.first[visit]) & (line < visits.stop[visit])
 
@@ -198,12 +197,12 @@ def tpu_grouped_matmul(
     transposed: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """See `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
+    """Implement `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
     num_lines, inputs = lines.shape
     num_groups = matrices.values.shape[1]
     outputs = matrices.values.shape[2 if transposed else 3]
     if tiles is None:
-        itemsize = lines.dtype.itemsize  # a quantized matrix's numbers have the lines' type
+        itemsize = lines.dtype.itemsize  # a quantized matrix is converted to the lines' dtype
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
     tile, width = tiles
 
@@ -220,7 +219,7 @@ def tpu_grouped_matmul(
 
     blocks = list(map(block_of, parts))
     if matrices.scales_outputs:
-        # Each step would copy [outputs, 1] to rows of 128 lanes.
+        # In the stored shape [outputs, 1], each step would copy them to rows of 128 lanes.
         parts[1] = parts[1].swapaxes(2, 3) if transposed else parts[1]
         blocks[1] = pl.BlockSpec(
             (1, 1, 1, width),

@@ -1,1 +1,1 @@
-"""Attention to latents: one row a token for all heads, in place of a key and a value a head."""
+"""Attention to latents: one row a token for all heads, instead of a key and a value per head."""

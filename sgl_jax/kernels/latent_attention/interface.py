@@ -1,4 +1,4 @@
-"""The latent attention call that models make, and the one place that chooses its implementation.
+"""The latent attention call of the models, and the only place that selects its implementation.
 
 The cache holds one row a token for all heads (multi-head latent attention, arXiv 2405.04434): a
 compressed latent, and a part of the key that carries the position. Keys and values of a head are
@@ -6,13 +6,13 @@ products of the latent with the head's matrices. So there are two forms of the s
 
     absorbed    queries times the key matrix are compared with latents; the sum of latents times
                 the value matrix is the result. A token of context costs 2 * rank + rope_dim
-                products a head and query, and nothing else.
-    expanded    keys and values are made from latents first. A token of context costs
-                nope_dim + rope_dim + value_dim products a head and query, and once
-                rank * (nope_dim + value_dim) a head.
+                products per head and query.
+    expanded    keys and values are computed from latents first. A token of context costs
+                nope_dim + rope_dim + value_dim products per head and query, and once
+                rank * (nope_dim + value_dim) per head.
 
-Decode is shorter absorbed, a long chunk expanded; an implementation chooses. Every implementation
-has the signature of `PagedLatentAttention` and is judged by
+The absorbed form is cheaper for decode, the expanded form for a long chunk; an implementation
+chooses. Every implementation has the signature of `PagedLatentAttention` and is tested against
 `tests/kernels/latent_attention/reference.py`.
 """
 
@@ -28,7 +28,7 @@ LATENT_ATTENTION_BACKENDS = ("pallas", "xla")
 
 
 class PagedLatentAttention(Protocol):
-    """Write this step's latents into the cache, then attend causally over each row's."""
+    """Write this step's latents into the cache, then attend causally over each row's latents."""
 
     def __call__(
         self,
@@ -43,16 +43,16 @@ class PagedLatentAttention(Protocol):
         """Attend with the shapes of one chip of one data-parallel rank.
 
         Args:
-            queries: of T tokens.
-            latents: [T, rank + rope_dim] of the same tokens, attended to as the cache holds them.
-                Padding tokens are written to the null page, whose content is never read.
-            up: of the layer that runs.
+            queries: the queries of T tokens.
+            latents: [T, rank + rope_dim] for the same tokens, rounded to the cache's dtype before
+                use. Padding tokens are written to the null page, which is never read.
+            up: the current layer's matrices.
             kv_cache: [layers, pages, 1, page_size, row_size], see `latent_row_size`; zeros after
                 each latent. An int8 array is a cache of 8-bit floats. Updated in place when the
                 caller donates it or carries it through a loop.
-            layer: int32 [] which layer of the cache.
+            layer: int32 [], the layer's index in the cache.
             batch: rows and pages.
-            scale: multiplies the products of queries and keys.
+            scale: factor for the products of queries and keys.
 
         Returns:
             out: [T, heads, value_dim] in the queries' dtype; finite but unspecified for padding.
@@ -64,20 +64,17 @@ class PagedLatentAttention(Protocol):
 def latent_attention_implementation(
     backend: str, *, simulate: bool = False
 ) -> PagedLatentAttention:
-    """The implementation called "xla" or "pallas", the TPU's kernels.
+    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
 
-    With `simulate`, a CPU interprets the latter with its DMAs and semaphores, slowly. They read the
-    pages that `attention.api.check_pages` allows.
-
-    Raises:
-        ValueError: the backend is unknown.
+    With `simulate`, a CPU interprets the Pallas kernels with their DMAs and semaphores, slowly.
+    They can read the pages that `attention.api.check_pages` allows.
     """
     if backend not in LATENT_ATTENTION_BACKENDS:
         known = ", ".join(LATENT_ATTENTION_BACKENDS)
         raise ValueError(f"latent attention has the backends {known}, got {backend!r}")
     if backend == "xla":
         return xla.latent_attention
-    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.latent_attention import tpu
     from sgl_jax.kernels.pallas_tpu import simulated
 

@@ -1,4 +1,4 @@
-"""The arrays of latent attention beside its cache."""
+"""The queries and matrices of latent attention, and the layout of its cache."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class LatentQueries(NamedTuple):
 
 
 class UpProjections(NamedTuple):
-    """The matrices from a latent to each of one chip's heads' keys and values."""
+    """The matrices from a latent to the keys and values of each of one chip's heads."""
 
     keys: jax.Array  # [heads, nope_dim, rank]: a key is keys[head] @ latent
     values: jax.Array  # [heads, rank, value_dim]: a value is latent @ values[head]
@@ -29,24 +29,26 @@ class UpProjections(NamedTuple):
 
 
 def latent_row_size(rank: int, rope_dim: int) -> int:
-    """Numbers of a token's row in the cache: latent, rotated part of the key, then zeros up to
-    whole rows of a TPU's memory. The same on every platform."""
+    """Return the size of a token's row in the cache, the same on every platform.
+
+    A row is the latent, the rotated part of the key, and zeros up to whole rows of a TPU's memory.
+    """
     return -(-(rank + rope_dim) // LANES) * LANES
 
 
 def cached_rows(latents: jax.Array, row_size: int, dtype: DTypeLike) -> jax.Array:
-    """latents [T, rank + rope_dim] as rows [T, row_size] of a cache of `dtype`."""
+    """Convert latents [T, rank + rope_dim] to rows [T, row_size] of a cache of `dtype`."""
     rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
     return as_cached(dtype, rows)[0]
 
 
 def absorbed_queries(queries: LatentQueries, up: UpProjections, row_size: int) -> jax.Array:
-    """[T, heads, row_size]: queries whose products with rows of the cache are those with keys."""
+    """Return [T, heads, row_size] queries to multiply with the cache's rows instead of keys."""
     parts = jnp.einsum("thn,hnr->thr", queries.nope, up.keys), queries.rope
     spare = row_size - sum(part.shape[2] for part in parts)
     return jnp.pad(jnp.concatenate(parts, axis=2), ((0, 0), (0, 0), (0, spare)))
 
 
 def values_of_latents(latents: jax.Array, up: UpProjections) -> jax.Array:
-    """[T, heads, value_dim] of weighted sums of rows [T, heads, rank or more] of the cache."""
+    """Compute [T, heads, value_dim] from weighted sums of cache rows [T, heads, rank or more]."""
     return jnp.einsum("thr,hrv->thv", latents[:, :, : up.rank], up.values)

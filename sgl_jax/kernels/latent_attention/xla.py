@@ -1,7 +1,7 @@
 """Latent attention in plain XLA: for CPUs, and for any platform without a kernel.
 
-Always absorbed: `attention.xla`'s loops over one KV head whose keys are the cache's rows, and whose
-values are the same rows' latents.
+It is always absorbed: the loops of `attention.xla` read one KV head, with the cache's rows as keys
+and the latents of the same rows as values.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from sgl_jax.kernels.latent_attention.latents import (
 class _Latents(NamedTuple):
     """One layer of latents, as one KV head."""
 
-    kv_cache: jax.Array  # as in `interface`
+    kv_cache: jax.Array  # see `interface.PagedLatentAttention`
     layer: jax.Array  # int32 []
     value_dim: int  # the latent's rank
 
@@ -51,7 +51,7 @@ def latent_attention(
     batch: AttentionBatch,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interface.PagedLatentAttention`."""
+    """Implement `interface.PagedLatentAttention`."""
     kv_cache = write_latents(latents, kv_cache, layer, batch)
     q = absorbed_queries(queries, up, kv_cache.shape[4])
     found = attend_cached(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))

@@ -1,4 +1,4 @@
-"""The arrays of quantized matrices, as products take them."""
+"""The arrays of quantized matrices, the inputs of their products."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,15 @@ from jax import lax
 
 
 class QuantizedArrays(NamedTuple):
-    """The arrays of matrices, stacked by layer; one chip's part."""
+    """One chip's part of the arrays of matrices, stacked by layer."""
 
     values: jax.Array  # [layers, in, out]
     scales: jax.Array  # [layers, groups, out]
-    zero_points: jax.Array | None  # as scales
-    input_scale: jax.Array | None  # float32 [1], of the running layer's activations
+    zero_points: jax.Array | None  # same shape as scales
+    input_scale: jax.Array | None  # float32 [1], of the current layer's activations
 
     def of_layer(self, layer: jax.Array) -> "QuantizedArrays":
-        """One layer's, without the first axis."""
+        """Return one layer's arrays, without the first axis."""
 
         def take(array: jax.Array) -> jax.Array:
             own: jax.Array = lax.dynamic_index_in_dim(array, layer, keepdims=False)

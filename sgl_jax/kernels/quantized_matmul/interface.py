@@ -1,4 +1,4 @@
-"""The product with a quantized matrix, and the one place that chooses its implementation.
+"""The product with a quantized matrix, and the only place that selects its implementation.
 
 Every implementation has the signature of `QuantizedMatmul`.
 """
@@ -13,7 +13,7 @@ from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quant
 
 
 class QuantizedMatmul(Protocol):
-    """Multiply activations with the running layer's matrix."""
+    """Multiply activations with the current layer's matrix."""
 
     def __call__(
         self, x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
@@ -22,23 +22,20 @@ class QuantizedMatmul(Protocol):
 
         Args:
             x: [T, in].
-            matrices: of all layers.
-            layer: int32 [] which layer's matrix.
-            scheme: of the matrix.
+            matrices: the matrices of all layers.
+            layer: int32 [], the layer's index in the matrices.
+            scheme: the matrix's format.
 
         Returns:
-            [T, out] in the dtype of x; sums are made in float32, or in int32 for products of int8.
+            [T, out] in the dtype of x; summed in float32, or in int32 for products of int8.
         """
         ...
 
 
 def quantized_matmul_implementation(platform: str, *, simulate: bool = False) -> QuantizedMatmul:
-    """The implementation for `platform` ("cpu", "gpu", "tpu").
-
-    A TPU has a kernel for scales of groups; with `simulate` a CPU interprets it, slowly.
-    """
+    """Return a platform's implementation; "cpu" with `simulate` interprets the TPU kernels."""
     if platform == "tpu" or (platform == "cpu" and simulate):
-        # Here and not above: without Pallas, its import is not waited for.
+        # Imported late: a process without Pallas does not wait for its import.
         from sgl_jax.kernels.pallas_tpu import simulated
         from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
 

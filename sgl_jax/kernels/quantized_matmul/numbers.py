@@ -1,9 +1,11 @@
-"""Stored values and scales as numbers, and activations as stored values. Traced; for all platforms.
+"""Conversion of stored values and scales to numbers, and of activations to stored values.
 
-MXFP4 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A value holds a magnitude's place in that
-list, 0 to 7, with the number's sign, as int4. So a few operations that every vector unit has make
-the number of it, where a conversion from 4-bit floats needs a chip that has them. A scale is a
-power of two, stored as its exponent plus 127: the bits of the float's own exponent.
+The functions are traced, and run on all platforms.
+
+MXFP4 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A value holds a magnitude's index in that
+list, 0 to 7, with the number's sign, as int4. A few operations that every vector unit has convert
+it to a number, whereas a conversion from 4-bit floats needs a chip that supports them. A scale is a
+power of two, stored as its exponent plus 127: the exponent bits of the float.
 """
 
 import jax
@@ -22,26 +24,23 @@ _VALUE_DTYPES: dict[str, DTypeLike] = {
 
 
 def value_dtype(weight: WeightFormat | ActivationFormat) -> jnp.dtype:
-    """The type of stored values."""
     return jnp.dtype(_VALUE_DTYPES[weight])
 
 
 def sums_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type of sums of products of `dtype`."""
     return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
 
 
 def scale_dtype(weight: WeightFormat, dtype: DTypeLike, *, in_groups: bool) -> jnp.dtype:
-    """The type of stored scales, for a model whose own type is `dtype`."""
     if weight == "mxfp4":
         return jnp.dtype(jnp.uint8)
     return jnp.dtype(dtype if in_groups else jnp.float32)
 
 
 def as_numbers(values: jax.Array, weight: WeightFormat, dtype: DTypeLike) -> jax.Array:
-    """Stored values as numbers of `dtype`, not yet scaled, and doubled if they are of MXFP4.
+    """Convert stored values to numbers of `dtype`, without scales, and doubled for MXFP4.
 
-    Each format's are exact in bfloat16.
+    The numbers of each format are exact in bfloat16.
     """
     numbers = values.astype(dtype)
     if weight != "mxfp4":
@@ -51,7 +50,7 @@ def as_numbers(values: jax.Array, weight: WeightFormat, dtype: DTypeLike) -> jax
 
 
 def as_scales(scales: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Stored scales as factors of `as_numbers`; MXFP4's least, 2**-127, is 0."""
+    """Convert stored scales to factors of `as_numbers`; MXFP4's least scale, 2**-127, becomes 0."""
     if scales.dtype != jnp.uint8:
         return scales.astype(dtype)
     wide = scales.astype(jnp.uint32) << 23
@@ -65,14 +64,14 @@ def dequantized(
     weight: WeightFormat,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """The numbers of matrices.
+    """Convert quantized matrices to numbers.
 
     Args:
         values: [..., in, out].
-        scales: [..., groups, out]; each is for in / groups neighbouring inputs.
-        zero_points: as scales; None: all 0.
+        scales: [..., groups, out], each for in / groups adjacent inputs.
+        zero_points: the same shape as scales; None if all are 0.
         weight: the format.
-        dtype: of the result, [..., in, out].
+        dtype: dtype of the result, [..., in, out].
     """
     *outer, groups, outputs = scales.shape
     by_group = values.reshape(*outer, groups, -1, outputs)
@@ -84,7 +83,7 @@ def dequantized(
 
 
 def activation_scale(magnitude: jax.Array, activation: ActivationFormat) -> jax.Array:
-    """The scale that fits a greatest magnitude, float32 [T, 1] as that."""
+    """Return the scale that fits the greatest magnitude float32 [T, 1], in the same shape."""
     scale = magnitude / GREATEST[activation]
     return jnp.where(scale == 0, 1, scale)
 
@@ -92,7 +91,7 @@ def activation_scale(magnitude: jax.Array, activation: ActivationFormat) -> jax.
 def quantize_activations(
     x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Activations [T, in] as values of a format, and their scales, float32 [T, 1] or [1].
+    """Quantize activations [T, in] to values [T, in], and scales float32 [T, 1] or [1].
 
     Each token's scale fits its greatest magnitude, unless `scale` float32 [1] is given.
     """
@@ -106,9 +105,9 @@ def quantize_activations(
 
 
 def stored_scales(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Repeat a stored `scale`, float32 [1], for each token of activations [T, in]: [T, 1].
+    """Repeat `scale`, float32 [1], for each token of x [T, in]: [T, 1], NaN for non-finite tokens.
 
-    NaN for a token that is not finite: its values, of 8 bits, may not show it.
+    The 8-bit values of such a token may not show this.
     """
     is_finite = jnp.all(jnp.isfinite(x), axis=1, keepdims=True)
     return jnp.where(is_finite, scale, jnp.nan)

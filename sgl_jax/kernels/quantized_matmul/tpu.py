@@ -1,14 +1,14 @@
 """Products with quantized matrices: two Pallas kernels for TPU.
 
-- *Activations of the matrix's own format* are multiplied as they are, at the rate of 8-bit numbers,
-  and the sums scaled once.
-- *Other activations* need a block's values as numbers: these are made in vector memory once, and
-  multiplied with all tokens, a tile at a time. XLA does this as well, within the product, but a
-  few tokens then wait for the conversion; and it writes the scales of groups out for each number
-  first, which takes ten times as long as the product. So XLA multiplies many tokens with matrices
-  that have a scale for each output.
+- *Activations of the matrix's format* are multiplied without conversion, at the rate of 8-bit
+  numbers, and the sums scaled once.
+- *Other activations* need a block's values as numbers: these are computed in vector memory once,
+  and multiplied with all tokens, a tile at a time. XLA does this as well, within the product, but a
+  few tokens then wait for the conversion; and it first writes out the scales of groups for each
+  number, which takes ten times as long as the product. So XLA only multiplies many tokens with
+  matrices with one scale for each output.
 
-The layer's number is prefetched and chooses where in [layers, in, out] the blocks lie.
+The layer's number is prefetched and selects the blocks in [layers, in, out].
 """
 
 from functools import partial
@@ -34,16 +34,16 @@ from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 # The kernels' names in compiled programs.
 NUMBERS_NAME, VALUES_NAME = "quantized_matmul_numbers", "quantized_matmul_values"
 QUANTIZE_NAME = "quantize_activations"
-MAX_CONVERTED_TOKENS = 256  # for which the kernel is faster than XLA, without groups
-_SUBLANES = 16  # rows of a tile of two bytes a number
-_MAX_TOKENS = 512  # of a tile
-_MAX_BLOCK = 2 << 20  # numbers of a block
-_MAX_VALUES = 8 << 20  # bytes of a block that is not converted
-_MAX_SUMS = 4 << 20  # numbers of all tokens' sums for a block's outputs
+MAX_CONVERTED_TOKENS = 256  # most tokens for which the kernel is faster than XLA, without groups
+_SUBLANES = 16  # rows of a tile of 2-byte numbers
+_MAX_TOKENS = 512  # most tokens of a tile
+_MAX_BLOCK = 2 << 20  # most numbers of a block
+_MAX_VALUES = 8 << 20  # most bytes of a block without conversion
+_MAX_SUMS = 4 << 20  # most numbers of all tokens' sums for a block's outputs
 
 
 class Blocks(NamedTuple):
-    """Tokens, inputs and outputs that are multiplied at once."""
+    """Tokens, inputs and outputs to multiply at once."""
 
     tokens: int
     inputs: int
@@ -51,9 +51,9 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(num_tokens: int, inputs: int, outputs: int, groups: int) -> Blocks:
-    """Blocks for x [num_tokens, inputs] and a matrix [inputs, outputs] of `groups`.
+    """Choose blocks for x [num_tokens, inputs] and a matrix [inputs, outputs] of `groups`.
 
-    The scales of a block are whole tiles, or all there are.
+    The scales of a block are whole tiles, or all scales.
     """
     group = inputs // groups
     per_block = groups
@@ -65,20 +65,20 @@ def choose_blocks(num_tokens: int, inputs: int, outputs: int, groups: int) -> Bl
 
 
 def value_blocks(num_tokens: int, inputs: int, outputs: int) -> Blocks:
-    """Blocks that are multiplied without conversion."""
+    """Return blocks for products without conversion."""
     width = _width(_MAX_VALUES // inputs, outputs)
     return Blocks(min(num_tokens, _MAX_TOKENS), inputs, width)
 
 
 def _width(most: int, outputs: int) -> int:
-    """Outputs of a block: whole rows of lanes, about `most` at most, and blocks of equal size."""
+    """Return the outputs of a block: whole rows of lanes, about `most` or fewer, of equal size."""
     widest = max(most // LANES, 1) * LANES
     per_block = pl.cdiv(outputs, pl.cdiv(outputs, widest))
     return min(pl.cdiv(per_block, LANES) * LANES, outputs)
 
 
 def kernel_of(scheme: Scheme, num_tokens: int, inputs: int, groups: int) -> str | None:
-    """The name of the kernel that multiplies; None: XLA does."""
+    """Return the name of the kernel that multiplies, or None for XLA."""
     if scheme.activation is not None:
         return VALUES_NAME
     if groups == 1:
@@ -94,7 +94,7 @@ def tpu_quantized_matmul(
     scheme: Scheme,
     blocks: Blocks | None = None,
 ) -> jax.Array:
-    """See `interface.QuantizedMatmul`; `blocks` of numbers default to `choose_blocks`."""
+    """Implement `interface.QuantizedMatmul`; `blocks` of numbers default to `choose_blocks`."""
     num_tokens, inputs = x.shape
     kernel = kernel_of(scheme, num_tokens, inputs, matrices.scales.shape[1])
     if kernel == VALUES_NAME:
@@ -107,7 +107,7 @@ def tpu_quantized_matmul(
 def _numbers_kernel(
     layer: Any, x: Any, values: Any, scales: Any, *refs: Any, weight: WeightFormat
 ) -> None:
-    """x [tokens, inputs] times a block into some rows of the sums [T, outputs].
+    """Multiply x [tokens, inputs] with a block into some rows of the sums [T, outputs].
 
     `refs` are the zero points if there are any, out, and in scratch the numbers and the sums.
     """
@@ -145,7 +145,7 @@ def _multiply_numbers(
         return pl.BlockSpec((1, rows, width), lambda o, i, t, layer: (layer[0], i, o))
 
     def of_result(o: Any, i: Any, t: Any, _: Any) -> Any:
-        # A tile of the result is visited once: until the last block it is the first one.
+        # A tile of the result is written once: until the last block, it is the first tile.
         return jnp.where(i == last, t, 0), o
 
     parts = [part for part in matrices[:3] if part is not None]
@@ -177,14 +177,14 @@ def _multiply_numbers(
 
 
 def activation_rows(num_tokens: int, inputs: int) -> int:
-    """Tokens that are quantized at once."""
+    """Return the number of tokens to quantize at once."""
     return min(num_tokens, max(_MAX_VALUES // 8 // inputs // _SUBLANES, 1) * _SUBLANES)
 
 
 def quantized_activations(
     x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`quantize_activations` in one pass: XLA reads x twice, and packs values slowly."""
+    """Implement `quantize_activations` in one pass: XLA reads x twice, and packs values slowly."""
     num_tokens, inputs = x.shape
     if scale is not None:
         values, _ = quantize_activations(x, activation, scale)
@@ -215,7 +215,7 @@ def quantized_activations(
 
 
 def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, out: Any) -> None:
-    """Activations [tokens, inputs] times values [1, inputs, width], scaled, into out."""
+    """Multiply activations [tokens, inputs] with values [1, inputs, width], and scale, into out."""
     sums = product(x[...], values[0], (1, 0))
     out[...] = (sums.astype(jnp.float32) * x_scales[...] * scales[0]).astype(out.dtype)
 
@@ -223,7 +223,7 @@ def _values_kernel(layer: Any, x: Any, x_scales: Any, values: Any, scales: Any, 
 def _multiply_values(
     x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
 ) -> jax.Array:
-    """Products share their activations' values: equal calls that quantize are one in a program."""
+    """Multiply in the matrix's format; calls that quantize equal activations merge in a program."""
     assert scheme.activation is not None
     num_tokens, inputs = x.shape
     outputs = matrices.scales.shape[2]

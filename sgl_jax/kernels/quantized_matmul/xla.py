@@ -1,4 +1,4 @@
-"""Products with quantized matrices as XLA makes them."""
+"""Products with quantized matrices in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     sums_dtype,
 )
 
-# Numbers that a CPU converts at once, which stay in its cache; and the fewest inputs, since each
-# block adds to all sums.
+# Numbers that a CPU converts at once, which stay in its cache; and the fewest inputs of a block,
+# since each block adds to all sums.
 _CPU_NUMBERS = 3 << 19
 _CPU_LEAST_INPUTS = 64
 
@@ -24,7 +24,7 @@ _CPU_LEAST_INPUTS = 64
 def xla_quantized_matmul(
     x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
 ) -> jax.Array:
-    """See `interface.QuantizedMatmul`; with a scale for each output XLA converts in the product."""
+    """Implement `interface.QuantizedMatmul`; with per-output scales, XLA fuses the cast."""
     own = matrices.of_layer(layer)
     if scheme.activation is not None:
         return _quantized_product(x, own, scheme)
@@ -38,10 +38,9 @@ def xla_quantized_matmul(
 def cpu_quantized_matmul(
     x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
 ) -> jax.Array:
-    """See `interface.QuantizedMatmul`.
+    """Implement `interface.QuantizedMatmul`, one block of inputs at a time.
 
-    A block of inputs at a time, since XLA on the CPU would write the whole matrix's numbers to
-    memory and read them again.
+    For the whole matrix, XLA on the CPU would write its numbers to memory and read them again.
     """
     own = matrices.of_layer(layer)
     if scheme.activation is not None:
@@ -49,7 +48,7 @@ def cpu_quantized_matmul(
     inputs, groups = x.shape[1], len(own.scales)
     size = _block_inputs(own.values.shape, inputs // groups if groups > 1 else 1)
     own_groups = max(size * groups // inputs, 1)
-    scales_sums = groups == 1 and own.zero_points is None  # and not each number
+    scales_sums = groups == 1 and own.zero_points is None  # instead of each number
 
     def add_block(block: jax.Array, sums: jax.Array) -> jax.Array:
         first = block * own_groups if groups > 1 else 0
@@ -73,7 +72,7 @@ def cpu_quantized_matmul(
 
 
 def _block_inputs(shape: tuple[int, ...], group: int) -> int:
-    """Inputs, in whole groups, that a CPU converts at once: a divisor of a matrix's [in, out]."""
+    """Return the inputs, in whole groups, to convert at once: a divisor of `in` of [in, out]."""
     inputs, outputs = shape
     most = max(_CPU_NUMBERS // outputs, _CPU_LEAST_INPUTS, group)
     sizes = range(group, min(most, inputs) + 1, group)
@@ -85,7 +84,6 @@ def _float32_product(x: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _quantized_product(x: jax.Array, own: QuantizedArrays, scheme: Scheme) -> jax.Array:
-    """The product in the format of both, then scaled."""
     assert scheme.activation == scheme.weight
     assert own.zero_points is None
     assert len(own.scales) == 1

@@ -1,11 +1,11 @@
 """Ragged paged attention for TPU: three Pallas kernels, one after the other.
 
-`write` changes the cache in place. `decode` and `prefill` each find their rows' queries in an array
-and put the results where the queries were, and leave the other's queries alone: no result is
-merged or copied. `shared` has their common parts, `tuned` their block sizes for each generation of
-TPU.
+`write` changes the cache in place. `decode` and `prefill` each read the queries of their rows from
+one array, replace them by results, and leave the other kernel's queries unchanged, so that no
+result is merged or copied. `shared` has their common parts, `tuned` their block sizes for each TPU
+generation.
 
-Memory of a TPU comes in rows of 128 lanes, so heads of 64 are packed: see `api`.
+TPU memory consists of rows of 128 lanes, so heads of 64 are packed: see `api`.
 """
 
 import jax
@@ -28,15 +28,14 @@ def ragged_paged_attention(
     batch: AttentionBatch,
     options: ScoreOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.RaggedPagedAttention`; padding tokens' outputs are their queries, or zeros.
+    """Implement `api.RaggedPagedAttention`; padding tokens' outputs are their queries, or zeros.
 
-    Raises:
-        ValueError: the page size is not a multiple of the cache's tile.
+    Raises ValueError if the page size is not a multiple of the cache's tile.
     """
     kv_cache = write_kv(k, v, kv_cache, layer, batch)
     head_dim = q.shape[2]
     packed = is_packed(kv_cache, head_dim)
-    # Queries of zeros where V lies make a packed cache one of twice the head_dim.
+    # With zeros in the lanes of V, a packed cache is the same as one of twice the head_dim.
     out = jnp.pad(q, ((0, 0), (0, 0), (0, head_dim))) if packed else q
     for attend in (decode_attention, prefill_attention):
         out = attend(out, kv_cache, layer, batch, options, slots=CacheSlots(packed))

@@ -1,32 +1,26 @@
-"""Attention of decode rows on TPU: one query a row, or one and its drafts, over all of its KV.
+"""Attention of decode rows on TPU: one query a row, plus its drafts, over all of the row's KV.
 
 Decode is bound by memory, so the kernel is built around its DMAs: a page of one layer is
-contiguous, K heads then V heads, and comes as one DMA; a block of pages is computed on while the
-next one is in flight, and the next block may be the first one of the next row.
+contiguous, K heads then V heads, and is copied by one DMA. While the kernel computes on one block
+of pages, the next block is in flight; it may be the first block of the next row.
 
-A block that all of the row's queries see is computed on at once, without masks. At a row's end or
-its window's edge, which need masks, a block is computed in parts, and parts that the row does not
-reach cost nothing.
+A block that all of the row's queries see is computed at once, without masks. At a row's end or its
+window's edge, which need masks, a block is computed in parts, and parts outside the row are
+skipped. KV heads are stacked (`stacks`): the scores of several heads share registers that a few
+queries would not fill, and the matrix unit is loaded in fewer steps.
 
-KV heads are stacked: their keys lie side by side and make one matrix of 256 columns or more, as
-wide as the matrix unit, and each head's queries are rows of their own, with zeros beside the
-columns of other heads. So scores of several heads share registers that a few queries would not
-fill, and the unit is loaded in fewer steps.
-
-Grid: none. One program takes the rows 0 .. num_decode in turn.
+Grid: none. One program processes the rows 0 .. num_decode in order.
 
 Buffers, with S stacks of R rows and C columns (`Stacks`), D the head_dim of a slot:
-
     table    int32 [4, 1, W]                            page ids of row r in r % 4; scalar memory
-    kv       [2, block_pages, *one page]                as the cache
+    kv       [2, block_pages, *one page]                in the cache's layout
     q, out   [2, max_queries, kv_heads, group, D]       of row r in r % 2; out as wide as values
     softmax  q [S, R, C], m, l [S, R, 128], acc [S, R, width of values]   float32
 
-DMAs of row r, whose first block was started during row r - 1:
-
+DMAs of row r (its first block was started during row r - 1):
     wait for the page ids of row r + 1; start its queries, and the page ids of row r + 2
     wait for the queries of row r
-    for each block: start the next one, the first of row r + 1 after the last; wait for this one
+    for each block: start the next block, the first of row r + 1 after the last; wait for this block
     wait until the results of row r - 2 are in memory; start the results of row r
 """
 
@@ -68,11 +62,11 @@ from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, decode_blocks
 from sgl_jax.kernels.pallas_tpu import call, product
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
-TURN_KEYS = 1024  # keys whose scores are computed at once, where no masks are needed
-TABLES = 4  # rows' page ids at hand: this row's, the next one's, and those under way
+TURN_KEYS = 1024  # keys to score at once, where no masks are needed
+TABLES = 4  # buffers of page ids: for this row, the next row, and the copies in flight
 
 
-Turn = tuple[int, Any]  # a stack, and the index of some pages of a buffer
+Turn = tuple[int, Any]  # a stack, and the index of pages in a buffer
 
 
 class KeyPages(NamedTuple):
@@ -86,8 +80,8 @@ class Decode(NamedTuple):
     shape: Shape
     stacks: Stacks
     options: ScoreOptions
-    part_pages: int  # of a masked part of a block; divides a block's pages
-    moves_bits: bool  # to read an 8-bit cache; see `shared`
+    part_pages: int  # pages of a masked part of a block; divides a block's pages
+    moves_bits: bool  # True to read an 8-bit cache by moving bits; see `shared`
     rows: Rows
     key_pages: KeyPages
     sinks: Any  # float32 [S, R, 128], or None
@@ -95,11 +89,11 @@ class Decode(NamedTuple):
     pages: Pages
     buffers: TokenBuffers
     softmax: Softmax
-    flags: Any  # int32 [8, 128] of all the row's keys so far, if bits are moved: see `nan_flags`
+    flags: Any  # int32 [8, 128] `nan_flags` of the row's keys so far, if bits are moved
 
     @property
     def max_queries(self) -> int:
-        """Tokens of a row at most: one, and its drafts."""
+        """Return the greatest number of tokens of a row: one, and its drafts."""
         return self.buffers.q.shape[1]
 
 
@@ -113,16 +107,15 @@ def decode_attention(
     slots: CacheSlots = KEYS_THEN_VALUES,
     blocks: DecodeBlocks | None = None,
 ) -> jax.Array:
-    """Attention of the tokens of rows 0 .. num_decode, whose K and V are in the cache already.
+    """Attend with the tokens of rows 0 .. num_decode, after their K and V are in the cache.
 
-    Arguments as in `api.RaggedPagedAttention`; `blocks` is how much is computed on at once, by
-    default as tuned for the chip. If K and V of a head lie side by side in the cache, `q` has zeros
-    where V is; in the result, that is where the attention is. Narrower values leave the other lanes
-    of the result as they were.
+    Shapes are the same as in `api.RaggedPagedAttention`, except that head_dim is the width of a
+    slot: if the cache is packed, `q` is zero in the lanes of V, and the result is there. If values
+    are narrower than a slot, the other lanes of the result keep the queries. `blocks` are the block
+    sizes, tuned for the chip by default.
 
-    Returns:
-        [T, q_heads, head_dim] in q's dtype, in q's memory if the caller has no further use for it;
-        other tokens keep their entries of q.
+    Returns [T, q_heads, head_dim] in q's dtype, in q's memory if the caller does not use q again.
+    Tokens of other rows keep their entries of q.
     """
     shape = Shape.of(q, kv_cache, slots)
     max_queries = 1 + batch.max_draft_tokens
@@ -157,7 +150,7 @@ def decode_attention(
 
 
 def row_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
-    """The pages that each row reads: from the first key in its window to its last key."""
+    """Return the pages that each row reads: from the first key in its window to its last key."""
     kv_lens = batch.kv_starts + batch.q_offsets[1:] - batch.q_offsets[:-1]
     first_keys = jnp.zeros_like(kv_lens)
     if sliding_window is not None:
@@ -182,7 +175,7 @@ def _kernel(
 
     @pl.when(rows.num_decode > 0)
     def _() -> None:
-        # Zeros beside other heads' columns, and in the places of queries that no row has, stay.
+        # The zeros in other heads' columns, and in the places of queries that no row has, remain.
         softmax.q[...] = jnp.zeros_like(softmax.q)
         buffers.q[...] = jnp.zeros_like(buffers.q)
         row, buffer = jnp.int32(0), jnp.int32(0)
@@ -196,10 +189,7 @@ def _kernel(
 
 
 def attend_row(kernel: Decode, row: jax.Array, buffer: jax.Array) -> jax.Array:
-    """Attention of a row, whose first block is being copied to `buffer`.
-
-    Returns the buffer of the next row's first block.
-    """
+    """Attend with a row; `buffer` is for its first block. Return the next row's buffer."""
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     at = lax.rem(row, 2)
 
@@ -212,7 +202,7 @@ def attend_row(kernel: Decode, row: jax.Array, buffer: jax.Array) -> jax.Array:
     begin_row(kernel, at)
     first = kernel.key_pages.first[row]
     blocks = lax.div(kernel.key_pages.stop[row] - first + block_pages - 1, jnp.int32(block_pages))
-    # At least one, even of an empty row: the row before has started it.
+    # At least one block, even for an empty row: the previous row has started its DMA.
     buffer = lax.fori_loop(
         0,
         jnp.maximum(blocks, 1),
@@ -226,17 +216,14 @@ def attend_row(kernel: Decode, row: jax.Array, buffer: jax.Array) -> jax.Array:
 
 
 def start_row(kernel: Decode, row: jax.Array) -> None:
-    """Start a row's DMAs but its KV's, which need its page ids first."""
+    """Start a row's DMAs, except for its KV, which needs the row's page ids first."""
     at = lax.rem(row, 2)
     for_each_query(kernel, row, lambda token, i: q_copy(kernel, token, at, i).start())
     pl.when(row + 1 < kernel.rows.num_decode)(lambda: table_copy(kernel, row + 1).start())
 
 
 def next_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> jax.Array:
-    """Attend to a row's block from `page` on, while the next block is copied to the other buffer.
-
-    Returns that buffer.
-    """
+    """Attend to a row's block from `page` on, copy the next block, and return its buffer."""
     rows, block_pages = kernel.rows, kernel.pages.block_pages
     is_last = page + block_pages >= kernel.key_pages.stop[row]
     next_row = jnp.where(is_last, row + 1, row)
@@ -253,13 +240,12 @@ def next_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Arra
 
 
 def page_block(kernel: Decode, row: jax.Array, page: jax.Array, buffer: jax.Array) -> PageBlock:
-    """The block of a row's pages from `page` on; with fewer pages, or none, at the row's end."""
+    """Return the block of a row's pages from `page` on, short or empty at the row's end."""
     num_pages = jnp.clip(kernel.key_pages.stop[row] - page, 0, kernel.pages.block_pages)
     return PageBlock(lax.rem(row, jnp.int32(TABLES)), page, num_pages, buffer)
 
 
 def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
-    """Attend to a block that has arrived."""
     page_size, rows, window = kernel.shape.page_size, kernel.rows, kernel.options.sliding_window
     position, kv_len = block.first * page_size, rows.kv_len(row)
     all_seen = position + kernel.pages.block_pages * page_size <= rows.kv_starts[row] + 1
@@ -294,7 +280,7 @@ def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
 
 
 def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
-    """bool [R, keys of a part]: which keys each query sees; `position` is the first key's."""
+    """Return bool [R, keys of a part], the keys that each query sees from `position` on."""
     shape, stacks, window = kernel.shape, kernel.stacks, kernel.options.sliding_window
     kv_start, kv_len = kernel.rows.kv_starts[row], kernel.rows.kv_len(row)
     tile = (stacks.rows, kernel.part_pages * shape.page_size)
@@ -305,7 +291,7 @@ def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
     else:
         query = lax.broadcasted_iota(jnp.int32, (stacks.rows, 1), 0)
         query = lax.div(lax.rem(query, jnp.int32(stacks.head_rows)), jnp.int32(shape.group))
-        # Queries that the row does not have see its last one's keys, never an unused slot.
+        # Queries that the row does not have see the keys of its last query, never an unused slot.
         last = jnp.minimum(kv_start + query, kv_len - 1)
     seen = keys <= last
     if window is not None:
@@ -314,11 +300,14 @@ def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
 
 
 def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None) -> None:
-    """Merge the attention of a row's queries over some pages of a buffer into the softmax.
+    """Merge the attention of a row's queries over pages of a buffer into the softmax.
 
-    `turns` are indices of pages that are computed on together. Scores of a turn are products that
-    the matrix unit computes during the softmax of the turn before. `seen` None: every query sees
-    every key.
+    Args:
+        kernel: the kernel's static sizes, inputs and buffers.
+        buffer: index of the KV buffer.
+        turns: indices of the pages to compute on together. The matrix unit computes the scores of a
+            turn during the softmax of the previous turn.
+        seen: bool [R, keys]; None if every query sees every key.
     """
     shape, stacks, options = kernel.shape, kernel.stacks, kernel.options
     softmax, kv = kernel.softmax, kernel.pages.buffers.kv
@@ -327,7 +316,7 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
     def side_by_side(
         pages: Any, heads: Iterable[int], width: int, *, is_looked_at: bool
     ) -> jax.Array:
-        """[keys, C] of some heads of the cache in the type of products."""
+        """Return [keys, C] of some heads of the cache in the dtype of products."""
         parts = [kv[buffer, pages, head, :, :width].reshape(-1, width) for head in heads]
         if kernel.moves_bits:
             if is_looked_at:
@@ -339,8 +328,8 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
         return product((x * bias).astype(shape.product_dtype), kv, (1, axis)) * bias
 
     def scores_of(stack: int, pages: Any) -> jax.Array:
-        # The cache has NaN in the same places of keys and values, and only values are cleared where
-        # no token lies, which is all of the slot if it is packed.
+        # The cache has NaN at the same indices of keys and values. Slots without a token are
+        # cleared only in the values, which are the whole slot if it is packed.
         heads = stacks.heads(stack)
         keys = side_by_side(pages, heads, shape.head_dim, is_looked_at=shape.packed)
         scores = scaled(times(softmax.q[stack], keys, 1), options)
@@ -367,7 +356,6 @@ def attend(kernel: Decode, buffer: Any, turns: list[Any], seen: jax.Array | None
 
 
 def with_following(turns: list[Turn]) -> list[tuple[Turn, Turn | None]]:
-    """Each turn, and the one after it."""
     return list(zip(turns, [*turns[1:], None], strict=True))
 
 
@@ -381,7 +369,7 @@ def for_each_place(kernel: Decode, do: Callable[[int, int, int, slice, slice], N
 
 
 def begin_row(kernel: Decode, at: jax.Array) -> None:
-    """Spread the row's queries over stacks; no key is met yet, or a sink, whose value is zero."""
+    """Spread the row's queries over the stacks; reset the softmax to no keys, or to the sinks."""
     softmax = kernel.softmax
 
     def spread(head: int, i: int, stack: int, rows: slice, columns: slice) -> None:
@@ -399,7 +387,7 @@ def begin_row(kernel: Decode, at: jax.Array) -> None:
 
 
 def end_row(kernel: Decode, at: jax.Array) -> None:
-    """Put the row's results into the buffer that they leave from."""
+    """Write the row's results to the output buffer."""
     softmax, out = kernel.softmax, kernel.buffers.out
     is_spoiled = has_nan(kernel.flags[...])
 
@@ -417,7 +405,7 @@ def table_copy(kernel: Decode, row: Any) -> Any:
 
 
 def for_each_query(kernel: Decode, row: jax.Array, do: Callable[[Any, Any], None]) -> None:
-    """Call do(token, i) for the i-th query of a row, which is at `token` of the step."""
+    """Call do(token, i) for the i-th query of a row, at `token` of the step."""
     token, q_len = kernel.rows.q_offsets[row], kernel.rows.q_len(row)
     if kernel.max_queries == 1:
         pl.when(q_len == 1)(lambda: do(token, 0))
@@ -436,6 +424,5 @@ def out_copy(kernel: Decode, token: Any, at: Any, i: Any) -> Any:
 
 
 def wait_out(kernel: Decode, row: jax.Array) -> None:
-    """Wait until a row's results are in memory."""
     at = lax.rem(row, 2)
     for_each_query(kernel, row, lambda token, i: out_copy(kernel, token, at, i).wait())

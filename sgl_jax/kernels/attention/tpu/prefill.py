@@ -1,33 +1,31 @@
 """Attention of prefill chunks on TPU: many queries a row, over all of the row's KV.
 
 Prefill is bound by the matrix unit, so the kernel is built around its matmuls. A block of a row's
-queries stays in vector memory while the row's keys pass by in blocks; the queries of a KV head's
-whole group are one matrix. Softmax is in powers of two, m in all lanes, and l as a
-sum for each lane, so that nothing changes its layout between blocks.
+queries stays in vector memory while the kernel reads the row's keys block by block. The queries of
+a KV head's whole group are one matrix. The softmax uses powers of two, with m in all lanes and l as
+a sum for each lane, so that no layout changes between blocks.
 
-Keys that all queries of the block see come first, without any mask; then keys on the diagonal, at
-the row's end or at the window's edge. While a block of keys is computed on, the next one is in
-flight, and the next one may be the first of the next block of queries, or of the next row.
+Keys that all queries of the block see come first, without a mask; then keys on the diagonal, at
+the row's end or at the window's edge. While the kernel computes on one block of keys, the next
+block is in flight; it may be the first of the next block of queries, or of the next row.
 
-Grid: none. One program takes the rows num_decode .. num_rows in turn, and each row's blocks of
-queries in turn.
+Grid: none. One program processes the rows num_decode .. num_rows in order, and each row's blocks
+of queries in order.
 
 Buffers, with Q queries of a block, H KV heads of G queries each, D the head_dim of a slot:
-
     next_rows  int32 [B + 1]                 the next row that has queries, or B; scalar memory
     table      int32 [2, 1, W]               page ids of this row and the next; scalar memory
-    kv         [2, block_pages, *one page]   as the cache
-    q, out     [Q, H * G, D]                 as in HBM, by token; out as wide as values
-    softmax    q [H, G, Q, D], by head, in the type of the products
+    kv         [2, block_pages, *one page]   in the cache's layout
+    q, out     [Q, H * G, D]                 by token, in HBM's layout; out as wide as values
+    softmax    q [H, G, Q, D], by head, in the dtype of the products
                m, l [H, G, Q, 128], acc [H, G, Q, D]   float32
 
-DMAs of a block of queries, whose queries and first keys were started during the block before:
-
-    in a row's first block: start the page ids of the next row; in its last one: wait for them
-    wait for the block's queries, put them by head; start the next block's queries
-    for each block of keys: start the next one, the first of the next block of queries after the
-        last; wait for this one
-    wait until the results of the block before are in memory; start this one's
+DMAs of a block of queries (its queries and first keys were started during the previous block):
+    in a row's first block: start the page ids of the next row; in its last block: wait for them
+    wait for the block's queries, order them by head; start the next block's queries
+    for each block of keys: start the next block, the first of the next block of queries after the
+        last; wait for this block
+    wait until the results of the previous block are in memory; start the results of this block
 """
 
 from functools import partial
@@ -73,24 +71,24 @@ from sgl_jax.kernels.tpu_chip import LANES
 
 
 class Work(NamedTuple):
-    """Some queries of a block, and some keys of a block, to attend to."""
+    """Some queries of a block, and some keys of a block for them to attend to."""
 
     block: QueryBlock
-    buffer: Any  # of the keys
-    is_first: Any  # whether these are the first keys that the queries meet
-    first: Any  # token of the block
+    buffer: Any  # index of the KV buffer
+    is_first: Any  # whether the queries have met no keys before
+    first: Any  # first token in the block of queries
     num_tokens: int
-    first_page: Any  # of the buffer
+    first_page: Any  # first page in the buffer
     num_keys: int
-    position: Any  # of the first key, or None if all queries see all keys
+    position: Any  # of the first key in its request, or None if all queries see all keys
 
 
 class Carry(NamedTuple):
     """The state passed from a block of queries to the next."""
 
-    buffer: jax.Array  # where its first keys are
-    table: jax.Array  # where its row's page ids are
-    leaving: QueryBlock  # the block whose result is leaving; no tokens if there is none
+    buffer: jax.Array  # index of the KV buffer with the next block's first keys
+    table: jax.Array  # index of the buffer with its row's page ids
+    leaving: QueryBlock  # the block with results in flight to HBM; without tokens if there is none
 
 
 def prefill_attention(
@@ -104,13 +102,17 @@ def prefill_attention(
     blocks: PrefillBlocks | None = None,
     expansion: Expansion | None = None,
 ) -> jax.Array:
-    """Attention of the tokens of rows num_decode .. num_rows, whose K and V are in the cache.
+    """Attend with the tokens of rows num_decode .. num_rows, after their K and V are in the cache.
 
-    Arguments and result as of `decode.decode_attention`; `expansion`, if keys and values are made
-    here, of queries whose parts are one a head.
+    Shapes are the same as in `api.RaggedPagedAttention`, except that head_dim is the width of a
+    slot: if the cache is packed, `q` is zero in the lanes of V, and the result is there. If values
+    are narrower than a slot, the other lanes of the result keep the queries. `blocks` are the block
+    sizes, tuned for the chip by default. `expansion` computes each head's keys and values if the
+    cache holds latents; `blocks.parts` is then the number of heads.
 
-    Raises:
-        ValueError: a block of keys is no whole number of pages.
+    Returns [T, q_heads, head_dim] in q's dtype, in q's memory if the caller does not use q again.
+    Tokens of other rows keep their entries of q. Raises ValueError if the page size does not divide
+    a block of keys.
     """
     shape = Shape.of(q, kv_cache, slots)
     kv_heads, group, page_size, head_dim, dtype = *shape[:4], shape.product_dtype
@@ -184,7 +186,7 @@ def _kernel(
 
 
 def find_next_rows(kernel: Prefill) -> jax.Array:
-    """Fill `next_rows`, and return the first prefill row that has queries, or B."""
+    """Fill `next_rows`, and return the first prefill row with queries, or B."""
     rows, next_rows = kernel.rows, kernel.next_rows
 
     def step(i: jax.Array, following: jax.Array) -> jax.Array:
@@ -196,7 +198,7 @@ def find_next_rows(kernel: Prefill) -> jax.Array:
 
 
 def do_query_block(kernel: Prefill, row: Any, index: Any, num_blocks: Any, carry: Carry) -> Carry:
-    """A block of queries from start to end; returns the carry of the next one."""
+    """Process a block of queries from start to end; return the carry of the next block."""
     no_row, pages = kernel.no_row, kernel.pages
     is_last = index + 1 == num_blocks
     next_row = kernel.next_rows[row]
@@ -230,16 +232,14 @@ def do_query_block(kernel: Prefill, row: Any, index: Any, num_blocks: Any, carry
 def attend_queries(
     kernel: Prefill, block: QueryBlock, following: QueryBlock, buffer: jax.Array
 ) -> jax.Array:
-    """Attention of a block of queries over all its keys, the first of them in `buffer`.
+    """Attend with a block of queries to all its keys, the first of them in `buffer`.
 
-    `following` is the next block, whose first keys are started; its row is B if there is none.
-
-    Returns:
-        the buffer of the following block's first keys.
+    Also start the first keys of the next block, `following`, unless its row is B. Returns their
+    buffer.
     """
 
     def arrive(n: jax.Array, buffer: jax.Array) -> jax.Array:
-        """Have the n-th block of keys here, and the next one in flight; return which this is."""
+        """Start to copy the block of keys after the n-th, wait for the n-th; return its number."""
         is_last = n + 1 == block.num_key_blocks
         row = jnp.where(is_last, following.row, block.row)
 
@@ -273,7 +273,7 @@ def attend_queries(
 
 
 def page_block(kernel: Prefill, row: Any, keys: Any, table: Any, buffer: Any) -> PageBlock:
-    """The pages of a block of keys; fewer at the row's end, but at least one."""
+    """Return the pages of a block of keys: fewer at the row's end, but at least one."""
     page_size, block_pages = kernel.shape.page_size, kernel.pages.block_pages
     first = keys * block_pages
     row_pages = div(kernel.rows.kv_len(row) + page_size - 1, page_size)
@@ -281,8 +281,7 @@ def page_block(kernel: Prefill, row: Any, keys: Any, table: Any, buffer: Any) ->
 
 
 def clear_unseen_values(kernel: Prefill, block: QueryBlock, keys: Any, buffer: Any) -> None:
-    """Zero V in the slots of a block of keys that hold no token, or none that the window reaches;
-    see `Pages.clear_values`."""
+    """Call `Pages.clear_values` for slots of a block without a token or outside the window."""
     page_size, window = kernel.shape.page_size, kernel.options.sliding_window
     begin, end = keys * kernel.blocks.keys, kernel.rows.kv_len(block.row)
     first_seen = None if window is None else block.position - window + 1
@@ -304,7 +303,7 @@ def clear_unseen_values(kernel: Prefill, block: QueryBlock, keys: Any, buffer: A
 
 
 def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
-    """`attend` to the parts of a block of keys that at least one of the queries sees."""
+    """Call `attend` for each part of a block of keys that at least one of the queries sees."""
     block, window, part = work.block, kernel.options.sliding_window, kernel.blocks.part_keys
     begin = keys * kernel.blocks.keys
     seen = jnp.minimum(block.position + block.num_tokens - begin, kernel.blocks.keys)
@@ -351,7 +350,7 @@ def attend_heads(kernel: Prefill, work: Work) -> None:
 
 
 def seen_keys(kernel: Prefill, work: Work) -> jax.Array:
-    """bool [1, tokens, keys]: which keys each query sees."""
+    """Return bool [1, tokens, keys], the keys that each query sees."""
     tile, window = (1, work.num_tokens, work.num_keys), kernel.options.sliding_window
     query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
     key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
@@ -385,7 +384,7 @@ def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) 
 
 
 def keys_and_values(kernel: Prefill, work: Work, head: Any) -> tuple[jax.Array, jax.Array]:
-    """[keys, head_dim] and [keys, value_dim] of one KV head, in the type of products."""
+    """Return [keys, head_dim] and [keys, value_dim] of one KV head, in the dtype of products."""
     shape, expansion, kv = kernel.shape, kernel.expansion, kernel.pages.buffers.kv
     pages = pl.ds(work.first_page, work.num_keys // shape.page_size)
 
@@ -408,11 +407,12 @@ def keys_and_values(kernel: Prefill, work: Work, head: Any) -> tuple[jax.Array, 
 def found_before(
     kernel: Prefill, work: Work, head: Any, at: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """m, l and acc [group * tokens, ...] of a KV head's queries before these keys.
+    """Return m, l and acc [group * tokens, ...] of a KV head's queries before these keys.
 
-    Before the first keys the softmax holds another block's results, and the start is nothing, or a
-    sink: one more key, always visible, whose value is zero. A choice here costs less than a write
-    to memory beforehand: arithmetic waits for the matrix unit anyway.
+    Before the first keys, the softmax buffers hold another block's results, so the initial values
+    are selected instead: no key, or a sink, which is one more key, always visible, of value zero.
+    Selecting costs less than writing them to memory first: arithmetic waits for the matrix unit
+    anyway.
     """
     softmax, rows = kernel.softmax, kernel.shape.group * work.num_tokens
     if kernel.sinks is None:

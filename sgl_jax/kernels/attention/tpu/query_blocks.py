@@ -1,6 +1,6 @@
-"""Blocks of a prefill row's queries: the keys that they see, and the way in and out.
+"""Blocks of a prefill row's queries: the keys that they see, and their copies to and from HBM.
 
-Queries lie by token in HBM and by head where they are computed with; see `prefill`.
+Queries are ordered by token in HBM and by head in the computation; see `prefill`.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from sgl_jax.kernels.attention.tpu.shared import (
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
 from sgl_jax.kernels.pallas_tpu import for_each_run
 
-# Tokens reordered at once between HBM's order, by token, and compute's order, by head.
+# Tokens reordered at once between the order of HBM (by token) and of the computation (by head).
 TRANSPOSED_TOKENS = 32
-# Tokens that travel at once where a row has less than a block of them.
+# Tokens copied at once where a row has less than a block of them.
 RUN_TOKENS = 16
 
 
@@ -45,12 +45,12 @@ class Prefill(NamedTuple):
 
     @property
     def no_row(self) -> int:
-        """B, the number that stands for no row."""
+        """Return B, which stands for "no row"."""
         return self.next_rows.shape[0] - 1
 
     @property
     def transposed(self) -> int:
-        """Tokens that change their order at once; they divide a block of queries."""
+        """Return the number of tokens to reorder at once; it divides a block of queries."""
         return min(TRANSPOSED_TOKENS, self.blocks.few_queries)
 
 
@@ -61,9 +61,9 @@ class QueryBlock(NamedTuple):
     """
 
     row: jax.Array
-    table: jax.Array  # which buffer holds the row's page ids
-    token: jax.Array  # of the step, the first
-    position: jax.Array  # of the first query in its request
+    table: jax.Array  # index of the buffer with the row's page ids
+    token: jax.Array  # index of the first query in the step
+    position: jax.Array  # position of the first query in its request
     num_tokens: jax.Array
     first: jax.Array
     stop: jax.Array
@@ -72,7 +72,7 @@ class QueryBlock(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Prefill, row: jax.Array, index: Any, table: Any) -> "QueryBlock":
-        """The block number `index` of a row whose page ids are in the buffer `table`."""
+        """Return block number `index` of a row with its page ids in the buffer `table`."""
         rows, window = kernel.rows, kernel.options.sliding_window
         num_queries, num_keys = kernel.blocks.queries, kernel.blocks.keys
         done = index * num_queries
@@ -94,14 +94,13 @@ class QueryBlock(NamedTuple):
         return self.stop - self.first
 
     def key_block(self, n: Any) -> jax.Array:
-        """Which block of keys is the n-th: the clear ones come first, then those to be masked."""
+        """Return the n-th block of keys to read; clear blocks come first, then masked blocks."""
         masked = self.first + n - self.num_clear
         skipped = jnp.where(masked >= self.clear, self.num_clear, 0)
         return jnp.where(n < self.num_clear, self.clear + n, masked + skipped)
 
 
 def begin_queries(kernel: Prefill, block: QueryBlock) -> None:
-    """Order the queries by head."""
     shape, softmax = kernel.shape, kernel.softmax
     tile = (shape.kv_heads, shape.group, kernel.transposed, shape.head_dim)
 
@@ -113,7 +112,6 @@ def begin_queries(kernel: Prefill, block: QueryBlock) -> None:
 
 
 def end_queries(kernel: Prefill, block: QueryBlock) -> None:
-    """Put the results, ordered by token, into the buffer that they leave from."""
     softmax, out = kernel.softmax, kernel.buffers.out
 
     def transpose(at: Any) -> None:
@@ -125,7 +123,7 @@ def end_queries(kernel: Prefill, block: QueryBlock) -> None:
 
 
 def for_each_slice(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """Call do(tokens) for slices of the buffers that together hold all tokens of the block."""
+    """Call do(tokens) for slices of the buffers that together cover all tokens of the block."""
     size = kernel.transposed
 
     @pl.loop(0, div(block.num_tokens + size - 1, size))
@@ -144,7 +142,7 @@ def block_runs(kernel: Prefill, block: QueryBlock, do: Callable[[Any, Any], None
 
 
 def q_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """Call do(copy) for the DMAs that bring a block's queries."""
+    """Call do(copy) for the DMAs that copy a block's queries from HBM."""
     q, sem = kernel.buffers.q, kernel.buffers.q_sem
 
     def copy(tokens: Any, here: Any) -> None:
@@ -154,7 +152,7 @@ def q_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> N
 
 
 def out_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) -> None:
-    """Call do(copy) for the DMAs that take a block's result away."""
+    """Call do(copy) for the DMAs that copy a block's results to HBM."""
     out, sem = kernel.buffers.out, kernel.buffers.out_sem
 
     def copy(tokens: Any, here: Any) -> None:

@@ -1,16 +1,18 @@
 """Common parts of the decode and the prefill kernel: rows, pages, their DMAs, softmax.
 
-Both go through rows of a step. A row's page ids come into scalar memory first; by these its pages
-come into one of two buffers, a DMA each, while the pages in the other buffer are computed on.
-Softmax is online (arXiv 2205.14135), in float32. Results take the queries' place in HBM.
+Both loop over the rows of a step. First a row's page ids are copied to scalar memory. With them,
+its pages are copied into one of two buffers, one DMA each, while the kernel computes on the pages
+in the other buffer. The softmax is online (arXiv 2205.14135), in float32. Results replace the
+queries in HBM.
 
-Reading 8 bits: chips without float8 convert it in more instructions than the rest of decode's loop
-has. But its sign, 4 bits of exponent and 3 of mantissa fit into the places of a bfloat16's; only
-the exponent's bias differs, so every number comes out 2^-120 times too small, and the products are
-scaled to make up for it. This is exact for all but subnormals, which the cache does not hold
-(`cache_dtype.as_cached`), and for NaN, which comes out as a number and is looked for apart
-(`nan_flags`). A word holds four elements, in the order of keys, or two of a bfloat16: the even keys
-of a block are taken first, then the odd ones. Attention does not depend on the order of keys.
+Reading 8 bits: chips without float8 take more instructions to convert it than the rest of decode's
+loop has. But its sign, 4 exponent bits and 3 mantissa bits fit into a bfloat16's; only the
+exponent's bias differs, so every number comes out 2^-120 times too small, and the products are
+scaled to compensate. This is exact except for subnormals, which the cache does not hold
+(`cache_dtype.as_cached`), and NaN, which comes out as a number and is detected separately
+(`nan_flags`). A word holds four float8 elements, in the order of keys, or two bfloat16 elements:
+the even keys of a block are read first, then the odd keys. Attention does not depend on the order
+of keys.
 """
 
 from functools import reduce
@@ -26,27 +28,28 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import FLOAT8, is_narrow, product_dtype
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES, converts_float8
 
-# Half of the factor that keys and values of moved bits lack. The other factor of a product is
-# multiplied by it beforehand, lest small products are lost, and the product once more.
+# Half of the factor by which keys and values read by moving bits are too small. The other operand
+# is multiplied by it before the product, so that small products are not lost, and the product
+# afterwards.
 HALF_BIAS = 2.0**60
 LOG2_E = 1.4426950408889634
 
 _SIGNS = -0x7FFF8000  # bits 31 and 15
 _NUMBERS = 0x07F007F0
-_MAGNITUDES, _ONES, _FLAGS = 0x7F7F7F7F, 0x01010101, -0x7F7F7F80  # of a word's four elements
+_MAGNITUDES, _ONES, _FLAGS = 0x7F7F7F7F, 0x01010101, -0x7F7F7F80  # for the four elements of a word
 
 
 class Rows(NamedTuple):
     """Places of the tokens of B rows: arrays outside a kernel, in scalar memory inside."""
 
-    layers: Any  # int32 [1]: the one that runs
+    layers: Any  # int32 [1]: the current layer
     sizes: Any  # int32 [2]: num_decode, num_rows
     kv_starts: Any  # int32 [B]
     q_offsets: Any  # int32 [B + 1]
 
     @classmethod
     def of(cls, batch: AttentionBatch, layer: jax.Array) -> "Rows":
-        # XLA makes these once, outside of the loop over layers.
+        # XLA computes these once, outside the loop over layers.
         sizes = jnp.stack([batch.num_decode, batch.num_rows]).astype(jnp.int32)
         return cls(layer.reshape(1), sizes, batch.kv_starts, batch.q_offsets)
 
@@ -60,14 +63,14 @@ class Rows(NamedTuple):
 
     @property
     def num_rows(self) -> jax.Array:
-        """Rows up to the last one that has queries."""
+        """Return the number of rows up to the last row with queries."""
         return self.sizes[1]
 
     def q_len(self, row: Any) -> jax.Array:
         return self.q_offsets[row + 1] - self.q_offsets[row]
 
     def kv_len(self, row: Any) -> jax.Array:
-        """Tokens of a row that the cache holds, this step's included."""
+        """Return the number of a row's tokens in the cache, including this step's."""
         return self.kv_starts[row] + self.q_len(row)
 
 
@@ -75,14 +78,14 @@ class CacheSlots(NamedTuple):
     """The places of keys and values in a cache."""
 
     packed: bool  # whether a slot holds a head's K and V side by side, or in the same lanes
-    value_dim: int | None = None  # lanes of a slot that values take, the first ones; None: all
+    value_dim: int | None = None  # leading lanes of a slot with values; None: all lanes
 
 
-KEYS_THEN_VALUES = CacheSlots(packed=False)  # of a page: K heads, then V heads
+KEYS_THEN_VALUES = CacheSlots(packed=False)  # a page holds K heads, then V heads
 
 
 class Expansion(NamedTuple):
-    """Matrices that make keys and values of each head from the slots of one that all heads share.
+    """Matrices that compute each head's keys and values from slots shared by all heads.
 
     A slot's first `rank` lanes are multiplied; a key's other lanes are the slot's other lanes.
     """
@@ -99,13 +102,13 @@ class Shape(NamedTuple):
     page_size: int
     head_dim: int  # of queries and keys
     value_dim: int  # of a head's values and results
-    parts: int  # KV heads in a row that share keys and values: parts of one head's queries
+    parts: int  # heads that share a cached head's keys and values, each with a part of its queries
     packed: bool  # see `CacheSlots`
-    product_dtype: jnp.dtype  # of the matrix unit's inputs
+    product_dtype: jnp.dtype  # dtype of the matrix unit's inputs
 
     @classmethod
     def of(cls, q: jax.Array, kv_cache: jax.Array, slots: CacheSlots) -> "Shape":
-        """The sizes of q [T, q_heads, head_dim] and a cache as in `api.RaggedPagedAttention`."""
+        """Return the sizes of q [T, q_heads, head_dim] and of a KV cache in the layout of `api`."""
         (_, q_heads, head_dim), (heads, page_size) = q.shape, kv_cache.shape[2:4]
         kv_heads = heads if slots.packed else heads // 2
         group, value_dim = q_heads // kv_heads, slots.value_dim or head_dim
@@ -113,7 +116,7 @@ class Shape(NamedTuple):
         return cls(kv_heads, group, page_size, head_dim, value_dim, 1, slots.packed, dtype)
 
     def split(self, parts: int) -> "Shape":
-        """Each head's queries in so many parts, as if each part had a KV head."""
+        """Split each head's queries into `parts`, as if each part had a KV head."""
         return self._replace(kv_heads=self.kv_heads * parts, group=self.group // parts, parts=parts)
 
     @property
@@ -121,11 +124,9 @@ class Shape(NamedTuple):
         return self.kv_heads // self.parts
 
     def keys_of(self, head: Any) -> Any:
-        """The index of a head's keys in a page."""
         return head if self.parts == 1 else div(head, self.parts)
 
     def values_of(self, head: Any) -> Any:
-        """The index of a head's values in a page."""
         return self.keys_of(head) + (0 if self.packed else self.cached_heads)
 
 
@@ -134,7 +135,7 @@ class PagedArrays(NamedTuple):
 
     table: Any  # int32 [B, 1, W] page ids of each row
     kv: Any  # [layers, pages, 2 * kv_heads, page_size, head_dim], or kv_heads if packed
-    q: Any  # [T, ...]; the result takes the same memory, so kernels read it there
+    q: Any  # [T, ...]; the result replaces it in the same memory, and kernels read it there
 
 
 class PageBuffers(NamedTuple):
@@ -158,7 +159,7 @@ class PageBuffers(NamedTuple):
 
 
 class TokenBuffers(NamedTuple):
-    """Buffers of queries and results; dimensions as in each kernel."""
+    """Buffers of queries and results; the kernels' modules list their dimensions."""
 
     q: Any
     out: Any
@@ -167,28 +168,28 @@ class TokenBuffers(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Queries, and the online softmax over the keys met so far; dimensions as in each kernel."""
+    """Queries, and the online softmax over the keys so far; the modules list the dimensions."""
 
     q: Any
-    m: Any  # float32 greatest score, in powers of two, in all of 128 lanes
-    l: Any  # float32 denominator: the sum of 2^(score - m), in parts, one in each of 128 lanes
+    m: Any  # float32 greatest score in powers of two, repeated in all 128 lanes
+    l: Any  # float32 denominator: the sum of 2^(score - m), as partial sums in 128 lanes
     acc: Any  # float32 numerator: values, weighted by 2^(score - m)
 
     @classmethod
     def scratch(cls, rows: tuple[int, ...], q: jnp.dtype, q_width: int, width: int) -> "Softmax":
-        """Buffers for `rows` of queries of dtype `q`, and values `width` wide."""
+        """Return scratch shapes for `rows` of queries of dtype `q`, and values `width` wide."""
         lanes = pltpu.VMEM((*rows, LANES), jnp.float32)
         acc = pltpu.VMEM((*rows, width), jnp.float32)
         return cls(pltpu.VMEM((*rows, q_width), q), lanes, lanes, acc)
 
 
 class PageBlock(NamedTuple):
-    """Neighbouring pages of a row, and the buffers of its page ids and of these pages."""
+    """Adjacent pages of a row, and the buffers of its page ids and of these pages."""
 
-    table: Any  # which of `PageBuffers.table`
-    first: Any  # page, as the row counts
-    num_pages: Any  # at most as many as a buffer holds
-    buffer: Any  # which of `PageBuffers.kv`
+    table: Any  # index into `PageBuffers.table`
+    first: Any  # first page, counted from the row's start
+    num_pages: Any  # at most the pages that fit a buffer
+    buffer: Any  # index into `PageBuffers.kv`
 
 
 class Pages(NamedTuple):
@@ -200,17 +201,14 @@ class Pages(NamedTuple):
 
     @property
     def block_pages(self) -> int:
-        """Pages that a buffer holds."""
         return self.buffers.kv.shape[1]
 
     def table_copy(self, row: Any, table: Any) -> Any:
-        """The DMA of a row's page ids."""
         return pltpu.make_async_copy(
             self.hbm.table.at[row], self.buffers.table.at[table], self.buffers.table_sem
         )
 
     def page_copy(self, block: PageBlock, i: Any) -> Any:
-        """The DMA of the i-th page of a block."""
         page_id = self.buffers.table[block.table, 0, block.first + i]
         return pltpu.make_async_copy(
             self.hbm.kv.at[self.rows.layer, page_id],
@@ -219,9 +217,9 @@ class Pages(NamedTuple):
         )
 
     def start(self, block: PageBlock, *, unrolled: bool = False) -> None:
-        """Start the DMAs of a block's pages; `unrolled`: without a loop if the block is whole.
+        """Start the DMAs of a block's pages.
 
-        This takes fewer instructions a page, and a few more in the kernel's other loops.
+        `unrolled` saves instructions for each page of a whole block, and adds a few to other loops.
         """
         in_loop = block.num_pages
         if unrolled:
@@ -236,7 +234,7 @@ class Pages(NamedTuple):
         pl.loop(0, in_loop)(lambda i: self.page_copy(block, i).start())
 
     def wait(self, block: PageBlock) -> None:
-        """Wait until all pages of a block are there; a wait counts bytes, of whichever DMAs."""
+        """Wait until all pages of a block have arrived; a wait counts bytes, from any DMAs."""
         here, sem = self.buffers.kv.at[block.buffer], self.buffers.kv_sem.at[block.buffer]
 
         def wait_for(part: Any) -> None:
@@ -249,10 +247,10 @@ class Pages(NamedTuple):
             pl.loop(0, block.num_pages)(lambda i: wait_for(here.at[i]))
 
     def clear_values(self, shape: Shape, buffer: Any, page: Any, first: Any, stop: Any) -> None:
-        """Zero V in the slots of one page of a buffer outside of [first, stop); None is no bound.
+        """Zero V in the slots of one page of a buffer outside [first, stop); `first` may be None.
 
-        Their weight is zero, but they hold another row's values or none, and zero times NaN is NaN.
-        K needs no such care: a masked score is replaced, NaN or not.
+        The weight of these slots is zero, but they may hold another row's values or garbage, and
+        zero times NaN is NaN. K needs no such care: a masked score is replaced, NaN or not.
         """
         kv = self.buffers.kv
         slot = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)
@@ -265,7 +263,7 @@ class Pages(NamedTuple):
 
 
 def scaled(scores: jax.Array, options: ScoreOptions) -> jax.Array:
-    """Products of queries and keys as scores, in powers of two."""
+    """Convert products of queries and keys to scores in powers of two."""
     if options.soft_cap is None:
         return scores * (options.scale * LOG2_E)
     scores = jnp.tanh(scores * (options.scale / options.soft_cap))
@@ -273,35 +271,35 @@ def scaled(scores: jax.Array, options: ScoreOptions) -> jax.Array:
 
 
 def across(x: jax.Array, width: int) -> jax.Array:
-    """x [rows, 128], the same in all lanes, as [rows, width]."""
+    """Return x [rows, 128], equal in all lanes, as [rows, width]."""
     if width <= LANES:
         return x[:, :width]
     return jnp.concatenate([x] * (width // LANES), axis=1)
 
 
 def sum_by_lane(x: jax.Array) -> jax.Array:
-    """x [rows, keys] summed to [rows, 128]: no lane is moved."""
+    """Sum x [rows, keys] to [rows, 128] without moving data between lanes."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
     return reduce(jnp.add, [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)])
 
 
 def div(a: Any, b: int) -> jax.Array:
-    """a // b for a >= 0, which costs less than a division with signs."""
+    """Return a // b for a >= 0, which costs less than a signed division."""
     return lax.div(jnp.int32(a), jnp.int32(b))
 
 
 def converted(cached: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A part [keys, lanes] of a cache of any type in `dtype`, as the chip or its compiler does."""
+    """Convert a part [keys, lanes] of a cache to `dtype` by the chip's or compiler's cast."""
     return (pltpu.bitcast(cached, FLOAT8) if is_narrow(cached.dtype) else cached).astype(dtype)
 
 
 def should_move_bits(cache_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
-    """True if products of `dtype` need a cache read by `even_then_odd`."""
+    """Return True if products of `dtype` must read the cache with `even_then_odd`."""
     return is_narrow(cache_dtype) and dtype == jnp.bfloat16 and not converts_float8()
 
 
 def even_then_odd(cached: jax.Array) -> jax.Array:
-    """A part [keys, lanes] of an 8-bit cache in bfloat16, times 2^-120: even keys, then odd."""
+    """Return a part [keys, lanes] of an 8-bit cache as bfloat16 * 2^-120: even keys, then odd."""
     words = pltpu.bitcast(cached, jnp.int32)
     even = ((words << 8) & _SIGNS) | ((words << 4) & _NUMBERS)
     odd = (words & _SIGNS) | ((words >> 4) & _NUMBERS)
@@ -309,10 +307,10 @@ def even_then_odd(cached: jax.Array) -> jax.Array:
 
 
 def nan_flags(cached: jax.Array) -> jax.Array:
-    """Look for NaN in a part [keys, lanes] of an 8-bit cache: int32 [8, 128], for `has_nan`.
+    """Collect flags for `has_nan` from a part [keys, lanes] of an 8-bit cache: int32 [8, 128].
 
-    NaN's magnitude has all seven bits, so one more carries into the eighth. Three instructions a
-    word: a NaN of its own for each number would take eleven.
+    The magnitude of NaN has all seven bits set, so adding one carries into the eighth. This takes
+    three instructions a word; producing a NaN for each number would take eleven.
     """
     words = pltpu.bitcast(cached, jnp.int32)
     sums = (words & _MAGNITUDES) + _ONES
@@ -325,12 +323,12 @@ def nan_flags(cached: jax.Array) -> jax.Array:
 
 
 def has_nan(flags: jax.Array) -> jax.Array:
-    """Return bool [1, 1]: True if there is NaN in a part whose `nan_flags` are among `flags`."""
+    """Return bool [1, 1]: True if `flags`, an OR of `nan_flags`, came from a part with NaN."""
     found = jnp.where((flags & _FLAGS) != 0, 1.0, 0.0)
     return jnp.max(jnp.max(found, axis=0, keepdims=True), axis=1, keepdims=True) > 0
 
 
 def positions(tile: tuple[int, int]) -> jax.Array:
-    """int32 [rows, keys]: which key each column is, in the order of `even_then_odd`."""
+    """Return int32 [rows, keys], the key at each column in the order of `even_then_odd`."""
     column, half = lax.broadcasted_iota(jnp.int32, tile, 1), tile[1] // 2
     return 2 * column - jnp.where(column < half, 0, tile[1] - 1)

@@ -1,7 +1,7 @@
 """KV heads side by side in decode: the rows and columns of each head's queries.
 
-Keys of some heads make one matrix of 256 columns or more, as wide as the matrix unit, and each
-head's queries are rows of their own, with zeros beside the columns of other heads.
+The keys of some heads make one matrix of 256 columns or more, the width of the matrix unit. Each
+head's queries are separate rows, with zeros in the columns of the other heads.
 """
 
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from jax import lax
 from sgl_jax.kernels.attention.tpu.shared import LOG2_E
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
-MATRIX_UNIT = 256  # columns, of the largest
+MATRIX_UNIT = 256  # columns of the largest matrix unit
 
 
 class Stacks(NamedTuple):
     """The layout of stacked KV heads."""
 
     kv_heads: int
-    head_rows: int  # rows of one KV head's queries
+    head_rows: int  # rows for one KV head's queries
     head_dim: int
 
     @property
     def heads_each(self) -> int:
-        """KV heads of a stack: a divisor of kv_heads."""
+        """Return the number of KV heads in a stack, a divisor of kv_heads."""
         n = 1
         while self.kv_heads % (2 * n) == 0 and (
             2 * n * self.head_rows <= SUBLANES or 2 * n * self.head_dim <= MATRIX_UNIT
@@ -39,7 +39,7 @@ class Stacks(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a stack, padded to whole registers."""
+        """Return the rows of a stack, padded to whole registers."""
         return -(-self.heads_each * self.head_rows // SUBLANES) * SUBLANES
 
     @property
@@ -47,17 +47,16 @@ class Stacks(NamedTuple):
         return self.heads_each * self.head_dim
 
     def heads(self, stack: int) -> range:
-        """The KV heads of a stack."""
         return range(stack * self.heads_each, (stack + 1) * self.heads_each)
 
     def place(self, head: int) -> tuple[int, int, slice]:
-        """A head's stack, its first row there, its columns."""
+        """Return a head's stack, its first row there, and its columns."""
         stack, n = divmod(head, self.heads_each)
         return stack, n * self.head_rows, slice(n * self.head_dim, (n + 1) * self.head_dim)
 
 
 def stacked_sinks(sinks: jax.Array, group: int, stacks: Stacks) -> jax.Array:
-    """sinks [q_heads] -> float32 [S, R, 128], each beside its query, in powers of two."""
+    """Arrange sinks [q_heads] like the stacked queries: float32 [S, R, 128], in powers of two."""
     each = (stacks.num_stacks, stacks.heads_each, 1, group)
     by_head = sinks.astype(jnp.float32).reshape(each) * LOG2_E
     by_query = jnp.repeat(by_head, stacks.head_rows // group, axis=2)
@@ -67,7 +66,7 @@ def stacked_sinks(sinks: jax.Array, group: int, stacks: Stacks) -> jax.Array:
 
 
 def own_columns(stacks: Stacks, x: jax.Array, width: int) -> jax.Array:
-    """Each row's columns of its own head: x [R, heads_each * width] -> [R, width]."""
+    """Select the columns of each row's head: x [R, heads_each * width] -> [R, width]."""
     row = lax.broadcasted_iota(jnp.int32, (stacks.rows, width), 0)
     result = x[:, :width]
     for head in range(1, stacks.heads_each):

@@ -1,16 +1,16 @@
-"""Block sizes of decode and prefill, for each generation of TPU.
+"""Block sizes of decode and prefill, for each TPU generation.
 
-Both tables come from `benchmarks/kernels/tune.py`, which goes by the compiler's schedules, without
+Both tables come from `benchmarks/kernels/tune.py`, which compares the compiler's schedules without
 a TPU.
 
 Decode: large blocks cost fewer instructions for each key, and keep more bytes in flight; small
 parts waste less where a row ends.
 
 Prefill: a thousand queries of a KV head stream past each weight that the matrix unit loads, and two
-heads' arithmetic overlaps with each other's matmuls. The script compares that with more: it is
-hardly ever worse. Twice as many queries make the loop 7 to 13 % shorter on v6e and tpu7x, but rows
-that do not fill such blocks cost more than that. Four heads gain 4 % at most, and take twice as
-long to compile.
+heads' arithmetic overlaps with each other's matmuls. The script compares that with larger sizes:
+it is hardly ever worse. Twice as many queries make the loop 7 to 13 % shorter on v6e and tpu7x, but
+rows that do not fill such blocks lose more than that. Four heads gain at most 4 %, and take twice
+as long to compile.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ import jax.numpy as jnp
 
 from sgl_jax.kernels.tpu_chip import LANES, device_kind
 
-MAX_BLOCK_BYTES = 4 << 20  # of one of the kernel's two buffers
+MAX_BLOCK_BYTES = 4 << 20  # limit for one of the kernel's two buffers
 
 
 class DecodeBlocks(NamedTuple):
     """Block sizes of the decode kernel, in keys; each is at least a page."""
 
-    block_keys: int  # of one DMA buffer, of which there are two
-    part_keys: int  # of a part of a block where masks are needed
+    block_keys: int  # keys in one of the two DMA buffers
+    part_keys: int  # keys in a part of a block that needs masks
 
 
 _DEFAULT = DecodeBlocks(1024, 256)
-# By device kind, and KV heads on a chip.
+# Keys: device kind, and KV heads on a chip.
 _DECODE: Mapping[tuple[str, int], DecodeBlocks] = MappingProxyType(
     {
         ("TPU v5 lite", 1): DecodeBlocks(2048, 128),
@@ -56,7 +56,7 @@ _DECODE: Mapping[tuple[str, int], DecodeBlocks] = MappingProxyType(
 
 
 def decode_blocks(kv_heads: int, token_bytes: int) -> DecodeBlocks:
-    """Sizes for the chip that is compiled for, of which a token's K and V take `token_bytes`."""
+    """Return the sizes for the target chip, where a token's K and V take `token_bytes` bytes."""
     blocks = _DECODE.get((device_kind(), kv_heads), _DEFAULT)
     while blocks.block_keys * token_bytes > MAX_BLOCK_BYTES and blocks.block_keys > 256:
         blocks = DecodeBlocks(blocks.block_keys // 2, blocks.part_keys)
@@ -67,14 +67,14 @@ class PrefillBlocks(NamedTuple):
     """Sizes of the prefill kernel."""
 
     queries: int  # tokens of a row, a multiple of 16
-    few_queries: int  # as above, where a row has less than half of `queries` left; divides it
+    few_queries: int  # tokens of a block if less than half of `queries` is left; divides `queries`
     keys: int  # a multiple of 128 and of the page size
-    part_keys: int  # as above, where masks are needed; divides it
-    heads: int  # KV heads whose instructions may overlap; divides the number of KV heads
-    parts: int = 1  # of each KV head's queries, computed on as if each had a KV head
+    part_keys: int  # keys in a part that needs masks; divides `keys`
+    heads: int  # KV heads with overlapping instructions; divides the number of KV heads
+    parts: int = 1  # parts of each KV head's queries, computed as if each had a KV head
 
     def masked_heads(self, kv_heads: int) -> int:
-        """`heads` for masked keys: about as many instructions."""
+        """Return `heads` for masked keys, with about as many instructions."""
         most = self.heads * (self.keys // self.part_keys)
         return max(n for n in range(1, most + 1) if kv_heads % n == 0)
 
@@ -82,20 +82,20 @@ class PrefillBlocks(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes from which blocks are derived, for groups of any size."""
 
-    rows: int  # of a KV head's matrix of queries: tokens, times the queries of a head
+    rows: int  # rows of a KV head's matrix of queries: tokens, times the queries of a head
     keys: int
     heads: int
 
 
-# By device kind, and KV heads on a chip, where other sizes than the formula's are better; of
-# bfloat16, and heads of up to 128.
+# By device kind and KV heads on a chip: better sizes than the formula's, for bfloat16 and heads of
+# up to 128.
 _PREFILL: Mapping[tuple[str, int], Sizes] = MappingProxyType({("TPU v5", 4): Sizes(1024, 512, 4)})
 
 
 def prefill_blocks(
     kv_heads: int, group: int, head_dim: int, page_size: int, dtype: jnp.dtype, num_tokens: int
 ) -> PrefillBlocks:
-    """Blocks for `group` queries of each KV head, a cache of `dtype`, a step of `num_tokens`."""
+    """Return blocks for `group` queries per KV head, a cache of `dtype`, a step of `num_tokens`."""
     sizes = default_sizes(kv_heads, head_dim, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16 and head_dim <= LANES:
         sizes = _PREFILL.get((device_kind(), kv_heads), sizes)
@@ -103,9 +103,9 @@ def prefill_blocks(
 
 
 def default_sizes(kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Sizes:
-    """The sizes for chips, types and heads that are not in the table."""
+    """Return the sizes for chips, dtypes and heads outside the table."""
     is_wide = jnp.dtype(dtype).itemsize > 2  # takes several passes through the matrix unit
-    # Queries that a matmul streams past its weights: of each head, as memory allows.
+    # Queries of each head that a matmul streams past its weights, as memory allows.
     all_rows = (4096 if is_wide else 8192) * LANES // max(head_dim, LANES)
     return Sizes(
         rows=min(512 if is_wide else 1024, all_rows // kv_heads),
@@ -115,7 +115,7 @@ def default_sizes(kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Sizes:
 
 
 def blocks_of(sizes: Sizes, group: int, page_size: int, num_tokens: int) -> PrefillBlocks:
-    """The blocks of such sizes, no larger than a step of `num_tokens` needs."""
+    """Return blocks of these sizes, no larger than a step of `num_tokens` needs."""
     few = max(16, 128 // group // 16 * 16)
     queries = max(2, sizes.rows // group // few) * few
     return PrefillBlocks(

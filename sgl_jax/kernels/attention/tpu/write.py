@@ -1,25 +1,23 @@
 """Writing a step's K and V into the paged cache on TPU, in place.
 
-A TPU moves and stores whole tiles: 8, 16 or 32 slots of a page by 128 lanes, for 4, 2 or 1 byte
-elements. A token is less than a tile, so tiles are read, changed and written back. Consecutive
-tokens of a row that share a tile are a *run* and are written together; a run that fills its tile
-reads nothing. Several runs are in flight at once, which is safe because no two runs of one grid
-step touch the same tile: a page that is being written has one row, and each step of the grid
-waits for its own writes before it ends. Padding and the null page, which any number of rows may
-share, are never written.
+A TPU copies whole tiles: 8, 16 or 32 slots of a page by 128 lanes, for elements of 4, 2 or 1 bytes.
+A token is smaller than a tile, so tiles are read, changed and written back. Consecutive tokens of a
+row that share a tile are a *run* and are written together; a run that fills its tile reads nothing.
+Several runs are in flight at once. This is safe because no two runs of one grid step touch the same
+tile: only one row writes to a page, and each grid step waits for its writes before it ends. Padding
+and the null page, which any number of rows may share, are never written.
 
 Grid: one step for each block of up to 512 of the step's tokens.
 
 Buffers, with H the cache's heads (K and V, or half as many if packed), D the head_dim of a slot, a
 chunk up to 128 lanes of one head's K or V, all chunks of a token C lanes together:
-
     new    [block, C / 2] each                      this grid step's K and V, or one [block, C] if
-                                                    they share slots; brought by the grid
+                                                    they share slots; copied by the grid
     runs   int32 [block] each                       in scalar memory
-    rows   32 bits [chunks, block + 2 * tile, chunk]   the same as new, one tile further down
-    tiles  [8, H, tile, D]                          of run r in r % 8; as the cache
+    rows   32 bits [chunks, block + 2 * tile, chunk]   copy of `new`, one tile further down
+    tiles  [8, H, tile, D]                          of run r in r % 8; in the cache's layout
 
-DMAs of run r: if it fills its tile only in part, read the tile, 4 runs ahead of its use; change it;
+DMAs of run r: if it fills only part of its tile, read the tile, 4 runs ahead of its use; change it;
 write it, and wait for that before the buffer is used again, or before the grid step ends.
 """
 
@@ -36,32 +34,32 @@ from sgl_jax.kernels.attention.cache_dtype import as_cached, cache_dtype_name, i
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES, tile_slots
 
 BLOCK_TOKENS = 512  # tokens of one step of the grid
-IN_FLIGHT = 8  # runs whose tiles are being read or written
+IN_FLIGHT = 8  # runs with tiles being read or written
 READ_AHEAD = 4  # runs between the start of a read and its use
 
 
 class _Tokens(NamedTuple):
     """The tokens of the step, in scalar memory."""
 
-    layers: Any  # int32 [1]: the one that runs
+    layers: Any  # int32 [1]: the current layer
     token_rows: Any  # int32 [T]
     positions: Any  # int32 [T]
-    pages: Any  # int32 [T] where each token goes
+    pages: Any  # int32 [T] the page of each token
     q_offsets: Any  # int32 [B + 1]
 
     @property
     def num_tokens(self) -> jax.Array:
-        """Tokens of all rows, without padding."""
+        """Return the number of tokens of all rows, without padding."""
         return self.q_offsets[self.q_offsets.shape[0] - 1]
 
 
 class _Runs(NamedTuple):
     """The runs of one grid step."""
 
-    token: Any  # the first, as this step's block counts
+    token: Any  # first token, as an index in this step's block
     length: Any
     page: Any
-    slot: Any  # of the first token in its page
+    slot: Any  # slot of the first token in its page
 
 
 class _Kernel(NamedTuple):
@@ -76,16 +74,15 @@ class _Kernel(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Slots of a tile."""
         return self.tiles.shape[2]
 
     def is_partial(self, run: Any) -> Any:
-        """True for a run that does not fill its tile."""
+        """Return True for a run that does not fill its tile."""
         return self.runs.length[run] < self.tile
 
 
 def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: int) -> jax.Array:
-    """Fill `runs` with this grid step's runs; returns their number."""
+    """Fill `runs` with this grid step's runs; return their number."""
     start = pl.program_id(0) * block
     stop = jnp.minimum(start + block, tokens.num_tokens)
 
@@ -107,7 +104,7 @@ def _find_runs(tokens: _Tokens, runs: _Runs, block: int, page_size: int, tile: i
 
 
 def _tile_of(kernel: _Kernel, run: Any) -> Any:
-    """A run's tile in the cache: [H, tile, D]."""
+    """Return a run's tile in the cache: [H, tile, D]."""
     first = lax.div(kernel.runs.slot[run], jnp.int32(kernel.tile)) * kernel.tile
     slots = pl.ds(pl.multiple_of(first, kernel.tile), kernel.tile)
     return kernel.cache.at[kernel.layer, kernel.runs.page[run], :, slots]
@@ -126,11 +123,10 @@ def _write(kernel: _Kernel, run: Any) -> Any:
 
 
 def _change_tile(kernel: _Kernel, run: Any) -> None:
-    """Put a run's K and V into its tile."""
     at, runs, tiles = lax.rem(run, jnp.int32(IN_FLIGHT)), kernel.runs, kernel.tiles
     chunks, _, width = kernel.rows.shape
     first = lax.rem(runs.slot[run], jnp.int32(kernel.tile))
-    # The tile's slots in order, of which the run fills some: the rows around it are others'.
+    # The tile's slots in order. The run fills some of them; the rows around it are another run's.
     source = pl.ds(runs.token[run] + kernel.tile - first, kernel.tile)
     slot = lax.broadcasted_iota(jnp.int32, (kernel.tile, width), 0)
     is_new = (slot >= first) & (slot < first + runs.length[run])
@@ -143,9 +139,9 @@ def _change_tile(kernel: _Kernel, run: Any) -> None:
 
 
 def _stage(kernel: _Kernel) -> None:
-    """Copy this step's K and V, chunk by chunk, to where any slots of them can be loaded.
+    """Copy this step's K and V by chunks to a buffer that can be loaded from any row on.
 
-    Only 32-bit rows can be loaded from any row on; there and back loses nothing.
+    Only 32-bit rows can be loaded from any row on; converting to 32 bits and back is exact.
     """
     width = kernel.rows.shape[2]
     chunks = (
@@ -187,10 +183,9 @@ def _kernel(tokens: _Tokens, new: tuple[Any, ...], _old: Any, *memory: Any) -> N
 def write_kv(
     k: jax.Array, v: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
 ) -> jax.Array:
-    """The cache with k, v [T, kv_heads, head_dim] in their slots; in place if it is donated.
+    """Write k, v [T, kv_heads, head_dim] into their slots of the cache, in place if it is donated.
 
-    Raises:
-        ValueError: pages do not hold whole tiles.
+    Raises ValueError if pages do not hold whole tiles.
     """
     if is_packed(kv_cache, k.shape[2]):
         new = [new_slots(k, v, kv_cache)]
@@ -202,7 +197,10 @@ def write_kv(
 def write_slots(
     slots: list[jax.Array], kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
 ) -> jax.Array:
-    """`write_kv` of slots [T, heads, head_dim] as the cache holds them, its first heads first."""
+    """Write slots in the cache's layout, [T, heads, head_dim] arrays with its first heads first.
+
+    Raises ValueError if pages do not hold whole tiles.
+    """
     page_size, head_dim = kv_cache.shape[3:]
     tile = tile_slots(kv_cache.dtype)
     if page_size % tile:
@@ -241,7 +239,7 @@ def write_slots(
         input_output_aliases={len(_Tokens._fields) + len(new): 0},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
     )
-    # The whole page table might not fit into scalar memory.
+    # Pages are looked up here: the whole page table might not fit into scalar memory.
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     tokens = _Tokens(layer.reshape(1), batch.token_rows, batch.positions, pages, batch.q_offsets)
     return kernel(tokens, new, kv_cache)

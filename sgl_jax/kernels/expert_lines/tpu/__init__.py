@@ -1,4 +1,4 @@
-"""Lines of experts for TPU: `routing` chooses and sorts, `moves` brings tokens there and back."""
+"""Expert dispatch for TPU: `routing` chooses and sorts, `moves` copies tokens to lines and back."""
 
 from sgl_jax.kernels.expert_lines.tpu.moves import tpu_add, tpu_gate, tpu_gather
 from sgl_jax.kernels.expert_lines.tpu.routing import tpu_choose, tpu_sort

@@ -2,13 +2,14 @@
 
 A gather of rows takes some 14 instructions a row, however few tokens there are; the matrix unit
 multiplies a tile of lines with all of a decode step's tokens in less. Its other matrix, [lines,
-tokens], is made of the places by comparisons: tokens lie along lanes, so a place is compared with
-a tile's lines without moving anything. Tiles without a line in use are neither computed nor
-moved.
+tokens], is computed from the places by comparisons: tokens are in lanes, so a place is compared
+with a tile's lines without moving data. Tiles without a line in use are neither computed nor
+copied.
 
-A product has a term for each token, if only times zero. So that a token's NaN or infinity stays its
-own, inputs that are not finite are replaced by 0: on the way in without more, since its router's
-weights are NaN then, and on the way out with a weight of NaN for the token whose line it is.
+A product has a term for each token, even if its factor is zero. To keep one token's NaN or infinity
+from reaching other tokens, inputs that are not finite are replaced by 0. On the way to the lines,
+nothing else is needed, since the token's router weights are NaN then. On the way back, the line's
+token gets a weight of NaN.
 """
 
 from functools import partial
@@ -27,15 +28,15 @@ from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 
 MAX_TOKENS = UNDIVIDED_TOKENS  # products grow with the tokens, gathers do not
 TILE_LINES = 128
-MAX_WIDTH = 2048  # columns at once
-_SHARE = 1 / (2 * MAX_WIDTH)  # of each finite number: so many of them have a finite sum
+MAX_WIDTH = 2048  # columns processed at once
+_SHARE = 1 / (2 * MAX_WIDTH)  # factor that keeps a sum of MAX_WIDTH numbers finite
 
 # The kernels' names in compiled programs.
 GATHER_NAME, GATE_NAME, ADD_NAME = "gather_expert_lines", "gate_expert_lines", "add_expert_lines"
 
 
 def tpu_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.GatherLines`."""
+    """Implement `interface.GatherLines`."""
     num_tokens, width = x.shape
     if num_tokens > MAX_TOKENS:
         return xla_gather(x, lines)
@@ -62,7 +63,7 @@ def tpu_gather(x: jax.Array, lines: ExpertLines) -> jax.Array:
 
 
 def tpu_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.GateLines`; computed in float32."""
+    """Implement `interface.GateLines`; computes in float32."""
     num_lines, width = gate.shape
     if lines.places.shape[1] > MAX_TOKENS:
         return gated(gate, up)
@@ -85,7 +86,7 @@ def tpu_gate(gated: Gated, gate: jax.Array, up: jax.Array, lines: ExpertLines) -
 
 
 def tpu_add(results: jax.Array, weights: jax.Array, lines: ExpertLines) -> jax.Array:
-    """See `interface.AddLines`."""
+    """Implement `interface.AddLines`."""
     num_lines, width = results.shape
     num_tokens = weights.shape[1]
     if num_tokens > MAX_TOKENS:
@@ -119,7 +120,7 @@ _OPTIONS = pltpu.CompilerParams(
 
 
 def _used_tile(column: Any, number: Any, count: Any, *, tile: int) -> Any:
-    """The block of a tile of lines; of unused ones the last used, which moves nothing."""
+    """Return the block of a tile of lines; an unused tile repeats the last used, without a copy."""
     last = jnp.maximum(lax.div(count[0] - 1, jnp.int32(tile)), 0)
     return jnp.minimum(number, last), column
 
@@ -129,7 +130,7 @@ def _first_line(tile: int) -> Any:
 
 
 def _gather(count: Any, places: Any, x: Any, out: Any, finite: Any) -> None:
-    """places [top_k, T] and x [T, columns] into out [tile, columns]."""
+    """Gather x [T, columns] by places [top_k, T] into out [tile, columns]."""
     first = _first_line(out.shape[0])
 
     @pl.when(first == 0)
@@ -157,9 +158,9 @@ def _gate(count: Any, gate: Any, up: Any, out: Any, *, gated: Gated) -> None:
 def _add(
     count: Any, places: Any, weights: Any, results: Any, out: Any, total: Any, *, width: int
 ) -> None:
-    """results [tile, columns] times weights [top_k, T], at places [top_k, T], onto total.
+    """Add results [tile, columns], times weights [top_k, T], at places [top_k, T] to total.
 
-    `width` counts the columns of all blocks.
+    `width` is the number of columns of all blocks.
     """
     tile, num_tokens = results.shape[0], out.shape[0]
     first = _first_line(tile)
@@ -171,7 +172,7 @@ def _add(
     @pl.when(first < count[0])
     def _() -> None:
         values = results[...].astype(jnp.float32)
-        if width % values.shape[1]:  # the last block has columns of no array
+        if width % values.shape[1]:  # the last block has columns outside the array
             column = lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
             column += pl.program_id(0) * values.shape[1]
             values = jnp.where(column < width, values, 0.0)
@@ -180,7 +181,7 @@ def _add(
         rows = jnp.where(is_finite & is_used, values, 0.0).astype(results.dtype)
         line = first + lax.broadcasted_iota(jnp.int32, (tile, num_tokens), 0)
         shares = jnp.zeros((tile, num_tokens), jnp.float32)
-        for k in range(places.shape[0]):  # a line is one of the token's at most
+        for k in range(places.shape[0]):  # a line is at most one of a token's lines
             shares = jnp.where(places[k : k + 1] == line, weights[k : k + 1], shares)
         shares = jnp.where(is_finite | (shares == 0), shares, jnp.nan)
         total[...] += product(shares.astype(rows.dtype), rows, (0, 0))

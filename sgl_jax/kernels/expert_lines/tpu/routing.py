@@ -1,9 +1,9 @@
-"""Choices of experts and the places of their lines for TPU, each one kernel.
+"""Choices of experts and the places of their lines for TPU, one kernel each.
 
-XLA sorts for both, and runs a dozen small operations around its sorts, none of which is cheap. In
-these kernels experts lie along sublanes and tokens along lanes: the most probable of a
-token's experts is a maximum over sublanes, and the lines before a token's are counted by the matrix
-unit, as a product of zeros and ones with a triangle of ones.
+XLA sorts for both, with a dozen small operations around its sorts, none of which is cheap. In these
+kernels, experts are in sublanes and tokens in lanes: the most probable of a token's experts is a
+maximum over sublanes, and the matrix unit counts the lines before a token's line as a product of
+zeros and ones with a triangle of ones.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from sgl_jax.kernels.tpu_chip import VMEM_LIMIT_BYTES
 # The kernels' names in compiled programs.
 CHOOSE_NAME, SORT_NAME = "choose_experts", "sort_expert_lines"
 
-_BLOCK_TOKENS = 256  # whose experts are chosen at once
+_BLOCK_TOKENS = 256  # tokens that choose experts at once
 
 _OPTIONS = pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES)
 
@@ -32,7 +32,7 @@ _OPTIONS = pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES)
 def tpu_choose(
     x: jax.Array, router: Router, layer: jax.Array, is_token: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `interface.ChooseExperts`. NaN among a token's logits makes its weights NaN."""
+    """Implement `interface.ChooseExperts`; NaN among a token's logits makes its weights NaN."""
     (num_tokens, hidden), num_experts = x.shape, router.matrices.shape[2]
     block, shape = min(_BLOCK_TOKENS, num_tokens), (router.choice.top_k, num_tokens)
     zeros = jnp.zeros(num_experts)
@@ -50,7 +50,7 @@ def tpu_choose(
         partial(
             _choose,
             choice=router.choice,
-            # A plain choice has the order of logits, and a softmax over the chosen is enough.
+            # A plain choice has the order of logits; a softmax over the chosen suffices.
             ranks_logits=router.choice.is_plain and router.choice_bias is None,
             eps=router.eps,
             from_one=router.from_one,
@@ -94,19 +94,19 @@ def _choose(
     eps: float,
     from_one: bool,
 ) -> None:
-    """x [T, hidden] into normalised, and weights and experts [top_k, T]."""
+    """Compute normalised [T, hidden], and weights and experts [top_k, T], from x [T, hidden]."""
     values = _normalised(x[...], norm[...], eps, from_one)
     normalised[...] = values
     logits = product(matrix[0], values, (0, 1)) + biases[0]
-    # A sum with NaN is NaN. Such a token takes the first experts, with weights of NaN.
+    # A sum with NaN is NaN. Such a token gets the first experts, with weights of NaN.
     is_spoiled = jnp.isnan(jnp.sum(logits, axis=0, keepdims=True))
     logits = jnp.where(is_spoiled, 0.0, logits)
     if ranks_logits:
         scores = ranked = logits
     else:
         scores = _scores(logits, choice)
-        # Through memory: the simulator's compiler would compute a sum anew wherever it is compared
-        # with its own maximum, and round it otherwise.
+        # Stored in memory first: the simulator's compiler would compute a sum again wherever it
+        # is compared with its maximum, and round it differently.
         ranks[...] = scores + biases[1]
         ranked = _in_groups(ranks[...], choice)
     number = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
@@ -131,7 +131,7 @@ def _choose(
 
 
 def _greatest(values: Any, is_allowed: Any, number: Any) -> tuple[Any, Any]:
-    """The greatest of each column, and the lowest number of an allowed row with it: [1, T]."""
+    """Return each column's greatest value, and the lowest allowed row with it: [1, T]."""
     most = jnp.max(values, axis=0, keepdims=True)
     is_most = (values == most) & is_allowed
     return most, jnp.min(jnp.where(is_most, number, len(values)), axis=0, keepdims=True)
@@ -145,7 +145,7 @@ def _scores(logits: Any, choice: ExpertChoice) -> Any:
 
 
 def _in_groups(ranked: Any, choice: ExpertChoice) -> Any:
-    """ranked [experts, T], minus infinity outside of a token's groups."""
+    """Return ranked [experts, T], with minus infinity outside a token's groups."""
     if choice.num_groups == 1:
         return ranked
     size = len(ranked) // choice.num_groups
@@ -159,7 +159,7 @@ def _in_groups(ranked: Any, choice: ExpertChoice) -> Any:
 
 
 def _sum_of_greatest(values: Any, count: int) -> Any:
-    """The sum of the `count` greatest of each column, [1, T]."""
+    """Return the sum of the `count` greatest values of each column, [1, T]."""
     number = lax.broadcasted_iota(jnp.int32, values.shape, 0)
     total = jnp.zeros_like(values[:1])
     for _ in range(count):
@@ -170,7 +170,7 @@ def _sum_of_greatest(values: Any, count: int) -> Any:
 
 
 def _normalised(x: Any, weight: Any, eps: float, from_one: bool) -> Any:
-    """See `rms_normalised`; weight [1, hidden] is float32."""
+    """Implement `rms_normalised`; weight [1, hidden] is float32."""
     wide = x.astype(jnp.float32)
     scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
     if from_one:
@@ -179,7 +179,7 @@ def _normalised(x: Any, weight: Any, eps: float, from_one: bool) -> Any:
 
 
 def tpu_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLines:
-    """See `interface.SortLines`. XLA's gathers of longer steps need the lines in order."""
+    """Implement `interface.SortLines`; uses XLA for longer steps, which gather lines in order."""
     if experts.shape[1] > UNDIVIDED_TOKENS:
         return xla_sort(experts, first, num_experts)
     in_vmem, in_smem = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM))
@@ -197,12 +197,12 @@ def tpu_sort(experts: jax.Array, first: jax.Array, num_experts: int) -> ExpertLi
 
 
 def _sort(first: Any, experts: Any, places: Any, sizes: Any, num_used: Any) -> None:
-    """experts [top_k, T] into places [top_k, T], sizes [1, experts] and num_used [1]."""
+    """Compute places [top_k, T], sizes [1, experts] and num_used [1] from experts [top_k, T]."""
     num_tokens, num_experts = experts.shape[1], sizes.shape[1]
     number = first[0] + lax.broadcasted_iota(jnp.int32, (num_experts, num_tokens), 0)
     is_chosen = [number == experts[k : k + 1] for k in range(len(experts))]
     choices = jnp.zeros(number.shape, jnp.float32)
-    for own in is_chosen:  # a token chooses an expert once at most
+    for own in is_chosen:  # a token chooses an expert at most once
         choices = jnp.where(own, 1.0, choices)
     # Sums of zeros and ones in float32 are exact.
     choices = choices.astype(jnp.bfloat16)
@@ -213,7 +213,7 @@ def _sort(first: Any, experts: Any, places: Any, sizes: Any, num_used: Any) -> N
         place = jnp.sum(jnp.where(own, table, 0), axis=0, keepdims=True)
         is_own = (experts[k : k + 1] >= first[0]) & (experts[k : k + 1] < first[0] + num_experts)
         places[k : k + 1] = jnp.where(is_own, place, experts.size)
-    # In float32: Mosaic multiplies no matrix of 16 bits that is one expert high (jax 0.10.2).
+    # In float32: Mosaic cannot multiply a 16-bit matrix with one row (jax 0.10.2).
     ones = jnp.ones((8, num_tokens), jnp.float32)
     counts = product(ones, choices.astype(jnp.float32), (1, 1))[:1]
     sizes[...] = counts.astype(jnp.int32)
@@ -221,6 +221,6 @@ def _sort(first: Any, experts: Any, places: Any, sizes: Any, num_used: Any) -> N
 
 
 def _earlier(size: int) -> Any:
-    """Ones in [i, j] where i < j."""
+    """Return a matrix with ones in [i, j] where i < j."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return jnp.where(row < column, 1.0, 0.0).astype(jnp.bfloat16)

@@ -1,8 +1,8 @@
 """Gated delta nets for TPU: the convolution, and the rule as two kernels, one after the other.
 
-`decode` and `prefill` each find their rows' values in an array and put the outputs where the values
-were, and leave the other's values alone. Both change the states in place. `shared` has their common
-parts.
+`decode` and `prefill` each read the values of their rows from one array, replace them by outputs,
+and leave the other kernel's values unchanged. Both change the states in place. `shared` has their
+common parts.
 """
 
 import jax
@@ -18,10 +18,9 @@ __all__ = ["causal_conv", "gated_delta"]
 def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.GatedDelta`; padding tokens' outputs are their values.
+    """Implement `api.GatedDelta`; padding tokens' outputs are their values.
 
-    Raises:
-        ValueError: heads are not of 128 dimensions, or more than 128.
+    Raises ValueError if heads do not have 128 dimensions, or there are more than 128.
     """
     check_heads(tokens.v.shape[1], tokens.k.shape[2], tokens.v.shape[2])
     for compute in (decode_gated_delta, prefill_gated_delta):

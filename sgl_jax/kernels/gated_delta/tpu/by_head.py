@@ -12,12 +12,12 @@ from sgl_jax.kernels.gated_delta.tpu.shared import row_and_column
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.tpu_chip import LANES
 
-NO_DECAY_BELOW = -128.0  # the logarithm of a decay: exp of it is zero
-COARSE_STEPS = 1024.0  # of a logarithm's unit: 64 tokens' sums in such steps are exact
+NO_DECAY_BELOW = -128.0  # log of a decay; its exp is zero
+COARSE_STEPS = 1024.0  # steps per unit of the log: sums of 64 tokens in such steps are exact
 
 
 class ChunkByHead(NamedTuple):
-    """Logs of decays in two parts, summed since the chunk began; each gate also by column."""
+    """Buffers of a chunk; logs of decays are in two parts, summed since the chunk began."""
 
     q: Any  # [Hk, C, 128]
     k: Any  # [Hk, C, 128]
@@ -37,15 +37,15 @@ class ChunkByHead(NamedTuple):
         return cls(keys, keys, *[values] * 3, *[rows] * 3)
 
     def decay(self, head: Any, tokens: slice) -> jax.Array:
-        """A head's decay since the chunk began, in all lanes."""
+        """Return a head's decay since the chunk began, in all lanes."""
         return jnp.exp(self.coarse[head, tokens] + self.fine[head, tokens])
 
     def spread_gates(self, log_decay: jax.Array, beta: jax.Array) -> None:
-        """Store a chunk's gates [C, 128], a head in each lane."""
+        """Store a chunk's gates [C, 128], with one head in each lane."""
         coarse, fine = coarse_and_fine(log_decay)
         row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
         up_to, own = (x.astype(jnp.float32) for x in (column <= row, column == row))
-        # A token's gates lie in a register of their own; products with ones bring them together.
+        # A token's gates are in a separate register; products with ones combine them.
         for target, gate in ((self.coarse, coarse), (self.fine, fine)):
             summed = product(up_to, gate, (1, 0))
             for head in range(self.v.shape[0]):
@@ -59,10 +59,10 @@ class ChunkByHead(NamedTuple):
 
 
 def coarse_and_fine(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two parts whose sum is a decay's log.
+    """Split a decay's log into two parts with that sum.
 
-    A chunk's sums of the first are exact, and of the second small, so differences of sums since the
-    chunk began do not cancel where a head forgets much and then little.
+    A chunk's sums of the first part are exact, and sums of the second are small, so differences of
+    sums since the chunk began do not cancel where a head forgets much and then little.
     """
     log_decay = jnp.maximum(log_decay, NO_DECAY_BELOW)
     coarse = jnp.round(log_decay * COARSE_STEPS) * (1 / COARSE_STEPS)

@@ -1,20 +1,19 @@
 """The causal convolution of gated delta nets on TPU, over states in slots.
 
-Tokens are taken in turn, the channels of each as a matrix of 128 lanes, so that a token's inputs
-are whole registers and lie right after the inputs of the token before. At a row's first token, its
-state takes the place of the tokens before, which are another row's and done with. A state to be
-kept is a copy of the last inputs.
+Tokens are processed in order, the channels of each as a matrix of 128 lanes, so that a token's
+inputs are whole registers right after the inputs of the previous token. At a row's first token, its
+state replaces the previous tokens, which belong to a completed row. A state to be kept is a copy of
+the last inputs.
 
 Grid: one step for each block of 64 of the step's tokens, in order.
 
 Buffers, with K the convolution's width, C channels, G = C / 128:
-
-    u, out    [block, C], [block, G, 128]    this grid step's, brought and taken by the grid
-    window    float32 [(K - 1 + block) * G, 128]   inputs of K - 1 tokens before the block's, and
-                                                   of these
+    u, out    [block, C], [block, G, 128]    this grid step's, copied by the grid
+    window    float32 [(K - 1 + block) * G, 128]   inputs of K - 1 tokens before the block, and of
+                                                   its tokens
     read      [8, (K - 1) * G, 128]    state of row r in r % 8
     written   [8, (K - 1) * G, 128]    the n-th state that is kept in n % 8
-    done      int32 [2]        chunks, and states that are kept, so far; in scalar memory
+    done      int32 [2]        counts of chunks, and of kept states, so far; in scalar memory
 
 DMAs: reads are started 7 rows ahead; a write is waited for before its buffer is used again, or at
 the end.
@@ -36,11 +35,11 @@ from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 BLOCK_TOKENS = 64
 NUM_BUFFERS = 8
-CHUNKS, WRITES = 0, 1  # in `done`
+CHUNKS, WRITES = 0, 1  # indices in `done`
 
 
 class _Scalars(NamedTuple):
-    """In scalar memory."""
+    """Inputs in scalar memory."""
 
     rows: StateRows
     num_rows: Any  # int32 [1]
@@ -50,7 +49,7 @@ class _Scalars(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """In vector memory, but `done`."""
+    """Buffers in vector memory, except `done` in scalar memory."""
 
     window: Any
     read: Any
@@ -64,7 +63,7 @@ class _Kernel(NamedTuple):
     scalars: _Scalars
     states: Any  # [layers, slots, (K - 1) * G, 128] in HBM
     buffers: _Buffers
-    lines: int  # G, of a token
+    lines: int  # G, the rows of 128 lanes of a token
 
     @property
     def rows(self) -> StateRows:
@@ -72,20 +71,18 @@ class _Kernel(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Tokens of a state."""
+        """Return the number of tokens of a state."""
         return self.states.shape[2] // self.lines
 
 
 def causal_conv(
     u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.CausalConv`; padding tokens' outputs are zeros.
+    """Implement `api.CausalConv`; padding tokens' outputs are zeros.
 
-    Outputs leave as matrices of 128 lanes: a caller that makes heads of 128 of them before it
-    splits them has nothing to copy.
-
-    Raises:
-        ValueError: the channels, or the states, do not come in rows of 128.
+    Outputs leave the kernel as matrices of 128 lanes, so a caller that views them as heads of 128
+    before it splits them causes no copy. Raises ValueError if the channels, or the states, do not
+    come in rows of 128.
     """
     num_tokens, channels = u.shape
     if channels % LANES or states.shape[3] != LANES:
@@ -189,14 +186,14 @@ def _kernel(
 
 
 def _lines(kernel: _Kernel, token: Any, count: int) -> Any:
-    """The window's slice with the inputs of `count` tokens from `token` on."""
+    """Return the window's slice with the inputs of `count` tokens from `token` on."""
     start = token * kernel.lines
     start = pl.multiple_of(start, SUBLANES) if kernel.lines % SUBLANES == 0 else start
     return pl.ds(start, count * kernel.lines)
 
 
 def _start_read(kernel: _Kernel, row: jax.Array) -> None:
-    """Start to read a row's state, if there is such a row and it has tokens."""
+    """Start to read a row's state, if the row exists and has tokens."""
     last = kernel.rows.slots_in.shape[0] - 1
     exists = row < kernel.scalars.num_rows[0]
     row = jnp.minimum(row, last)
@@ -217,7 +214,7 @@ def _write(kernel: _Kernel, number: jax.Array, slot: Any) -> Any:
 
 
 def _begin_row(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
-    """If a token, the i-th of the block, is its row's first, put the row's state before it."""
+    """If the block's i-th token is its row's first, put the row's state before it."""
     row = kernel.rows.token_rows[token]
 
     @pl.when(kernel.rows.is_first(token))
@@ -226,14 +223,13 @@ def _begin_row(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
         state = kernel.buffers.read[lax.rem(row, jnp.int32(NUM_BUFFERS))]
         kernel.buffers.window[_lines(kernel, i, kernel.before)] = state.astype(jnp.float32)
 
-        # Reads are ahead of rows, the rows without tokens before this one included.
+        # Reads are started ahead, also for the rows without tokens before this row.
         previous = jnp.where(token == 0, -1, kernel.rows.token_rows[jnp.maximum(token - 1, 0)])
         ahead = NUM_BUFFERS - 1
         pl.loop(previous + 1 + ahead, row + 1 + ahead)(lambda row: _start_read(kernel, row))
 
 
 def _keep_states(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
-    """Write the state after a token to the slots that it belongs to."""
     rows, scalars, done = kernel.rows, kernel.scalars, kernel.buffers.done
     is_decode = rows.token_rows[token] < rows.num_decode[0]
     pl.when(is_decode)(lambda: _keep(kernel, i, rows.slot_written(token)))
@@ -248,7 +244,6 @@ def _keep_states(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
 
 
 def _keep(kernel: _Kernel, i: jax.Array, slot: jax.Array) -> None:
-    """Write the state after the block's i-th token to a slot."""
     number = kernel.buffers.done[WRITES]
     pl.when(number >= NUM_BUFFERS)(lambda: _write(kernel, number - NUM_BUFFERS, slot).wait())
     written = kernel.buffers.written

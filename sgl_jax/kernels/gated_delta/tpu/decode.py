@@ -1,21 +1,22 @@
-"""The gated delta rule of decode rows on TPU: a token, or one and its drafts, of each row.
+"""The gated delta rule of decode rows on TPU: a token of each row, plus its drafts.
 
 Decode is bound by memory: each token's state is written once, and the state before a row's first
-token is read once. In between it lies in vector memory, and each of its registers is loaded twice:
-for the products with the key and the query, and to be changed. There is too little to multiply for
-the matrix unit, whose weights the states would have to be.
+token is read once. In between it stays in vector memory, and each of its registers is loaded twice:
+for the products with the key and the query, and for the update. The products are too small for the
+matrix unit, which would have to load the states as weights.
 
-Grid: none. One program takes the tokens of the rows 0 .. num_decode in turn.
+Grid: none. One program processes the tokens of the rows 0 .. num_decode in order.
 
 Buffers, with n of each (`num_buffers`), and a state [Hv, 128, 128]:
-
     q, k, v, gates   [n, heads, 128]   of token t in t % n; gates are decay and beta, in all lanes
     out              [n, Hv, 128]      of token t in t % n
     states           [2, n, *state]    before the first token of row r in [0, r % n],
                                        after token t in [1, t % n]
 
-DMAs of token t: start the inputs of token t + n - 1, with its row's state if it is the row's first;
-wait for its own inputs; wait until the results of token t - n are in memory; start its own results.
+DMAs of token t:
+    start the inputs of token t + n - 1, with its row's state if it is the row's first
+    wait for the inputs of token t
+    wait until the results of token t - n are in memory; start the results of token t
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from sgl_jax.kernels.pallas_tpu import call, start, wait
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 # Three buffers of large states keep the memory busy; small states need more DMAs in flight, since
-# each takes a while to begin.
+# each DMA has a latency.
 MIN_BUFFERS, MAX_BUFFERS = 3, 8
 BUFFER_BYTES = 4 << 20
 
@@ -53,18 +54,17 @@ class _Kernel(NamedTuple):
 
 
 def num_buffers(state_bytes: int) -> int:
-    """Buffers of each kind for states of so many bytes."""
+    """Return the number of buffers of each kind for states of `state_bytes` bytes."""
     return min(max(BUFFER_BYTES // state_bytes, MIN_BUFFERS), MAX_BUFFERS)
 
 
 def decode_gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions.
+    """Compute the decode rows' tokens for `api.GatedDelta`, with key_dim and value_dim 128.
 
-    Returns:
-        v with the outputs in the decode tokens' place, and the states; in the memory of `v` and
-        `states` if the caller has no further use for them.
+    Returns v with outputs at the decode tokens, and the states; in the memory of `v` and `states`
+    if the caller does not use them again.
     """
     decoded = batch.max_decode_tokens
     q, k, v, log_decay, beta = tokens
@@ -99,13 +99,11 @@ def _kernel(
 
 
 def _start_token(kernel: _Kernel, token: jax.Array) -> None:
-    """Start the DMAs of a token's inputs."""
     _for_each(_token_copies(kernel, token), start)
     pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
 
 
 def _next_token(kernel: _Kernel, token: jax.Array) -> None:
-    """Compute a token, whose DMAs are under way."""
     is_first = kernel.rows.is_first(token)
     _for_each(_token_copies(kernel, token), wait)
     pl.when(token >= kernel.num_buffers)(
@@ -117,14 +115,13 @@ def _next_token(kernel: _Kernel, token: jax.Array) -> None:
 
 
 def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any:
-    """The buffer that holds the state before a token."""
     row = kernel.rows.token_rows[token]
     before = jnp.where(is_first, kernel.buffer(row), kernel.buffer(jnp.maximum(token - 1, 0)))
     return kernel.buffers.states.at[jnp.where(is_first, 0, 1), before]
 
 
 def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
-    """Put a token's output, and the state after it, into its buffers; `state` is the one before."""
+    """Write a token's output, and the state after it, to its buffers; `state` is before it."""
     at, buffers = kernel.buffer(token), kernel.buffers
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
     q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
@@ -146,14 +143,13 @@ def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
 
 
 def _columns(*rows: jax.Array) -> jax.Array:
-    """[128, n or a few more] of float32 rows [*, 128], n in all."""
+    """Transpose n float32 rows [*, 128] to [128, n], padded with columns of zeros."""
     if missing := -sum(map(len, rows)) % SUBLANES:
         rows = (*rows, jnp.zeros((missing, LANES), jnp.float32))
     return jnp.concatenate(rows, axis=0).T
 
 
 def _token_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
-    """The DMAs of a token's queries, keys, values and gates."""
     at = kernel.buffer(token)
     return [
         pltpu.make_async_copy(source.at[token], target.at[at], kernel.sems.tokens.at[at])
@@ -162,7 +158,6 @@ def _token_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
 
 
 def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
-    """The DMA of the state before a row's first token."""
     row = kernel.rows.token_rows[token]
     at = kernel.buffer(row)
     source = kernel.hbm.states.at[kernel.rows.layer[0], kernel.rows.slots_in[row]]
@@ -170,7 +165,7 @@ def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
 
 
 def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
-    """The DMAs of a token's output, and of the state after it."""
+    """Return the DMAs of a token's output, and of the state after it."""
     at, rows, buffers, sem = kernel.buffer(token), kernel.rows, kernel.buffers, kernel.sems.results
     return [
         pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),

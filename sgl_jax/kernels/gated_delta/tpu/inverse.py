@@ -1,8 +1,8 @@
 """Inverses of the triangular systems of a chunk of the gated delta rule.
 
 Two systems side by side fill a row of lanes. Small blocks on the diagonals are inverted by
-substitution in float32, row by row and all of them at once, by the vector unit, where a row waits
-for little. They grow by products of matrices.
+substitution in float32, row by row and all at once, by the vector unit, where a row has little
+latency. Matrix products combine them into larger blocks.
 """
 
 import jax
@@ -15,14 +15,14 @@ from sgl_jax.kernels.pallas_tpu import bfloat16_parts, product
 from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
 SIDE_BY_SIDE = LANES // CHUNK_TOKENS  # systems of equations in a row of lanes
-SUBSTITUTED = SUBLANES  # rows of a block that is inverted by substitution: a register
+SUBSTITUTED = SUBLANES  # rows of a block inverted by substitution: a register
 
 
 def inverses(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """The inverses of I + tril(system, -1) of two systems [C, C] side by side, float32 [C, 2 * C].
+    """Invert I + tril(system, -1) of two systems [C, C] side by side: float32 [C, 2 * C].
 
-    Blocks of a size lie side by side, [size, 128]. The inverse of [[A, 0], [B, D]] is
-    [[A', 0], [-D' B A', D']] with the inverses A', D' of A and D; the products are of `dtype`. A
+    Blocks of a size are side by side, [size, 128]. The inverse of [[A, 0], [B, D]] is
+    [[A', 0], [-D' B A', D']] with the inverses A', D' of A and D; the products use `dtype`. A
     series of powers of the system would cancel where keys are alike.
     """
     blocks, size = _substituted(pairs), SUBSTITUTED
@@ -45,10 +45,10 @@ def inverses(pairs: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
 
 
 def _with_exact_left(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product with a matrix of bfloat16 or float32, for which `left` is not rounded.
+    """Multiply with a matrix of bfloat16 or float32 without rounding `left`.
 
-    A system's numbers cancel each other here if keys are alike and little is forgotten, and their
-    rounding would not. More rows cost little beside the weights.
+    A system's numbers cancel each other here if keys are alike and little is forgotten, but
+    rounding errors would not. Additional rows cost little compared with loading the weights.
     """
     if right.dtype == jnp.float32:
         return product(left, right, (1, 0))
@@ -57,12 +57,12 @@ def _with_exact_left(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _below(pair: jax.Array, size: int) -> jax.Array:
-    """[size, 128]: in each first block's columns, the block below it."""
+    """Return [size, 128]: in each first block's columns, the block below it."""
     return _blocks(pair, 2 * size)[size:]
 
 
 def _blocks(pair: jax.Array, size: int) -> jax.Array:
-    """The blocks on the diagonals of two systems, side by side [size, 128]."""
+    """Return the blocks on the diagonals of two systems, side by side [size, 128]."""
     column = row_and_column((size, LANES))[1] & (CHUNK_TOKENS - 1)
     result = pair[:size]
     for first in range(size, CHUNK_TOKENS, size):
@@ -71,8 +71,11 @@ def _blocks(pair: jax.Array, size: int) -> jax.Array:
 
 
 def _placed(blocks: jax.Array, half: int, dtype: jnp.dtype) -> jax.Array:
-    """[128, 128] of `dtype` with every second of the blocks [size, 128] in its own columns; in its
-    own rows for `half` 0, and in the next block's rows for 1."""
+    """Spread every second of the blocks [size, 128] on a matrix [128, 128] of `dtype`.
+
+    Each block keeps its columns. For `half` 0, its rows have the same numbers; for 1, they are the
+    next block's rows.
+    """
     size = blocks.shape[0]
     words = pltpu.bitcast(blocks.astype(dtype), jnp.int32)
     block_of_lane = row_and_column(words.shape)[1] // size
@@ -83,9 +86,9 @@ def _placed(blocks: jax.Array, half: int, dtype: jnp.dtype) -> jax.Array:
 
 
 def _substituted(pairs: list[jax.Array]) -> list[jax.Array]:
-    """The inverses of the smallest blocks on the diagonals, side by side, of each two systems.
+    """Invert the smallest blocks on the diagonals, side by side, of each two systems.
 
-    Registers that are permuted alike follow each other: the pattern is loaded once.
+    Registers with the same permutation follow each other: the pattern is loaded once.
     """
     row, lane = row_and_column((SUBSTITUTED, LANES))
     column = lane & (SUBSTITUTED - 1)

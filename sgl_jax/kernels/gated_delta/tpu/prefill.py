@@ -1,21 +1,22 @@
 """The gated delta rule of prefill rows on TPU: chunk by chunk, as products of matrices.
 
 Within a chunk, a token's change of the state depends on the changes of the tokens before it: a
-triangular system of 64 equations for each value head, whose inverse is made by blocks
-(`inverse.py`). Two heads side by side fill a row of lanes. Each product waits for the one before,
-so several pairs of heads take turns.
+triangular system of 64 equations for each value head, inverted by blocks (`inverse.py`). Two heads
+side by side fill a row of lanes. Each product waits for the previous product, so several pairs of
+heads alternate.
 
-Grid: none. One program takes the chunks in turn.
+Grid: none. One program processes the chunks in order.
 
 Buffers, with C = 64, and a state [Hv, 128, 128]:
-
     q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
     states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
     by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
     gates by head         see `by_head.py`
 
-DMAs of chunk c: start the inputs of chunk c + 1, with the state that it starts from if that is in a
-slot; wait for its own inputs; wait until the results of chunk c - 2 are in memory; start its own.
+DMAs of chunk c:
+    start the inputs of chunk c + 1, with its initial state if that is in a slot
+    wait for the inputs of chunk c
+    wait until the results of chunk c - 2 are in memory; start the results of chunk c
 """
 
 from collections.abc import Callable
@@ -41,14 +42,14 @@ from sgl_jax.kernels.gated_delta.tpu.shared import (
 from sgl_jax.kernels.pallas_tpu import call, for_each_run, product, start, wait
 from sgl_jax.kernels.tpu_chip import LANES
 
-RUN_TOKENS = 16  # a DMA's size is static: chunks that are not full move in such runs, and by token
-TURNED_TOKENS = 32  # ordered by head at once
+RUN_TOKENS = 16  # a DMA's size is static: partial chunks are copied in such runs, and by token
+TURNED_TOKENS = 32  # tokens ordered by head at once
 VALUE_HEADS = 16
-NEVER = -1e30  # a logarithm of a decay: exp of it is zero
+NEVER = -1e30  # log of a decay; its exp is zero
 
 
 class _Chunks(NamedTuple):
-    """In scalar memory."""
+    """The step's chunks, in scalar memory."""
 
     layer: Any  # int32 [1]
     num_chunks: Any  # int32 [1]
@@ -70,24 +71,23 @@ class _Kernel(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Return the number of value heads per key head."""
         return self.by_head.v.shape[0] // self.by_head.k.shape[0]
 
     @property
     def product_dtype(self) -> jnp.dtype:
-        """The type of the matrix unit's inputs; it adds in float32."""
+        """Return the dtype of the matrix unit's inputs; it accumulates in float32."""
         return self.buffers.k.dtype
 
 
 def prefill_gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """The prefill rows' tokens; arguments as in `api.GatedDelta`, of 128 key and value dimensions,
-    and at most 128 value heads.
+    """Compute the prefill rows' tokens for `api.GatedDelta`.
 
-    Returns:
-        v with the outputs in the prefill tokens' place, and the states; in the memory of `v` and
-        `states` if the caller has no further use for them.
+    key_dim and value_dim are 128, and there are at most 128 value heads. Returns v with outputs at
+    the prefill tokens, and the states; in the memory of `v` and `states` if the caller does not use
+    them again.
     """
     q, k, v, log_decay, beta = tokens
     key_heads, value_heads = k.shape[1], v.shape[1]
@@ -142,7 +142,6 @@ def _kernel(
 
 
 def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs of a chunk's inputs."""
     at = lax.rem(chunk, 2)
 
     def copy(source: Any, target: Any, tokens: Any, here: Any) -> None:
@@ -161,7 +160,7 @@ def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) ->
 
 
 def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
-    """do(copy) for the DMAs of a chunk's outputs, and of the state after it."""
+    """Call do(copy) for the DMAs of a chunk's outputs, and of the state after it."""
     at, chunks = lax.rem(chunk, 2), kernel.chunks
     sem = kernel.sems.results.at[at]
 
@@ -180,7 +179,7 @@ def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -
 
 
 def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
-    """do(tokens of the step, tokens of the chunk) for runs that make up the chunk."""
+    """Call do(tokens of the step, tokens of the chunk) for runs that make up the chunk."""
     length, begin = kernel.chunks.length(chunk), kernel.chunks.starts[chunk]
 
     def run(first: Any, size: int) -> None:
@@ -190,10 +189,10 @@ def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None])
 
 
 def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
-    """Order a chunk by head, and sum up its decays."""
+    """Order a chunk by head, and sum its decays."""
     at, buffers, by_head = lax.rem(chunk, 2), kernel.buffers, kernel.by_head
 
-    # Tokens that a chunk does not have change nothing if they are zeros.
+    # Zeros in place of missing tokens change nothing.
     @pl.loop(kernel.chunks.length(chunk), CHUNK_TOKENS)
     def _(token: jax.Array) -> None:
         for buffer in buffers[:4]:
@@ -210,7 +209,6 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
 
 
 def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
-    """Put the outputs, ordered by token, into the buffer that they leave from."""
     out = kernel.buffers.out.at[lax.rem(chunk, 2)]
 
     @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
@@ -235,7 +233,6 @@ def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
 
 
 def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
-    """The buffer that holds the state that a chunk starts from."""
     at = lax.rem(chunk, 2)
     is_stored = kernel.chunks.sources[chunk] >= 0
     return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
@@ -244,14 +241,14 @@ def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
 class _Pair(NamedTuple):
     """The equations of two value heads side by side, float32."""
 
-    heads: tuple[Any, Any]  # their numbers
-    system: jax.Array  # [C, 2 * C]; only the parts below the diagonals count
+    heads: tuple[Any, Any]  # their indices
+    system: jax.Array  # [C, 2 * C]; only the parts below the diagonals are used
     weights: jax.Array  # [C + 128, 2 * C] of each token for each query, and for the states
-    rows: list[jax.Array]  # [2 * C, 128] of each: its keys, then its queries, for products
+    rows: list[jax.Array]  # [2 * C, 128] of each head: its keys, then its queries, for products
 
 
 def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
-    """Outputs of some key heads' value heads, and their states after the chunk."""
+    """Compute the outputs of some key heads' value heads, and their states after the chunk."""
     by_head, group, dtype = kernel.by_head, kernel.group, kernel.product_dtype
     keys = [unit(by_head.k[head]) for head in key_heads]
     queries = [unit(by_head.q[head]) * LANES**-0.5 for head in key_heads]
@@ -260,7 +257,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
         product(own, jnp.concatenate([own[:CHUNK_TOKENS]] * SIDE_BY_SIDE, axis=0), (1, 1))
         for own in rows
     ]
-    # A head without a neighbour is its own.
+    # An unpaired head is paired with itself.
     last = len(key_heads) * group - 1
     both = [(n, min(n + 1, last)) for n in range(0, last + 1, SIDE_BY_SIDE)]
     pairs = []
@@ -272,10 +269,10 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
 
 
 def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> None:
-    """`_change` of pairs of value heads. Stores come last: no load waits for another head's."""
+    """Compute `_change` for pairs of value heads, with stores last, so that no load waits."""
     by_head, dtype = kernel.by_head, kernel.product_dtype
-    # Products with the old state come first: they need no inverse, and the compiler has them fill
-    # its waits.
+    # Products with the old state come first: they need no inverse, and the compiler schedules them
+    # into its waits.
     found = [_found(kernel, pair, before) for pair in pairs]
     solved = inverses([pair.system for pair in pairs], dtype)
     changes = [
@@ -299,8 +296,7 @@ def _halves(both: jax.Array) -> list[jax.Array]:
 
 
 def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The old state's part of the outputs [C, 128] of two value heads, and the right sides of their
-    equations."""
+    """Return the old states' part of outputs [C, 128], and right sides, of two value heads."""
     by_head, dtype, rows = kernel.by_head, kernel.product_dtype, pair.rows
     states = [before[head].astype(dtype) for head in pair.heads]
     if rows[0] is rows[1]:
@@ -316,7 +312,7 @@ def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], 
 
 
 def _apart(matrices: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """Two matrices [C, 128] as blocks on the diagonal of one."""
+    """Place two matrices [C, 128] as blocks on the diagonal of one matrix."""
     left, right = (x.astype(dtype) for x in matrices)
     zeros = jnp.zeros_like(left)
     upper, lower = (jnp.concatenate(x, axis=1) for x in ((left, zeros), (zeros, right)))
@@ -330,11 +326,11 @@ def _pair(
     similar: list[jax.Array],
     rows: list[jax.Array],
 ) -> _Pair:
-    """The equations of two value heads; `similar` [2 * C, 2 * C]: `rows` of each times its keys,
-    twice.
+    """Build the equations of two value heads.
 
-    A change is computed as if beta were 1, and beta is a factor of its weights: a number for each
-    column, which costs less than one for each row.
+    `similar` [2 * C, 2 * C] is each head's `rows` times its keys, twice. A change is computed as if
+    beta were 1, and beta is a factor of its weights: one number for each column, which costs less
+    than one for each row.
     """
     by_head = kernel.by_head
     row, column = row_and_column((CHUNK_TOKENS, LANES))

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import StateBatch
 
-EPSILON = 1e-6  # of the lengths of keys and queries
+EPSILON = 1e-6  # added to the squared lengths of keys and queries
 
 
 class StateRows(NamedTuple):
@@ -30,21 +30,20 @@ class StateRows(NamedTuple):
 
     @property
     def num_tokens(self) -> jax.Array:
-        """Tokens of all rows, without padding."""
+        """Return the number of tokens of all rows, without padding."""
         return self.q_offsets[self.q_offsets.shape[0] - 1]
 
     def is_first(self, token: Any) -> jax.Array:
-        """True for a token that is its row's first."""
         return token == self.q_offsets[self.token_rows[token]]
 
     def slot_written(self, token: Any) -> jax.Array:
-        """The slot of the state after a decode row's token."""
+        """Return the slot of the state after a decode row's token."""
         row = self.token_rows[token]
         return self.slots_out[row] + token - self.q_offsets[row]
 
 
 class DeltaArrays(NamedTuple):
-    """In HBM."""
+    """The inputs and results in HBM."""
 
     q: Any  # [T, Hk, 128]
     k: Any  # [T, Hk, 128]
@@ -65,8 +64,11 @@ class Buffers(NamedTuple):
 
     @classmethod
     def scratch(cls, arrays: DeltaArrays, *lead: int) -> "Buffers":
-        """`lead` stands before the dimensions of a token; its first is the number of buffers of
-        each array, and of states before and after some tokens."""
+        """Return scratch shapes with the dimensions `lead` before a token's dimensions.
+
+        `lead[0]` is the number of buffers of each array, and of states before and after some
+        tokens.
+        """
         q, k, gates, v = (pltpu.VMEM((*lead, *x.shape[1:]), x.dtype) for x in arrays[:4])
         states = arrays.states
         kept = pltpu.VMEM((2, lead[0], *states.shape[2:]), states.dtype)
@@ -74,8 +76,6 @@ class Buffers(NamedTuple):
 
 
 class Semaphores(NamedTuple):
-    """One for each buffer."""
-
     tokens: Any
     states: Any
     results: Any
@@ -86,12 +86,12 @@ class Semaphores(NamedTuple):
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """float32 of x [n, 128], each row scaled to length 1."""
+    """Scale each row of x [n, 128] to length 1, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.sum(wide * wide, axis=1, keepdims=True) + EPSILON)
 
 
 def row_and_column(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """int32 of `shape`, the number of each element's row, and of its column."""
+    """Return the row number and the column number of each element, int32 of `shape`."""
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
     return row, column

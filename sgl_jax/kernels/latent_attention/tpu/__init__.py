@@ -1,11 +1,11 @@
-"""Latent attention for TPU: attention's kernels over a cache with one KV head.
+"""Latent attention for TPU: the kernels of `attention` over a cache with one KV head.
 
 A row of the cache is the key of all heads, and its latent their value. So `attention.tpu` writes,
-decodes and prefills: with slots that are key and value alike, and values that take their first
-lanes alone. Queries are absorbed before, and results expanded after, by products of XLA.
+decodes and prefills with slots that are both key and value, where values take only the first lanes.
+XLA absorbs the queries before, and expands the results after, by products.
 
-Long steps prefill in the expanded form: the kernel makes each head's keys and values of a block of
-latents, once for a thousand queries (`tuned.EXPANDED_TOKENS`).
+Long steps prefill in the expanded form: the kernel computes each head's keys and values of a block
+of latents, once for a thousand queries (`tuned.EXPANDED_TOKENS`).
 """
 
 import jax
@@ -35,7 +35,7 @@ from sgl_jax.kernels.latent_attention.tpu.tuned import (
 
 
 def latent_slots(rank: int) -> CacheSlots:
-    """The places of keys and values in a cache of latents; values in whole rows of lanes."""
+    """Return the places of keys and values in a cache of latents; values in whole rows of lanes."""
     return CacheSlots(packed=True, value_dim=latent_row_size(rank, 0))
 
 
@@ -48,10 +48,9 @@ def latent_attention(
     batch: AttentionBatch,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interface.PagedLatentAttention`.
+    """Implement `interface.PagedLatentAttention`.
 
-    Raises:
-        ValueError: the page size is not a multiple of the cache's tile.
+    Raises ValueError if the page size is not a multiple of the cache's tile.
     """
     page_size, row_size = kv_cache.shape[3:]
     rows = cached_rows(latents, row_size, kv_cache.dtype)
@@ -83,8 +82,10 @@ def expanded_prefill(
     batch: AttentionBatch,
     options: ScoreOptions,
 ) -> jax.Array:
-    """[T, heads, value_dim]: attention of the rows from num_decode on to keys and values that are
-    made of the cache's latents; a few heads at a time, as vector memory allows."""
+    """Attend with the rows from num_decode on, to keys and values computed from latents.
+
+    Some heads are processed at a time, as vector memory allows. Returns [T, heads, value_dim].
+    """
     num_tokens, heads, _ = queries.nope.shape
     each = max(n for n in range(1, EXPANDED_HEADS + 1) if heads % n == 0)
     page_size, row_size = kv_cache.shape[3:]

@@ -7,17 +7,16 @@ from sgl_jax.kernels.latent_attention.latents import UpProjections
 from sgl_jax.kernels.tpu_chip import LANES
 
 DECODE_BLOCKS = DecodeBlocks(block_keys=2048, part_keys=512)
-PREFILL_ROWS = 4096  # of absorbed queries: tokens, times heads
-PART_ROWS = 1024  # of these, at most, which pass each weight of the matrix unit together
+PREFILL_ROWS = 4096  # rows of absorbed queries in a block: tokens, times heads
+PART_ROWS = 1024  # most of these rows to stream past each weight of the matrix unit together
 # Steps of this many tokens prefill in the expanded form.
 EXPANDED_TOKENS = 1024
-EXPANDED_QUERIES = 1024  # of a row, for which keys and values are made once
-EXPANDED_HEADS = 8  # at most, whose queries and results lie in vector memory together
+EXPANDED_QUERIES = 1024  # queries of a row that share computed keys and values
+EXPANDED_HEADS = 8  # most heads with queries and results in vector memory together
 
 
 def is_expanded(num_tokens: int, up: UpProjections) -> bool:
-    """True if a step of `num_tokens` prefills in the expanded form: it is shorter, and parts of
-    keys and values lie in whole rows of lanes."""
+    """Return True if a step is long enough for the expanded form, and parts fill rows of lanes."""
     sizes = up.keys.shape[1], up.rank, up.values.shape[2]
     return num_tokens >= EXPANDED_TOKENS and all(size % LANES == 0 for size in sizes)
 
@@ -25,7 +24,7 @@ def is_expanded(num_tokens: int, up: UpProjections) -> bool:
 def latent_prefill_blocks(
     heads: int, page_size: int, dtype: jnp.dtype, num_tokens: int
 ) -> PrefillBlocks:
-    """Blocks for a step of `num_tokens` whose absorbed queries of `heads` are of `dtype`."""
+    """Return blocks for a step of `num_tokens` with `heads` absorbed queries of `dtype` each."""
     # Float32 takes several passes through the matrix unit, and more memory.
     shrink = 2 if jnp.dtype(dtype).itemsize > 2 else 1
     few = max(16, LANES // heads // 16 * 16)
@@ -37,7 +36,6 @@ def latent_prefill_blocks(
 
 
 def expanded_prefill_blocks(heads: int, page_size: int, num_tokens: int) -> PrefillBlocks:
-    """Blocks for `heads` in the expanded form."""
     few = EXPANDED_QUERIES // 2
     queries = min(EXPANDED_QUERIES, -(-num_tokens // few) * few)
     return PrefillBlocks(queries, few, max(512, page_size), max(256, page_size), 1, heads)
