@@ -1,1 +1,1 @@
-"""Model architectures in flax nnx, written as one chip sees them, and their registry."""
+"""Model architectures in flax nnx, written for one chip's shards, and their registry."""

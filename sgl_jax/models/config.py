@@ -61,14 +61,14 @@ _NO_PADDING = -1  # some old models write it for "none"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model; sizes are the whole model's, not one chip's."""
+    """One model, with the sizes of the whole model, not of one chip."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int  # of latent attention one: all heads read the same rows
-    head_dim: int  # of a query
+    num_kv_heads: int  # 1 for latent attention: all heads read the same rows
+    head_dim: int  # size of a query
     intermediate_size: int
     rms_norm_eps: float
     max_position_embeddings: int
@@ -77,16 +77,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     activation: Activation  # of the gate of feed-forward layers
     attention_bias: bool  # all four projections of attention have biases
-    attention_gate: bool  # attention's result is multiplied by the sigmoid of a projection
-    score_scale: float  # multiplies query times key
+    attention_gate: bool  # the sigmoid of a projection multiplies attention's result
+    score_scale: float  # factor of query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
-    logit_soft_cap: float | None  # and so do logits
-    quantization: QuantizationConfig | None  # None: a checkpoint's matrices are floats
-    layers: tuple[LayerSpec, ...]  # the first is next to the embedding
-    brings_draft_layer: bool = True  # if models of its architecture do
-    # The layer that drafts tokens, see `DraftLayer`; None: it is not used, or there is none.
+    logit_soft_cap: float | None  # logits become cap * tanh(logit / cap)
+    quantization: QuantizationConfig | None  # None: the checkpoint's matrices are floats
+    layers: tuple[LayerSpec, ...]  # starts next to the embedding
+    brings_draft_layer: bool = True  # False if the checkpoint has no draft layer
+    # The layer that drafts tokens, see `DraftLayer`; None if it is unused or missing.
     draft_layer: LayerSpec | None = None
-    eagle3: "Eagle3Head | None" = None  # whose layer `draft_layer` is
+    eagle3: "Eagle3Head | None" = None  # the head that has `draft_layer`
 
     @property
     def num_layers(self) -> int:
@@ -94,40 +94,36 @@ class ModelConfig:
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
-        """Return the model's layers, and the draft layer after them."""
         return self.layers if self.draft_layer is None else (*self.layers, self.draft_layer)
 
     @property
     def num_attention_layers(self) -> int:
-        """Return the number of layers that keep KV, the draft layer included."""
+        """Return the number of layers with KV, including the draft layer."""
         return sum(spec.recurrence is None for spec in self.all_layers)
 
     @property
     def moe(self) -> MoeConfig | None:
-        """Return the experts that sparse layers share; None without such layers."""
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
     @property
     def recurrence(self) -> GatedDeltaConfig | None:
-        """Return the shape of the recurrent layers; None without such layers."""
         return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
 
     @property
     def latent(self) -> LatentConfig | None:
-        """Return the shape of latent attention, which all layers have or none."""
+        """Return the shape of latent attention, or None; it is the same for all layers."""
         return self.layers[0].latent
 
     @property
     def rope_head_dim(self) -> int:
-        """Return the size of the part of a head that has a rotation."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return layers by the tokens they need: full attention, then the widest window first, then
-        recurrent layers.
+        """Return layers grouped by the tokens they need.
 
-        Groups of equally many layers share a pool; the first group has the first pool. States have
-        a pool of their own. The draft layer has the number after the model's last one.
+        Full attention comes first, then windows from wide to narrow, then recurrent layers. Groups
+        with equally many layers share a pool; the first group has the first pool. States have a
+        separate pool. The draft layer has the number after the model's last layer.
         """
         by_window: dict[int | None, list[int]] = {}
         recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
@@ -146,12 +142,12 @@ class ModelConfig:
 
     @property
     def draft_names(self) -> DraftNames | None:
-        """Return the names of the draft layer's tensors; None: the model has none."""
+        """Return the names of the draft layer's tensors; None if the model has none."""
         names = DRAFT_NAMES.get(self.architecture) if self.brings_draft_layer else None
         return names and DraftNames(*(own.format(self.num_layers) for own in names))
 
     def drafting(self) -> "ModelConfig":
-        """Return the model with its own draft layer. Raises ModelConfigError if it has none."""
+        """Return the model with its draft layer. Raise ModelConfigError if it has none."""
         if self.draft_names is None:
             raise ModelConfigError(
                 f"{self.architecture} has no draft layer for --speculative-algorithm MTP: models "
@@ -180,11 +176,10 @@ class ModelConfig:
 
     @classmethod
     def from_path(cls, model_path: str | Path) -> "ModelConfig":
-        """Read `config.json` (and `generation_config.json`, if there) of a model folder, or a file.
+        """Read `config.json` (and `generation_config.json`, if any) of a model folder, or a file.
 
         Raises:
-            ModelConfigError: naming the file, and the field that is missing, malformed or
-                unsupported.
+            ModelConfigError: names the file, and the missing, malformed or unsupported field.
         """
         folder = Path(model_path)
         config_file = folder if folder.is_file() else folder / CONFIG_FILE
@@ -253,15 +248,15 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Eagle3Head:
-    """A layer of a checkpoint of its own that drafts for a model, see `Eagle3Layer`."""
+    """A layer from a separate checkpoint that drafts for a model, see `Eagle3Layer`."""
 
-    config: ModelConfig  # of one layer
-    draft_vocab_size: int | None  # tokens that it can draft; None: it has the model's head
-    captured: tuple[int, ...]  # layers of the model whose inputs it reads, ascending
+    config: ModelConfig  # config with one layer
+    draft_vocab_size: int | None  # tokens that it can draft; None: it uses the model's head
+    captured: tuple[int, ...]  # layers of the model with inputs that it reads, ascending
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelConfigError."""
+    """Return the object in a JSON file. Raise ModelConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -330,7 +325,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:
-    # Gemma has it as hidden_activation.
+    # Gemma names it hidden_activation.
     name = "hidden_act" if raw.get("hidden_activation") is None else "hidden_activation"
     value: Activation = raw.get(name) or "silu"
     if value not in _ACTIVATIONS:

@@ -1,6 +1,6 @@
 """Defaults that transformers gives to fields absent from an architecture's config.json.
 
-A field that is present holds, even if it is null.
+A field that is present applies, even if it is null.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_jax.models.config_fields import ModelConfigError, required
 
-# Windows are there to be switched on, and then have layers without them before.
+# If windows are switched on, the layers before `max_window_layers` have none.
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA3 = {
     "vocab_size": 262208,
@@ -33,7 +33,7 @@ _GEMMA3 = {
 _GPT_OSS = {
     "attention_bias": True,
     "head_dim": 64,
-    "norm_topk_prob": True,  # its softmax is over the chosen experts alone, which is the same
+    "norm_topk_prob": True,  # its softmax is only over the chosen experts, which is the same
     "rope_theta": 150000.0,
     "rope_scaling": {
         "rope_type": "yarn",
@@ -55,7 +55,7 @@ _HYBRID = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always does
+    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always normalises
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
 }
@@ -88,11 +88,11 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "topk_group": 4,
     "topk_method": "noaux_tc",
 }
-# The other name of a field, where an architecture has one.
+# Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
-        # All of their layers have experts.
+        # All layers have experts.
         "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
         "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
     }
@@ -122,12 +122,12 @@ _WITH_TEXT_PART = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-# Top-level fields that replace the text section's: they have the end tokens of chats.
+# Top-level fields that replace those in the text section: they have the end tokens of chats.
 _OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:
-    """The model's class in transformers. Raises ModelConfigError."""
+    """Return the model's class in transformers. Raise ModelConfigError."""
     names = required(raw, "architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ModelConfigError(f"architectures must be a list of one name, got {names!r}")
@@ -135,10 +135,7 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's fields of config.json's contents `raw`, with defaults for absent ones.
-
-    Raises ModelConfigError.
-    """
+    """Return the text model's fields of config.json, with defaults. Raise ModelConfigError."""
     architecture = architecture_name(raw)
     given = dict(raw)
     if architecture in _WITH_TEXT_PART:
@@ -154,10 +151,10 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
-    """True for architectures with recurrent layers."""
+    """Return True for architectures with recurrent layers."""
     return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:
-    """True for architectures with latent attention."""
+    """Return True for architectures with latent attention."""
     return "kv_lora_rank" in _DEFAULTS.get(architecture_name(raw), {})

@@ -1,4 +1,4 @@
-"""Readers of single config fields: each checks kind and range, and names the field it refuses."""
+"""Readers of single config fields: each checks type and range, and names the field in its error."""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +10,7 @@ _MAX_INT = 2**31 - 1
 
 
 class ModelConfigError(ValueError):
-    """A config.json that is incomplete, inconsistent or unsupported.
-
-    `file` is where the fault lies.
-    """
+    """A config.json that is incomplete, inconsistent or unsupported; `file` is the faulty file."""
 
     def __init__(self, message: str, file: str = CONFIG_FILE) -> None:
         super().__init__(message)
@@ -21,14 +18,14 @@ class ModelConfigError(ValueError):
 
 
 def required(raw: Mapping[str, Any], name: str) -> Any:
-    """The field's value. Like the functions below, raises ModelConfigError."""
+    """Return the field's value. Like the functions below, raise ModelConfigError."""
     if raw.get(name) is None:
         raise ModelConfigError(f"config.json lacks {name!r}")
     return raw[name]
 
 
 def positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """The field's value, a whole number from 1 to 2**31 - 1."""
+    """Return the field's value, an integer from 1 to 2**31 - 1."""
     value = default if default is not None and raw.get(name) is None else required(raw, name)
     if not is_int(value) or not 1 <= value <= _MAX_INT:
         raise ModelConfigError(f"{name} must be a positive integer below 2**31, got {value!r}")
@@ -36,21 +33,21 @@ def positive_int(raw: Mapping[str, Any], name: str, default: int | None = None) 
 
 
 def positive_float(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """The field's value, a finite number above 0."""
+    """Return the field's value, a finite number above 0."""
     value = default if default is not None and raw.get(name) is None else required(raw, name)
     is_number = is_int(value) or isinstance(value, float)
-    if not is_number or not 0 < value < math.inf:  # nor NaN
+    if not is_number or not 0 < value < math.inf:  # NaN fails, too
         raise ModelConfigError(f"{name} must be a positive number, got {value!r}")
     return float(value)
 
 
 def optional_float(raw: Mapping[str, Any], name: str) -> float | None:
-    """A finite number above 0, or None if the field is absent."""
+    """Return a finite number above 0, or None if the field is absent."""
     return None if raw.get(name) is None else positive_float(raw, name)
 
 
 def switch(raw: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """True or false; `default` if the field is absent."""
+    """Return true or false; `default` if the field is absent."""
     value = raw.get(name)
     if value is None:
         return default
@@ -60,7 +57,7 @@ def switch(raw: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
 
 
 def object_field(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of the field's object; an empty one if the field is absent."""
+    """Return a copy of the field's object; an empty dict if the field is absent."""
     value = raw.get(name)
     if value is not None and not isinstance(value, dict):
         raise ModelConfigError(f"{name} must be an object, got {value!r}")
@@ -68,5 +65,5 @@ def object_field(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def is_int(value: Any) -> bool:
-    """True for whole numbers, and not for true and false, which Python counts as such."""
+    """Return True for integers, except True and False, which Python counts as int."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,8 +1,8 @@
-"""A decoder-only language model: embedding, layers as the config specifies them, a head.
+"""A decoder-only language model: embedding, the layers of the config, a head.
 
-Written as one chip sees it, inside one `jax.shard_map` over ('data', 'tensor'): shapes are local
-and collectives are explicit. Equal layers are stacked on axis 0 of their parameters, and each
-stretch of equal periods is run by one `lax.scan`, so compile time does not grow with depth; the KV
+Written for one chip's shards, inside one `jax.shard_map` over ('data', 'tensor'): shapes are local
+and collectives are explicit. Equal layers are stacked on axis 0 of their parameters, and one
+`lax.scan` runs each segment of equal periods, so compile time does not grow with depth; the KV
 cache is carried through and updated in place.
 """
 
@@ -53,12 +53,12 @@ from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.stretches import Stretch, find_stretches
 
-# Tensors some checkpoints carry that no parameter needs.
+# Tensors in some checkpoints that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
 
 
 class BuildOptions(NamedTuple):
-    """The kernels, types and mesh that a model is built for."""
+    """The kernels, dtypes and mesh for which a model is built."""
 
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
@@ -71,31 +71,29 @@ class BuildOptions(NamedTuple):
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     ring_products: RingProducts = XLA_RING_PRODUCTS
-    has_kv_scales: bool = False  # of an 8-bit KV cache
-    separates_layers: bool = False  # matrices of layers lie apart, see `layers.layer_weights`
+    has_kv_scales: bool = False  # declare the scales of an 8-bit KV cache
+    separates_layers: bool = False  # layers have separate matrices, see `layers.layer_weights`
     widens_int4: bool = False  # int4 is int8 in memory: a CPU's programs reject int4 (jax 0.10.2)
-    # Choices between compiled programs (docs/measurements/planning.md): the layers in one turn of
-    # the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
+    # Choices between compiled programs (docs/measurements/planning.md): the layers in one iteration
+    # of the loop, in whole periods, and whether the next layer's norm computes a layer's last sum.
     unrolled_layers: int = 1
     defers_sum: bool = False
-    ep_size: int = 1  # chips that experts are dealt out to: 1, all of a rank or all of the mesh
-    placement: ExpertPlacement | None = None  # of experts that are dealt out; None: in order
+    ep_size: int = 1  # chips with distinct experts: 1, all of a rank or all of the mesh
+    placement: ExpertPlacement | None = None  # of distributed experts; None: in order
     counts_experts: bool = False  # the model returns how often each expert was chosen
-    splits_hidden: bool = False  # a rank's chips have columns of hidden states, `hidden_columns`
+    splits_hidden: bool = False  # each chip of a rank has columns of hidden states
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
     @property
     def expert_axes(self) -> MeshAxes:
-        """Return the mesh axes that whole experts are dealt out over; None: chips share each
-        expert."""
+        """Return the mesh axes that split whole experts; None if chips share each expert."""
         if self.ep_size == 1:
             return None
         return TENSOR_AXIS if self.ep_size == self.tp_size else MESH_AXES
 
     def all_experts(self, part: Source) -> Source:
-        """`part` [experts, ...] with so many experts of zeros after it that the chips divide them;
-        no router chooses these. A placement fills all slots."""
+        """Pad `part` [experts, ...] with zeros to a multiple of the chips, without a placement."""
         if self.placement is not None:
             return part
         return Padded(part, -(-part.shape[0] // self.ep_size) * self.ep_size, axis=0)
@@ -107,25 +105,25 @@ class BuildOptions(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """The arrays that go from layer to layer."""
+    """The arrays carried from layer to layer."""
 
-    # One or two whose sum is the hidden state, [T, hidden_size] each, or this chip's columns of it.
+    # One or two terms with the hidden state, [T, hidden_size] or this chip's columns, as their sum.
     terms: tuple[jax.Array, ...]
-    memories: tuple[Any, ...]  # of each pool: KV pools, then the states if there are any
-    # The hidden states before some layers, [slots, T, columns], and a spare slot for all others;
-    # None where no drafter reads them.
+    memories: tuple[Any, ...]  # one per pool: KV pools, then the states if there are any
+    # The hidden states before some layers, [slots, T, columns], and a spare slot for the remaining
+    # layers; None if no drafter reads them.
     captured: jax.Array | None
 
 
 class ModelOutput(NamedTuple):
     """One step's results of a model."""
 
-    hidden: jax.Array  # [T, hidden_size], normalised and ready for `logits`
+    hidden: jax.Array  # [T, hidden_size], normalised, the input of `logits`
     kv_pools: tuple[jax.Array, ...]
     states: LayerStates | None
     # With `counts_experts`, int32 [layers, experts] how many of this rank's tokens chose each.
     expert_counts: jax.Array | None
-    draft_hidden: jax.Array | None  # [T, hidden_size] that `draft` starts from
+    draft_hidden: jax.Array | None  # [T, hidden_size], the first input of `draft`
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -133,15 +131,15 @@ LayerBuilder = Callable[[ModelConfig, LayerSpec, BuildOptions], DecoderLayer]
 
 
 class Architecture(NamedTuple):
-    """A family of models: its layer builder, and its names of tensors."""
+    """A family of models: its layer builder, and the names of its tensors."""
 
     build_layer: LayerBuilder
-    norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers have their own
-    scales_embedding: bool = False  # by the root of the hidden size
-    body: str = "model."  # prefix of all tensors but the head's
+    norms_from_one: bool = False  # of the last norm, see `RMSNorm`; layers set this for their norms
+    scales_embedding: bool = False  # by the square root of the hidden size
+    body: str = "model."  # prefix of all tensors except the head's
     head: str = "lm_head"
-    spare_prefixes: tuple[str, ...] = ()  # of tensors that no parameter needs
-    has_further_layers: bool = False  # a checkpoint's layers after the last are not read
+    spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
+    has_further_layers: bool = False  # the checkpoint's layers after the last are not read
 
     @property
     def embeddings_tensor(self) -> str:
@@ -155,8 +153,8 @@ class Architecture(NamedTuple):
 class CausalLM(nnx.Module):
     """The whole model.
 
-    Layers are declared once for each place in each stretch's period, with the parameters of all
-    layers of that place stacked on axis 0: `layers[str(n)]`, where n is the first of them.
+    Layers are declared once for each position in each segment's period, with the parameters of all
+    layers at that position stacked on axis 0: `layers[str(n)]`, where n is the first of them.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class CausalLM(nnx.Module):
         self.draft_layer = draft_layer
         captured = tuple(draft_layer.captured) if draft_layer else ()
         self.num_captured = len(captured)
-        # Each layer's slot among `_Carry.captured`.
+        # Each layer's slot in `_Carry.captured`.
         self.capture_slots = tuple(
             captured.index(layer) if layer in captured else len(captured)
             for layer in range(config.num_layers)
@@ -225,16 +223,16 @@ class CausalLM(nnx.Module):
         """Run one step's tokens.
 
         Args:
-            token_ids: int32 [T], as the batches lay them out.
+            token_ids: int32 [T], in the order of the batches.
             batches: rows and pages of this rank, for each of the config's `cache_groups`; the
-                recurrent group's is not read, and may be left out.
-            kv_pools: each as in `RaggedPagedAttention`, this chip's part; a layer's number there
-                is its place in its group.
+                recurrent group's entry is not read, and may be omitted.
+            kv_pools: this chip's part of each pool, in the layout of `RaggedPagedAttention`; a
+                layer's index in its pool is its index in its group.
             state_batch: rows and slots of this rank, for the recurrent group if there is one.
-            states: this chip's part, of the layers of that group.
+            states: this chip's part of the states of that group's layers.
 
         Returns:
-            the results, with the updated kv_pools and states.
+            The results, with the updated kv_pools and states.
         """
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
@@ -287,13 +285,11 @@ class CausalLM(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Run the draft layer over the batches' T positions.
 
-        Args:
-            token_ids: int32 [T], the tokens after these positions.
-            hidden: [T, hidden_size] at the positions: `draft_hidden`, or as this returns it.
-            batches, kv_pools: as `__call__` has them.
+        `token_ids` int32 [T] are the tokens after these positions. `hidden` [T, hidden_size] is
+        `draft_hidden` at the positions, or this method's result.
 
         Returns:
-            [T, hidden_size], ready for the `draft_logits` of the tokens two positions on; the
+            [T, hidden_size], the input of `draft_logits` for the tokens two positions ahead; the
             pools.
         """
         spec, number = self.config.draft_layer, self.config.num_layers
@@ -319,13 +315,12 @@ class CausalLM(nnx.Module):
     def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:
             return vectors
-        # By a number of the model's type.
+        # The factor has the model's dtype.
         return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
 
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        """Return each layer's `reads`, see `DecoderLayer`."""
         ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
         turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
         group_of = {
@@ -348,8 +343,10 @@ class CausalLM(nnx.Module):
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
     ) -> tuple[_Carry, jax.Array | None]:
-        """Return all layers of a stretch, and each turn's `count_experts`; `reads` of all
-        layers."""
+        """Run all layers of a segment; return the carry and each iteration's `count_experts`.
+
+        `reads` has an entry for every layer of the model.
+        """
         places = range(stretch.first, stretch.first + stretch.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
         remembered = {place: self._remembered_at(stretch, place) for place in places}
@@ -385,8 +382,11 @@ class CausalLM(nnx.Module):
         return lax.scan(run_period, carry, turns, unroll=unroll)
 
     def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
-        """Return the memory of the layers at `place` of a period: their group's pool, the first
-        one's place in the group, and the distance to the next period's place."""
+        """Return where the layers at `place` of a period store KV or states.
+
+        It is their group's pool, the index of the first of them in the group, and the number of the
+        group's layers per period.
+        """
         places = range(stretch.first, stretch.first + stretch.period)
         for group in self.cache_groups:
             if place in group.layers:
@@ -395,7 +395,7 @@ class CausalLM(nnx.Module):
         raise AssertionError(f"layer {place} is in no cache group")
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
-        """hidden [n, hidden_size] -> logits of this chip's slice of the vocabulary."""
+        """Map hidden [n, hidden_size] to logits of this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
         logits, cap = head.logits(hidden), self.config.logit_soft_cap
         if cap is None:
@@ -403,7 +403,7 @@ class CausalLM(nnx.Module):
         return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
 
     def draft_logits(self, hidden: jax.Array) -> SplitLogits:
-        """`logits` of the draft layer's hidden states."""
+        """Compute logits from the draft layer's hidden states [n, hidden_size]."""
         assert self.draft_layer is not None
         return self.draft_layer.logits(hidden, self.logits)
 

@@ -22,10 +22,9 @@ from sgl_jax.layers.norm import RMSNorm
 
 
 class DecoderLayer(nnx.Module):
-    """Attention or a recurrence, then a feed-forward layer, each normalised before and added to
-    its input.
+    """Attention or a recurrence, then a feed-forward layer, with pre-norms and residual sums.
 
-    Some models also normalise the terms they add.
+    Some models also normalise the terms of the sums.
     """
 
     def __init__(
@@ -38,8 +37,11 @@ class DecoderLayer(nnx.Module):
         attended_norm: RMSNorm | None = None,
         mlp_output_norm: RMSNorm | None = None,
     ) -> None:
-        """`post_attention_norm` normalises the feed-forward layer's input; the last two normalise
-        the terms that attention and the feed-forward layer add."""
+        """Declare the layer.
+
+        `post_attention_norm` normalises the feed-forward layer's input; the last two normalise the
+        outputs of attention and of the feed-forward layer.
+        """
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
@@ -56,12 +58,15 @@ class DecoderLayer(nnx.Module):
         memory: Any,
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
-        """hidden [T, hidden_size] -> (two terms whose sum is it after this layer, memory, and the
-        tokens' experts as `MixtureOfExperts` returns them).
+        """Run the layer on hidden [T, hidden_size].
 
-        `is_token` is bool [T], false for padding. Attention reads its tokens' rotations and an
-        `AttentionBatch`, and its memory is a KV pool; a recurrence reads a `StateBatch`, and its
-        memory is `LayerStates`. `layer` is the number of this one among the layers of the memory.
+        Attention reads its tokens' rotations and an `AttentionBatch`, and its memory is a KV pool;
+        a recurrence reads a `StateBatch`, and its memory is `LayerStates`. `is_token` is bool [T],
+        False for padding. `layer` is the layer's index in the memory.
+
+        Returns:
+            Two terms with the new hidden state as their sum, the memory, and the experts of the
+            tokens, int32 [top_k, T], or None.
         """
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
         attended, memory = mix(self.input_norm(hidden), *reads, memory, layer)
@@ -74,8 +79,11 @@ class DecoderLayer(nnx.Module):
         return hidden, _normalised(added, self.mlp_output_norm), memory, experts
 
     def fits_columns(self, num_chips: int, multiple: int) -> bool:
-        """True if `on_columns` can run the layer: it normalises no terms that it adds, and the ring
-        products support its matrices. Experts may have any."""
+        """Return True if `on_columns` can run the layer.
+
+        It must not normalise its outputs, and collective matmul must support its non-expert
+        matrices.
+        """
         own, mlp = self.attention, self.mlp
         if not isinstance(own, Attention) or own.gate or own.output.bias:
             return False
@@ -86,8 +94,7 @@ class DecoderLayer(nnx.Module):
         )
 
     def column_products(self) -> tuple[tuple[bool, tuple[Linear, ...]], ...]:
-        """The products over the ring of `on_columns`: true for one that gathers, and its
-        matrices."""
+        """Return the products of `on_columns`: True for a gathering product, and its matrices."""
         own, mlp = self.attention, self.mlp
         assert isinstance(own, Attention)
         attention = (True, (own.qkv,)), (False, (own.output,))
@@ -105,10 +112,9 @@ class DecoderLayer(nnx.Module):
         layer: jax.Array,
         ring: RingProducts,
     ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """The whole layer for this chip's columns [T, hidden_size / chips], see `hidden_columns`;
-        the memory and the experts as `__call__` has them.
+        """Run a layer that `fits_columns` on this chip's columns [T, hidden_size / chips].
 
-        Layers that `fits_columns` only.
+        Returns the new columns (see `hidden_columns`), the memory, and the tokens' experts or None.
         """
         own, mlp = self.attention, self.mlp
         assert isinstance(own, Attention)
@@ -122,7 +128,7 @@ class DecoderLayer(nnx.Module):
         if isinstance(mlp, GatedMLP):
             inner = gather_multiply(ring, hidden, norm, (mlp.gate, mlp.up), mlp.gated)
             return multiply_scatter(ring, inner, mlp.down, hidden), memory, None
-        # An expert multiplies some of the tokens alone, so hidden states are exchanged whole.
+        # An expert multiplies only some of the tokens, so hidden states are exchanged whole.
         whole = concatenate_over(TENSOR_AXIS, hidden, axis=1)
         own_part, _, experts = mlp.own_part(whole, norm, is_token, copies)
         return hidden + scatter_sum(own_part), memory, experts

@@ -15,14 +15,11 @@ from sgl_jax.models.llama import gated_mlp, norm
 from sgl_jax.models.projections import as_floats, linear
 from sgl_jax.models.qwen3 import mixture_of_experts
 
-_LATENT_EPS = 1e-6  # of latents' norms; the config's `rms_norm_eps` is for all others
+_LATENT_EPS = 1e-6  # for latents' norms; all other norms use the config's `rms_norm_eps`
 
 
 def deepseek_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
-    """Declare one layer, with experts if its spec has them.
-
-    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
-    """
+    """Declare one layer. Raise ValueError if `tp_size` chips cannot split heads or widths."""
     mlp = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
     return DecoderLayer(
         norm("input_layernorm", config.hidden_size, config, options),
@@ -35,10 +32,7 @@ def deepseek_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) 
 def latent_attention(
     config: ModelConfig, spec: LayerSpec, options: BuildOptions
 ) -> LatentAttention:
-    """Declare the attention of a layer.
-
-    Raises ValueError if heads cannot be dealt out to `tp_size` chips.
-    """
+    """Declare the attention of a layer. Raise ValueError if `tp_size` chips cannot split heads."""
     sizes, heads, hidden = spec.latent, config.num_heads, config.hidden_size
     assert sizes is not None
     replicated_kv_heads(heads, 1, options.tp_size)
@@ -70,8 +64,7 @@ def _latent_norm(name: str, size: int, options: BuildOptions) -> RMSNorm:
 
 
 def _down(sizes: LatentConfig, hidden: int) -> Source:
-    """The queries' latent, the latent, and the rotated part of the key, side by side; in whole rows
-    of a TPU's memory, by zeros after them."""
+    """Return the queries' latent, the latent, and the key's rotated part, padded to a row size."""
     kept = partial(HeadRows, "self_attn.kv_a_proj_with_mqa.weight", sizes.width)
     parts = [kept(0, sizes.width, sizes.rank)]
     parts += _rotated_rows(kept(sizes.rank, sizes.width, sizes.rope_dim))
@@ -82,13 +75,12 @@ def _down(sizes: LatentConfig, hidden: int) -> Source:
 
 
 def _rotated_rows(part: HeadRows) -> tuple[HeadRows, HeadRows]:
-    """The rows in the order of `rotary.rotate`: a checkpoint has the two of each pair side by
-    side."""
+    """Return the rows in the order of `rotary.rotate`; a checkpoint has pairs side by side."""
     return part.every_second(0), part.every_second(1)
 
 
 def _up(sizes: LatentConfig, spec: LayerSpec, heads: int) -> tuple[Source, Source]:
-    """The sources of `UpProjections`: each head's rows of one tensor, its key's and its value's."""
+    """Return the sources of `UpProjections`: each head's rows of one tensor, key then value."""
     stride = sizes.nope_dim + sizes.value_dim
     part = partial(HeadRows, "self_attn.kv_b_proj.weight", heads * stride)
     keys = HeadMatrices(part(0, stride, sizes.nope_dim), heads, sizes.rank)

@@ -1,5 +1,6 @@
-"""A model's own draft layer (multi-token prediction, MTP): one decoder layer that guesses the token
-after the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and head are the model's.
+"""A model's draft layer (multi-token prediction, MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+One decoder layer guesses the token after the next token. It uses the model's embedding and head.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +36,10 @@ class DraftLayer(nnx.Module):
         layer: DecoderLayer,
         norm: RMSNorm,
     ) -> None:
-        """`join` is [2 * hidden, hidden], the embedding's rows first, split by its outputs; the
-        parameters of `layer` are stacked on axis 0, as the only one of its kind."""
+        """Declare `join` [2 * hidden, hidden], the embedding's rows first, split by its outputs.
+
+        The parameters of `layer` have an axis 0 of size 1.
+        """
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
         self.join = join
@@ -67,7 +70,7 @@ class DraftLayer(nnx.Module):
 
 
 def the_only_layer(stacked: DecoderLayer) -> DecoderLayer:
-    """The layer whose parameters are stacked on axis 0 without another, as this chip runs it."""
+    """Return this chip's layer from parameters with an axis 0 of size 1."""
     graphdef, weights = nnx.split(stacked)
     layer: DecoderLayer = nnx.merge(graphdef, weights_of_layer(weights, jnp.int32(0)))
     gather_over_data(layer)
@@ -77,7 +80,7 @@ def the_only_layer(stacked: DecoderLayer) -> DecoderLayer:
 def declare_draft_layer(
     config: ModelConfig, architecture: Architecture, options: BuildOptions
 ) -> DraftLayer:
-    """The draft layer of `config`, which has one. Raises ValueError if chips cannot share it."""
+    """Declare the draft layer of `config`. Raise ValueError if chips cannot share it."""
     names, hidden = config.draft_names, config.hidden_size
     assert config.draft_layer is not None
     assert names is not None
@@ -101,11 +104,10 @@ def declare_draft_layer(
 
 
 def draft_options(options: BuildOptions) -> BuildOptions:
-    """For a draft layer, which has no scales of an 8-bit cache and has its experts in order: the
-    files of neither name it."""
+    """Return options without placement and KV scales: their files do not cover the draft layer."""
     return options._replace(placement=None, has_kv_scales=False)
 
 
 def stack_draft_layer(layer: DecoderLayer, number: int, options: BuildOptions, prefix: str) -> None:
-    """Declare `layer`, in place, as the only one of its kind, for `the_only_layer`."""
+    """Declare `layer`, in place, with an axis 0 of size 1, for `the_only_layer`."""
     stack_layers(layer, (number,), options.dp_size if options.shards_weights else 1, prefix)

@@ -1,4 +1,4 @@
-"""The names of the tensors of models' own draft layers (multi-token prediction, MTP)."""
+"""The names of the tensors of models' draft layers (multi-token prediction, MTP)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class DraftNames(NamedTuple):
-    """Names of the modules of one architecture's draft layer; "{}" is the model's number of layers.
+    """Module names of one architecture's draft layer; "{}" is the model's number of layers.
 
-    Embedding and head are the model's own.
+    Embedding and head are the model's.
     """
 
-    layer: str  # prefix of the decoder layer's tensors, with a point at its end
+    layer: str  # prefix of the decoder layer's tensors, with a dot at its end
     embedding_norm: str
     hidden_norm: str
-    join: str  # the product of both norms' results, side by side
-    norm: str  # of the result
+    join: str  # multiplies both norms' results, side by side
+    norm: str  # the last norm
 
 
 _MTP = DraftNames(

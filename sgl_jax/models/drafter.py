@@ -1,4 +1,4 @@
-"""The protocol of layers that draft the tokens after a step's, by the model's hidden states."""
+"""The protocol of layers that draft the tokens after a step from the model's hidden states."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,20 +9,18 @@ from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 
 class Drafter(Protocol):
-    """A layer that guesses, at position t, the token at t + 2 from a hidden state at t and the
-    embedding of the token at t + 1.
+    """A layer that drafts the token at t + 2 from a hidden state at t and the token at t + 1.
 
-    Its KV is one more layer of the model's cache, at the same slots.
+    Its KV is one more layer of the model's cache, in the same slots.
     """
 
     @property
     def captured(self) -> Sequence[int]:
-        """The layers of the model whose inputs `first_hidden` gets, ascending."""
+        """Return the layers of the model with inputs that `first_hidden` needs, ascending."""
         ...
 
     def first_hidden(self, hidden: jax.Array, captured: Sequence[jax.Array]) -> jax.Array:
-        """The layer's first hidden states, at the positions that the model has computed:
-        [T, hidden_size].
+        """Return the first hidden states [T, hidden_size], at the positions of the model's step.
 
         Args:
             hidden: [T, hidden_size] of the model, after its last norm.
@@ -39,21 +37,22 @@ class Drafter(Protocol):
         kv_pool: jax.Array,
         number: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """The layer over T positions.
+        """Run the layer over T positions.
 
         Args:
             vectors: [T, hidden_size] embeddings of the tokens after them.
-            hidden: [T, hidden_size] hidden states at them: `first_hidden`, or this layer's own at
-                the position before.
-            is_token, reads: as `DecoderLayer` has them.
-            kv_pool: with K and V of the positions before.
-            number: int32 [] of this layer among the layers of the pool.
+            hidden: [T, hidden_size] hidden states at them: `first_hidden`, or this layer's output
+                at the previous position.
+            is_token: bool [T], False for padding.
+            reads: the tokens' rotations and an `AttentionBatch`.
+            kv_pool: K and V of the previous positions.
+            number: int32 [], the layer's index in the pool.
 
         Returns:
-            [T, hidden_size], ready for `logits` and to be `hidden` one position on; the pool.
+            [T, hidden_size], the input of `logits` and the next position's `hidden`; the pool.
         """
         ...
 
     def logits(self, hidden: jax.Array, head: Callable[[jax.Array], SplitLogits]) -> SplitLogits:
-        """hidden [n, hidden_size] of this layer -> logits; `head` is the model's."""
+        """Map this layer's hidden [n, hidden_size] to logits; `head` is the model's."""
         ...

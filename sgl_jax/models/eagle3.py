@@ -1,7 +1,7 @@
-"""EAGLE-3 (arXiv 2503.01840): a decoder layer of a checkpoint of its own that drafts for a model.
+"""EAGLE-3 (arXiv 2503.01840): a decoder layer from a separate checkpoint that drafts for a model.
 
-It starts from the hidden states before three of the model's layers, and its head has the most
-frequent tokens of the model's vocabulary alone. The model embeds tokens for it.
+It starts from the hidden states before three of the model's layers, and its head only has the most
+frequent tokens of the model's vocabulary. The model embeds tokens for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,13 @@ from sgl_jax.models.draft_layer import draft_options, stack_draft_layer, the_onl
 from sgl_jax.models.llama import llama_layer, norm, require_divisible
 
 _LAYER = "midlayer."
-# Tensors that a checkpoint may hold although no parameter needs them: which tokens are drafted, and
-# a copy of the model's embedding.
+# Tensors that a checkpoint may hold although no parameter needs them: the drafted tokens, and a
+# copy of the model's embedding.
 _SPARE = ("d2t", "t2d", "embed_tokens.weight", f"{_LAYER}self_attn.rotary_emb.inv_freq")
 
 
 class Eagle3Layer(nnx.Module):
-    """A product that joins hidden states of the model, a decoder layer whose attention also reads
-    the next token's embedding, and a head."""
+    """A join of the model's hidden states, a layer that also attends to embeddings, and a head."""
 
     def __init__(
         self,
@@ -44,9 +43,12 @@ class Eagle3Layer(nnx.Module):
         norm: RMSNorm,
         lm_head: LMHead | None,
     ) -> None:
-        """`join` is [len(head.captured) * hidden, hidden], split by its outputs; the parameters of
-        `layer` are stacked on axis 0, as the only one of its kind. Its first norm is for the
-        embedding, and its attention has an input of both. `lm_head`: None for the model's."""
+        """Declare the layer.
+
+        `join` is [len(head.captured) * hidden, hidden], split by its outputs. The parameters of
+        `layer` have an axis 0 of size 1; its first norm is for the embedding, and its attention
+        reads the embedding and the hidden state. If `lm_head` is None, the model's head is used.
+        """
         self.captured = head.captured
         self.model_vocab_size = head.config.vocab_size
         self.join = join
@@ -54,7 +56,7 @@ class Eagle3Layer(nnx.Module):
         self.layer = layer
         self.norm = norm
         self.lm_head = lm_head
-        # The tokens of the head's columns, each less the number of its column: int32 [columns].
+        # The token of each of the head's columns minus the column's index: int32 [columns].
         size = head.draft_vocab_size
         has_some = size is not None and size < head.config.vocab_size
         offsets = Tensor("d2t", (size or 0,))
@@ -92,7 +94,7 @@ class Eagle3Layer(nnx.Module):
 def declare_eagle3_layer(
     served: ModelConfig, head: Eagle3Head, options: BuildOptions
 ) -> Eagle3Layer:
-    """The head for a model. Raises ValueError if `tp_size` chips cannot share it."""
+    """Declare the head for a model. Raise ValueError if `tp_size` chips cannot share it."""
     config, hidden, dtype = head.config, head.config.hidden_size, options.dtype
     require_divisible("hidden_size", hidden, options.tp_size)
     layer = llama_layer(
@@ -111,7 +113,7 @@ def declare_eagle3_layer(
 
 
 def is_spare_of_head(tensor: str) -> bool:
-    """True for tensors that a head's checkpoint may hold although no parameter needs them."""
+    """Return True for tensors that a head's checkpoint may hold but no parameter needs."""
     return tensor in _SPARE
 
 

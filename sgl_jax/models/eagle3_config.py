@@ -1,4 +1,4 @@
-"""The config.json of an EAGLE-3 head, for the model that it drafts for."""
+"""The config.json of an EAGLE-3 head, checked against its target model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from sgl_jax.models.config_fields import (
     positive_int,
 )
 
-# The first is the authors' own: their heads have the name of a whole model.
+# The first is the name from the authors: it is also the name of a whole model.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Fields that change a head's computation, with the values that are supported.
+# Fields that change a head's computation, with their supported values.
 _SUPPORTED = {
     "num_hidden_layers": 1,
     "tie_word_embeddings": False,
@@ -27,7 +27,7 @@ _SUPPORTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
 }
-# Attributes that the head must have as its model has them, their fields, and the reason.
+# Attributes that must be equal in the head and the model, their fields, and the reason.
 _SHARED = (
     ("hidden_size", "hidden_size", "it reads the model's hidden states"),
     ("vocab_size", "vocab_size", "the model embeds its tokens"),
@@ -37,9 +37,9 @@ _SHARED = (
 
 
 def with_eagle3_head(model: ModelConfig, folder: Path) -> ModelConfig:
-    """`model` with the EAGLE-3 head in `folder`.
+    """Return `model` with the EAGLE-3 head in `folder`.
 
-    Raises ModelConfigError, naming the file and the field, if it is no head for the model.
+    Raises ModelConfigError, which names the file and the field, if the head does not fit the model.
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -66,7 +66,7 @@ def _head(raw: dict[str, Any], model: ModelConfig) -> Eagle3Head:
             raise ModelConfigError(
                 f"{name} of an EAGLE-3 head must be {supported!r}, got {settings[name]!r}"
             )
-    # A head has no windows, though its config may hold the fields of its model's.
+    # A head has no windows, though its config may hold the model's fields.
     whole = {"architectures": ["LlamaForCausalLM"], "sliding_window": None, "layer_types": None}
     config = ModelConfig.from_dict(raw | whole | {"num_hidden_layers": 1})
     if config.quantization is not None:
@@ -86,9 +86,9 @@ def _head(raw: dict[str, Any], model: ModelConfig) -> Eagle3Head:
 
 
 def _captured(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the head reads.
+    """Return the layers with inputs that the head reads.
 
-    `eagle_config` names the layers whose outputs these are (SGLang); the same field outside of it,
+    `eagle_config` lists the layers that output them (SGLang); the same field outside of it lists
     the layers themselves (vLLM).
     """
     outputs, inputs = object_field(raw, "eagle_config").get(_LAYER_IDS), raw.get(_LAYER_IDS)

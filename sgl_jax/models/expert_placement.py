@@ -1,13 +1,14 @@
 """A placement of a mixture's experts over chips, with copies of the busiest, from counted loads.
 
 The most loaded chip sets a layer's time. A copy of an expert takes an equal share of its tokens, so
-copies of the most chosen experts, dealt out with all others, level the chips. The algorithm is
+copies of the most chosen experts, distributed with the rest, level the chips. The algorithm is
 greedy: copies go to the expert with the greatest load per copy, then the largest shares go first to
 the chip with the least load (longest processing time first, Graham 1969, doi:10.1137/0117039).
-DeepSeek's load balancer and SGLang name their experts in slots the same way.
+DeepSeek's load balancer and SGLang list their experts in slots in the same way.
 
-The loads are `{"logical_count": [layers][experts]}` in JSON, as `/dump_expert_distribution_record`
-returns it: the times that each layer's router chose each expert. Dense layers have zeros.
+The loads are `{"logical_count": [layers][experts]}` in JSON, as returned by
+`/dump_expert_distribution_record`: how often each layer's router chose each expert. Dense layers
+have zeros.
 """
 
 import json
@@ -23,7 +24,7 @@ from sgl_jax.models.config import ModelConfig
 
 Int64Array = NDArray[np.int64]
 LOADS_KEY = "logical_count"
-_LEAST_GAIN = 1e-3  # of the greatest load, for which experts are exchanged
+_LEAST_GAIN = 1e-3  # least gain of an exchange of experts, as a share of the greatest load
 
 
 class ExpertPlacement(NamedTuple):
@@ -39,7 +40,7 @@ class ExpertPlacement(NamedTuple):
         return tuple(self.experts[layer] for layer in layers)
 
     def slots(self, layers: Sequence[int]) -> NDArray[np.int32]:
-        """The slots of each expert's copies, int32 [layers, experts, copies]; -1 after the last."""
+        """Return the slots of each expert's copies: int32 [layers, experts, copies], then -1."""
         of_layers = [_slots_of(self.experts[layer]) for layer in layers]
         most = max(len(slots) for layer in of_layers for slots in layer)
         table = np.full((len(of_layers), len(of_layers[0]), most), -1, np.int32)
@@ -49,25 +50,24 @@ class ExpertPlacement(NamedTuple):
         return table
 
     def imbalance(self, loads: Int64Array, num_chips: int) -> float:
-        """The greatest chip's load over the mean chip's, on the average of the layers with loads.
+        """Return the greatest over the mean chip's load, averaged over layers of `loads`.
 
-        `loads` are [layers, experts].
+        `loads` are [layers, experts]; layers of zeros are skipped.
         """
         return _mean_imbalance(map(chip_loads, self.experts, loads, [num_chips] * len(loads)))
 
 
 def place_experts(loads: Int64Array, num_redundant: int, num_chips: int) -> ExpertPlacement:
-    """Place all layers' experts by `loads` [layers, experts], a layer without loads as if its
-    experts were equally likely.
+    """Place all layers' experts by `loads` [layers, experts]; a layer of zeros counts as uniform.
 
-    `num_chips` divides experts and `num_redundant` copies. Copies of an expert lie on chips of
-    their own if there are no more of them than chips. Equal loads give equal placements.
+    `num_chips` divides the sum of experts and `num_redundant` copies. Copies of an expert are on
+    different chips unless there are more copies than chips. Equal loads give equal placements.
     """
     return ExpertPlacement(tuple(_place_layer(own, num_redundant, num_chips) for own in loads))
 
 
 def unplaced_imbalance(loads: Int64Array, num_chips: int) -> float:
-    """`ExpertPlacement.imbalance` with the experts in order and without copies."""
+    """Return `ExpertPlacement.imbalance` with the experts in order and without copies."""
     in_order = range(loads.shape[1])
     size = -(-len(in_order) // num_chips)
     return _mean_imbalance(chip_loads([*in_order], own, num_chips, size) for own in loads)
@@ -76,7 +76,7 @@ def unplaced_imbalance(loads: Int64Array, num_chips: int) -> float:
 def chip_loads(
     experts: Sequence[int], loads: Int64Array, num_chips: int, size: int | None = None
 ) -> NDArray[np.float64]:
-    """The load of each chip's `experts`, of which it has `size`; a copy has an equal share."""
+    """Return the load of each chip, with `size` of the `experts` each; copies have equal shares."""
     size = size or len(experts) // num_chips
     shares = loads / np.maximum(np.bincount(experts, minlength=len(loads)), 1)
     totals = np.zeros(num_chips)
@@ -85,8 +85,10 @@ def chip_loads(
 
 
 def placement_for(args: ServerArgs, model: ModelConfig) -> ExpertPlacement | None:
-    """The placement by `--init-expert-location` and `--ep-num-redundant-experts`; None for experts
-    in order. Raises ValueError if chips cannot have equally many, or for a bad file."""
+    """Return the placement of `--init-expert-location` and `--ep-num-redundant-experts`, if any.
+
+    Raises ValueError if chips cannot have equally many experts, or for a bad file.
+    """
     if not args.places_experts or model.moe is None:
         return None
     experts, copies = model.moe.num_experts, args.ep_num_redundant_experts
@@ -102,9 +104,9 @@ def placement_for(args: ServerArgs, model: ModelConfig) -> ExpertPlacement | Non
 
 
 def loads_for(args: ServerArgs, model: ModelConfig) -> Int64Array | None:
-    """The loads [layers, experts] in `--init-expert-location`; None without a file.
+    """Return the loads [layers, experts] in `--init-expert-location`; None without a file.
 
-    Raises ValueError, which names the file, if it has none, or another model's.
+    Raises ValueError, which names the file, if it has no loads, or another model's.
     """
     if args.init_expert_location == "trivial" or model.moe is None:
         return None
@@ -149,7 +151,6 @@ def _place_layer(loads: Int64Array, num_redundant: int, num_chips: int) -> tuple
 
 
 def _count_copies(weights: NDArray[np.float64], num_redundant: int, num_chips: int) -> Int64Array:
-    """The number of copies of each expert, the first included."""
     copies = np.ones(len(weights), np.int64)
     for _ in range(num_redundant):
         is_everywhere = copies >= num_chips
@@ -159,7 +160,7 @@ def _count_copies(weights: NDArray[np.float64], num_redundant: int, num_chips: i
 
 
 class _Chips:
-    """Chips with `size` experts each, as they fill up."""
+    """Chips with up to `size` experts each."""
 
     def __init__(self, shares: NDArray[np.float64], num_chips: int, size: int) -> None:
         self.experts: list[list[int]] = [[] for _ in range(num_chips)]
@@ -168,10 +169,10 @@ class _Chips:
         self._size = size
 
     def put(self, expert: int) -> None:
-        """Put a copy on the least loaded chip with room and without another copy.
+        """Put a copy on the least loaded chip with a free slot and without another copy.
 
-        If only chips with a copy have room, one of them first takes an expert of a full chip that
-        has none.
+        If only chips with a copy have free slots, one of them first takes another expert from a
+        full chip without a copy.
         """
         chips = range(len(self.experts))
         free = [chip for chip in chips if len(self.experts[chip]) < self._size]
@@ -193,8 +194,7 @@ class _Chips:
         self._loads[chip] += self._shares[expert]
 
     def level(self) -> None:
-        """Exchange experts of the most loaded chip for others while that lowers its load most, and
-        raises no other chip above it."""
+        """Exchange experts with the most loaded chip while that lowers the greatest load."""
         for _ in range(len(self._shares)):
             most = int(np.argmax(self._loads))
             swaps = [

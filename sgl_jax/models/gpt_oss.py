@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks and biases, every second layer with a window, experts in MXFP4.
 
-The windows, the rotation (YaRN) and the biases of attention are in the config.
+The config has the windows, the rotation (YaRN) and the biases of attention.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ def _experts(
     if is_packed:
         row = -(-row // MXFP4_GROUP) * MXFP4_GROUP
     router = Tensor("mlp.router.weight", (hidden, experts), transposed=True)
-    # Rows of gate and up lie in turn.
+    # Rows of gate and up alternate.
     both = _matrices("gate_up_proj", (experts, 2 * width, hidden), outwards=False, packed=is_packed)
     down = _matrices("down_proj", (experts, width, hidden), outwards=True, packed=is_packed)
     both_biases = Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * width))
@@ -88,7 +88,7 @@ def _experts(
 
 
 def _matrices(name: str, shape: tuple[int, int, int], *, outwards: bool, packed: bool) -> Source:
-    """Matrices [in, out] of all experts if they lead `outwards`, else [out, in].
+    """Return all experts' matrices: [in, out] if they lead `outwards`, else [out, in].
 
     Floats are stored as [experts, in, out], MXFP4 as [experts, out, in].
     """

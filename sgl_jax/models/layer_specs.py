@@ -1,6 +1,6 @@
 """The specification of each layer of a model, from config.json.
 
-These fields have changed their names over the years; each spelling is read.
+These fields were renamed over the years; each spelling is read.
 """
 
 import math
@@ -37,33 +37,33 @@ _ROUTERS = (("greedy", "softmax"), ("group_limited_greedy", "softmax"), ("noaux_
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: its base frequency and how long contexts stretch it."""
+    """Rotary embedding: its base frequency and its extension to long contexts."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
-    factor: float = 1.0  # of all kinds but the default: positions are stretched by this
-    low_freq_factor: float = 1.0  # llama3 only, like the next one
+    factor: float = 1.0  # stretches positions, in all kinds except the default
+    low_freq_factor: float = 1.0  # only llama3, also high_freq_factor
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192  # llama3 and yarn
-    beta_fast: float = 32.0  # yarn only, like all below
+    beta_fast: float = 32.0  # only yarn, also the fields up to attention_factor
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies queries and keys
-    share: float = 1.0  # of a head's dimensions, the first ones; the others are not turned
+    share: float = 1.0  # leading share of a head's dimensions to rotate
 
     def num_dims(self, head_dim: int) -> int:
-        """Dimensions of a head that are turned."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.share)
 
     def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Angle per position of each pair of turned dimensions, [num_dims / 2].
+        """Return the angle per position of each pair of rotated dimensions, [num_dims / 2].
 
         "linear" divides all of them by `factor`. "llama3" divides frequencies of wavelengths above
         original / low_freq_factor by `factor`, leaves wavelengths below original /
-        high_freq_factor, and blends in between: for contexts longer than Llama 3 was pre-trained
-        on. "yarn" (arXiv 2309.00071) leaves pairs that turn more than `beta_fast` times in the
-        original context, divides pairs that turn less than `beta_slow` times, and blends in
-        between, linearly by dimension; `truncate` rounds the bounds outwards to whole dimensions.
+        high_freq_factor, and blends in between: for contexts longer than in Llama 3's pre-training.
+        "yarn" (arXiv 2309.00071) leaves pairs that turn more than `beta_fast` times in the original
+        context, divides pairs that turn less than `beta_slow` times, and blends in between,
+        linearly by dimension; `truncate` rounds the bounds outwards to whole dimensions.
         """
         num_dims, original = self.num_dims(head_dim), self.original_max_position_embeddings
         exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
@@ -76,7 +76,8 @@ class RopeConfig:
             blend = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
             frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
         if self.kind == "yarn":
-            # Dimension (of the first half) whose pair turns so many times in the original context.
+            # Dimension (of the first half) with a pair that turns `turns` times in the original
+            # context.
             first, last = (
                 num_dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
                 for turns in (self.beta_fast, self.beta_slow)
@@ -97,27 +98,27 @@ class MoeConfig:
     num_experts: int
     choice: ExpertChoice
     intermediate_size: int
-    swiglu_limit: float | None = None  # gates and values are clamped to it, see `clamped_swiglu`
-    swiglu_alpha: float = 1.0  # of the clamped gates' sigmoid
+    swiglu_limit: float | None = None  # clamps gates and values, see `clamped_swiglu`
+    swiglu_alpha: float = 1.0  # factor in the clamped gates' sigmoid
     shared_intermediate_size: int | None = None  # width of an expert that serves every token
-    gates_shared: bool = True  # its result is multiplied by the sigmoid of a product with the token
-    has_choice_bias: bool = False  # the router has biases that matter for the choice alone
+    gates_shared: bool = True  # the sigmoid of a product with the token multiplies its result
+    has_choice_bias: bool = False  # the router has biases that only affect the choice
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: all settings in which the layers of one model may differ."""
+    """One layer: all settings that may differ between the layers of one model."""
 
-    rope: RopeConfig | None  # None: with a recurrence, no token is turned
+    rope: RopeConfig | None  # None: a recurrence, without rotation
     sliding_window: int | None  # None: attention to all tokens, or a recurrence
     moe: MoeConfig | None  # None: a dense feed-forward layer
     recurrence: GatedDeltaConfig | None = None  # None: attention
-    latent: LatentConfig | None = None  # of latent attention
+    latent: LatentConfig | None = None  # None: no latent attention
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
 def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:
-    """The layers of config.json's contents `raw`, the first is next to the embedding.
+    """Return the layers of config.json's contents `raw`, starting next to the embedding.
 
     `max_positions` is the model's context. Raises ModelConfigError.
     """
@@ -142,10 +143,10 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
 
 
 def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
-    """The kinds by a list; or each n-th layer full; or the first n full; or all with the window,
-    if there is one.
+    """Return each layer's kind from the fields that specify it.
 
-    Hybrid models have recurrences where others have windows.
+    These are a list of kinds; or a period, with each n-th layer full; or the number of full layers
+    before layers with a window. Hybrid models have recurrences instead of windows.
     """
     kinds = raw.get("layer_types")
     if kinds is not None:
@@ -177,11 +178,11 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
 
 
 def _rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeConfig:
-    """The rotary embedding of layers of one kind.
+    """Return the rotary embedding of layers of one kind.
 
     Transformers 5 writes `rope_parameters`, for all layers or by kind of layer. Before, there were
-    `rope_theta` and `rope_scaling`, and where layers with a window had a base of their own
-    (`rope_local_base_freq`), these two were for the others.
+    `rope_theta` and `rope_scaling`; if layers with a window had a separate base
+    (`rope_local_base_freq`), these two applied to the rest.
     """
     given = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
     has_own_base = kind == _SLIDING and raw.get("rope_local_base_freq") is not None
@@ -238,7 +239,7 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
 
 
 def score_factor(raw: Mapping[str, Any]) -> float:
-    """The factor of latent attention's scores for contexts that YaRN stretches; 1 without it."""
+    """Return YaRN's factor of latent attention's scores; 1 without YaRN."""
     own = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
     if own.get("rope_type", own.get("type", "default")) == "default":
         return 1.0
@@ -251,7 +252,7 @@ def _yarn_growth(factor: float, weight: float) -> float:
 
 
 def read_latent(raw: Mapping[str, Any]) -> LatentConfig:
-    """The sizes of latent attention in config.json's contents `raw`. Raises ModelConfigError."""
+    """Return the sizes of latent attention in config.json's contents. Raise ModelConfigError."""
     rope_dim = positive_int(raw, "qk_rope_head_dim")
     if rope_dim % 2:
         raise ModelConfigError(f"qk_rope_head_dim must be even, got {rope_dim}")
@@ -356,8 +357,10 @@ def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
 
 
 def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but not `mlp_only_layers`; or all
-    after the first `first_k_dense_replace`."""
+    """Return which layers have experts: every `decoder_sparse_step`-th except `mlp_only_layers`.
+
+    With latent attention, all layers after the first `first_k_dense_replace` have experts.
+    """
     if has_latents(raw):
         first = raw.get("first_k_dense_replace") or 0
         if not is_int(first) or not 0 <= first <= num_layers:

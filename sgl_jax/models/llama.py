@@ -1,4 +1,4 @@
-"""Llama: the plain decoder layer, which the other families vary, and its tensors' names."""
+"""Llama: the plain decoder layer, the base of the other families, and its tensors' names."""
 
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
@@ -26,9 +26,10 @@ def llama_layer(
 ) -> DecoderLayer:
     """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
-    `qk_norm`: each query and key is normalised. `attention_inputs`: see `attention`.
+    With `qk_norm`, each query and key is normalised. `attention_inputs` is the width of attention's
+    input; None for the hidden size.
 
-    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
+    Raises ValueError if `tp_size` chips cannot split heads or widths.
     """
     return DecoderLayer(
         norm("input_layernorm", config.hidden_size, config, options),
@@ -63,11 +64,11 @@ def attention(
 ) -> Attention:
     """Declare the attention of a layer.
 
-    `qkv_bias`: the projections of Q, K and V have biases even where the config does not give them
-    to all four. `norms_from_one`: see `RMSNorm`; `sinks`: see `Attention`. `num_inputs`: the width
-    of its input; None: the hidden states'.
+    With `qkv_bias`, the projections of Q, K and V have biases even if the config does not give them
+    to all four. With `norms_from_one`, norms multiply by 1 + weight. `sinks` are [num_heads].
+    `num_inputs` is the width of its input; None for the hidden size.
 
-    Raises ValueError if heads cannot be dealt out to `tp_size` chips.
+    Raises ValueError if `tp_size` chips cannot split heads.
     """
     heads = Heads(
         config.num_heads,
@@ -112,7 +113,7 @@ def attention(
 def _attention_gate(
     config: ModelConfig, spec: LayerSpec, options: BuildOptions, *, has_bias: bool
 ) -> Linear:
-    """The second half of each query head's rows."""
+    """Declare the gate: the second half of each query head's rows."""
     num_heads, size = config.num_heads, config.head_dim
     weight, bias = (
         ByHead(
@@ -132,10 +133,7 @@ def gated_mlp(
     prefix: str = "mlp.",
     width: int | None = None,
 ) -> GatedMLP:
-    """Declare the feed-forward layer, of the config's width or another.
-
-    Raises ValueError if its width cannot be dealt out.
-    """
+    """Declare the feed-forward layer. Raise ValueError if `tp_size` chips cannot split it."""
     hidden = config.hidden_size
     width = config.intermediate_size if width is None else width
     require_divisible(f"the width of {prefix.rstrip('.')}", width, options.tp_size)

@@ -1,6 +1,6 @@
-"""A model's declaration for a mesh: its graph, and where each of its parameters lies.
+"""A model's declaration for a mesh: its graph, and the sharding of each of its parameters.
 
-Needs no weights and touches no device, so that it also serves meshes of chips that are not there.
+Needs no weights and touches no device, so that it also works for meshes of chips that do not exist.
 """
 
 from typing import Any, NamedTuple
@@ -21,24 +21,24 @@ class PlacedModel(NamedTuple):
     """A model's declaration on a mesh, before it has weights."""
 
     model: CausalLM
-    declared: dict[Path, Declaration]  # of each parameter; the arrays have their shardings
-    separates_layers: bool  # whether matrices of layers are to lie apart, see `layer_weights`
+    declared: dict[Path, Declaration]  # by parameter; the arrays have their shardings
+    separates_layers: bool  # whether layers have separate matrices, see `layer_weights`
 
     @property
     def graphdef(self) -> Any:
-        """`nnx.merge(graphdef, params)` is the model."""
+        """Return the graph; `nnx.merge(graphdef, params)` is the model."""
         return nnx.graphdef(self.model)
 
     @property
     def params(self) -> ParamTree:
-        """A jax.ShapeDtypeStruct of each parameter, its sharding included."""
+        """Return a jax.ShapeDtypeStruct of each parameter, with its sharding."""
         return unflatten_mapping({path: own.array for path, own in self.declared.items()})
 
 
 def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> PlacedModel:
-    """Declare the model of `config` for the mesh ('data', 'tensor').
+    """Declare the model for the mesh ('data', 'tensor'), with its sizes added to `options`.
 
-    `options` leave the mesh's sizes out. Raises ValueError if the mesh does not fit the model.
+    Raises ValueError if the mesh does not fit the model.
     """
     options = options._replace(tp_size=mesh.shape[TENSOR_AXIS], dp_size=mesh.shape[DATA_AXIS])
     model = build_model(config, options)

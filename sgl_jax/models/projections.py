@@ -1,4 +1,4 @@
-"""Linear layers of a model, quantized where its checkpoint has them so."""
+"""Linear layers of a model, quantized if its checkpoint has them so."""
 
 import math
 
@@ -20,17 +20,16 @@ def linear(
 ) -> Linear:
     """Declare a layer's linear map; tensor names of `weight` are relative to the layer.
 
-    Raises ModelConfigError, which names them, if tensors that make one matrix are quantized by
-    different rules.
+    Raises ModelConfigError, which names them, if tensors of one matrix have different rules.
     """
     quantized = quantization_of(spec, options, weight)
     return Linear(weight, options.dtype, split, bias, quantized)
 
 
 def as_floats(spec: LayerSpec, weight: Source) -> Source:
-    """`weight` as floats, for a matrix that no quantized product uses.
+    """Return `weight` as floats, for a matrix that no quantized product uses.
 
-    Raises ModelConfigError for a scheme whose numbers are not values times scales.
+    Raises ModelConfigError for a scheme with numbers that are not values times scales.
     """
     rule = _rule(spec, weight)
     if rule is None or rule.stored.packing == "float":
@@ -44,7 +43,10 @@ def as_floats(spec: LayerSpec, weight: Source) -> Source:
 
 
 def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Quantized | None:
-    """The scheme and product of a layer's matrix; None: floats. Raises as `linear` does."""
+    """Return the scheme and product of a layer's matrix; None for floats.
+
+    Raises ModelConfigError, which names them, if tensors of one matrix have different rules.
+    """
     rule = _rule(spec, weight)
     if rule is None:
         return None

@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantized: a scheme for each, and how files hold it."""
+"""The quantized matrices of a model: a scheme for each, and its layout in files."""
 
 import re
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from sgl_jax.core.quantization import Scheme
 
-# The layouts of matrices in files, one reader each in `checkpoint.stored`.
+# The layouts of matrices in files; `checkpoint.stored` has a reader for each.
 Packing = Literal["float", "plain", "compressed", "awq", "gptq", "mxfp4"]
-# Schemes that floats can be quantized to at load, by the values of `--quantization`.
+# Schemes to which floats can be quantized at load, by the values of `--quantization`.
 AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
     {
         "int8": Scheme("int8"),
@@ -21,8 +21,8 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
     }
 )
 
-_SHARED_EXPERT = ("shared_expert", "shared_experts")  # Qwen's and DeepSeek's name
-# The parts of a layer that checkpoints quantize, relative to it; experts stand for all others.
+_SHARED_EXPERT = ("shared_expert", "shared_experts")  # the names in Qwen and DeepSeek
+# The parts of a layer that checkpoints quantize, relative to it; expert 0 stands for all experts.
 MODULES = (
     *(f"self_attn.{x}_proj" for x in "qkvo"),
     *(f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
@@ -34,7 +34,7 @@ MODULES = (
     "linear_attn.out_proj",
 )
 _LINEAR_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # too small to be worth quantizing
-# Prefixes of layers, see `Architecture`. Files and configs of a model with a text part may differ.
+# Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
 _BODIES = ("model", "model.language_model", "language_model.model")
 _LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
     packing: Packing
     scales: str = "weight_scale"  # the name of scales, in place of "weight"
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: not blocks
-    zero_points_less_one: bool = False  # stored zero points are one less than they stand for
+    zero_points_less_one: bool = False  # stored zero points are one less than their values
 
 
 class Rule(NamedTuple):
@@ -58,25 +58,25 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Which matrices of a checkpoint are quantized, and how.
+    """The quantized matrices of a checkpoint, and their schemes.
 
     Patterns are names of modules, whole or in part, or regular expressions after "re:". The first
-    rule that fits applies; None: the module is not quantized.
+    matching rule applies; None: the module is not quantized.
     """
 
-    rules: tuple[tuple[tuple[str, ...], Rule | None], ...]  # patterns, () fits all, and a rule
-    ignored: tuple[str, ...] = ()  # patterns of matrices that are not quantized
+    rules: tuple[tuple[tuple[str, ...], Rule | None], ...]  # patterns, () matches all, and a rule
+    ignored: tuple[str, ...] = ()  # patterns of matrices to leave as floats
     has_kv_scales: bool = False  # the checkpoint has scales of an 8-bit KV cache
 
     @property
     def scheme_names(self) -> list[str]:
-        """For people, each scheme once."""
+        """Return the names of the schemes for display, without duplicates."""
         return list(dict.fromkeys(rule.scheme.name for _, rule in self.rules if rule))
 
     def rule_of(self, module: str) -> Rule | None:
-        """Return the rule for a module by its name in the checkpoint; None: it is not quantized.
+        """Return the rule for a module by its name in the checkpoint; None if it is not quantized.
 
-        A pattern fits a layer's module if it does with any prefix of layers.
+        A pattern matches a layer's module if it does so with any prefix of layers.
         """
         module = of_first_expert(module)
         in_layer = _LAYER.fullmatch(module)
@@ -93,7 +93,7 @@ class QuantizationConfig:
         return self.under(f"{_BODIES[0]}.layers.{layer}.")
 
     def under(self, prefix: str) -> tuple[tuple[str, Rule], ...]:
-        """Return the same for a layer whose modules' names begin with `prefix`."""
+        """Return the rules of modules with names under `prefix`, by their relative names."""
         found = ((module, self.rule_of(prefix + module)) for module in MODULES)
         return tuple((module, rule) for module, rule in found if rule is not None)
 
@@ -119,7 +119,6 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def quantize_at_load(scheme: Scheme) -> QuantizationConfig:
-    """Return a configuration that quantizes all matrices of layers but the smallest while they are
-    loaded."""
+    """Return a configuration that quantizes all layers' matrices at load except the smallest."""
     rule = Rule(scheme, Stored("float"))
     return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES))

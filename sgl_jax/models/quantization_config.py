@@ -1,6 +1,6 @@
 """Reading of `quantization_config` in config.json.
 
-A scheme or a setting that is not supported is refused by name.
+An unsupported scheme or setting is refused by name.
 """
 
 import re
@@ -17,7 +17,7 @@ _ALL = "Linear"  # the class of all matrices, as a target
 def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     """Return the contents of `quantization_config` in config.json's `raw`; None if it is absent.
 
-    Raises ModelConfigError for schemes that are not supported.
+    Raises ModelConfigError for unsupported schemes.
     """
     given = raw.get("quantization_config") or raw.get("compression_config")
     if not given:
@@ -65,7 +65,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _by_precedence(rules: Mapping[str, Rule]) -> tuple[tuple[tuple[str, ...], Rule], ...]:
-    """Order targets as compressed-tensors does where several match a module.
+    """Order targets like compressed-tensors if several match a module.
 
     Names come first, then regular expressions, by their text, then the class of all matrices.
     Names, which may be parts, are ordered by length, the longest first.
@@ -105,13 +105,13 @@ def _compressed_rule(own: Mapping[str, Any], layout: Any) -> Rule:
         raise ModelConfigError(f"asymmetric weights are supported as pack-quantized, not {layout}")
     group, block = _granularity(weights)
     activation, is_static = _activations(own.get("input_activations"), weight)
-    if group is not None:  # then sums of activations in 8 bits would be scaled group by group
+    if group is not None:  # sums of 8-bit activations would be scaled group by group
         activation, is_static = None, False
     scheme = Scheme(
         weight,
         group,
         has_zero_points=not is_symmetric,
-        # "static" order leaves groups as they are.
+        # "static" order leaves groups unchanged.
         has_input_order=weights.get("actorder") in ("group", "dynamic"),
         activation=activation,
         has_input_scale=is_static,
@@ -120,7 +120,7 @@ def _compressed_rule(own: Mapping[str, Any], layout: Any) -> Rule:
 
 
 def _granularity(weights: Mapping[str, Any]) -> tuple[int | None, tuple[int, int] | None]:
-    """Return inputs that share a scale, None for all; and blocks of outputs and inputs that do."""
+    """Return the inputs that share a scale, None for all; and such blocks of outputs and inputs."""
     strategy = weights.get("strategy")
     if strategy in ("channel", "tensor"):
         return None, None
@@ -136,7 +136,7 @@ def _granularity(weights: Mapping[str, Any]) -> tuple[int | None, tuple[int, int
 
 
 def _activations(given: Any, weight: WeightFormat) -> tuple[ActivationFormat | None, bool]:
-    """Format of activations, None if they are not quantized, and whether their scale is stored."""
+    """Return the activations' format, None if not quantized, and whether their scale is stored."""
     if not given:
         return None, False
     expected: ActivationFormat | None = weight if weight in ("int8", "fp8") else None
@@ -164,7 +164,7 @@ def _fp8(given: Mapping[str, Any]) -> QuantizationConfig:
     ignored = (*_names(given, "modules_to_not_convert"), *_names(given, "ignored_layers"))
     if given.get("weight_block_size") is not None:
         block = _block(given, "weight_block_size")
-        # Activations stay as they are: their sums would be scaled block by block.
+        # Activations stay floats: their sums would be scaled block by block.
         stored = Stored("plain", scales="weight_scale_inv", block=block)
         rule = Rule(Scheme("fp8", block[1]), stored)
     else:
@@ -203,7 +203,7 @@ def _gptq(given: Mapping[str, Any]) -> QuantizationConfig:
         raise ModelConfigError(f"checkpoint_format must be gptq or gptq_v2, got {layout!r}")
     group = _group_or_all(given, "group_size")
     has_order = bool(given.get("desc_act", False)) and group is not None
-    # Symmetric files store their zero points, too: all are 8, which the reader checks.
+    # Symmetric files store zero points, too: all are 8, which the reader checks.
     scheme = Scheme("int4", group, not given.get("sym", True), has_order)
     stored = Stored("gptq", "scales", zero_points_less_one=layout == "gptq")
     rules = _gptq_rules(given, Rule(scheme, stored))
@@ -213,10 +213,10 @@ def _gptq(given: Mapping[str, Any]) -> QuantizationConfig:
 def _gptq_rules(
     given: Mapping[str, Any], rule: Rule
 ) -> tuple[tuple[tuple[str, ...], Rule | None], ...]:
-    """Apply `rule` to all modules except those left out by `dynamic` or by the list of modules.
+    """Apply `rule` to all modules except those excluded by `dynamic` or by the list of modules.
 
-    A key of `dynamic` is a regular expression of names: after "-:" of modules that are not
-    quantized, after "+:" or nothing of others. The first that matches decides.
+    A key of `dynamic` is a regular expression of names: after "-:", of modules to leave as floats;
+    after "+:" or nothing, of modules to quantize. The first match applies.
     """
     listed: Any = given.get("modules_in_block_to_quantize") or []
     if isinstance(listed, list):  # names, or lists of names
@@ -276,7 +276,7 @@ def _size(given: Mapping[str, Any], name: str) -> int:
 
 
 def _group_or_all(given: Mapping[str, Any], name: str) -> int | None:
-    """Return a size of groups; -1 stands for one group of all inputs."""
+    """Return a group size; None for -1, one group of all inputs."""
     return None if given.get(name) == -1 else _size(given, name)
 
 

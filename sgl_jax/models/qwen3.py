@@ -26,7 +26,7 @@ def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions)
 def mixture_of_experts(
     config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
 ) -> MixtureOfExperts:
-    """Declare a layer's experts, a shared one among them if the config has one.
+    """Declare a layer's experts, with a shared expert if the config has one.
 
     Checkpoints store a tensor for each expert's matrix, or one for all experts.
     """
@@ -34,7 +34,7 @@ def mixture_of_experts(
     require_divisible("moe_intermediate_size", width, options.expert_slices)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
-    # [experts, width, hidden] all three: the layout of the grouped product.
+    # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
     both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
     together: dict[str, Source] = {

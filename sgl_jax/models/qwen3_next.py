@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of a gated delta net to each one of attention with a gate, experts.
+"""Qwen3-Next: three gated delta nets to each layer of attention with a gate, and experts.
 
 Qwen3.5's text model is the same, with a tensor for each projection.
 """
@@ -28,10 +28,7 @@ Projections = Callable[[GatedDeltaConfig, int], tuple[Source, Source, Source]]
 def hybrid_layer(
     config: ModelConfig, spec: LayerSpec, options: BuildOptions, *, projections: Projections
 ) -> DecoderLayer:
-    """Declare one layer: a gated delta net or attention, experts or a dense feed-forward layer.
-
-    Raises ValueError if heads or widths cannot be dealt out to `tp_size` chips.
-    """
+    """Declare one layer. Raise ValueError if `tp_size` chips cannot split heads or widths."""
     own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
     return DecoderLayer(
         own_norm("input_layernorm"),
@@ -52,7 +49,6 @@ def gated_delta_net(
     options: BuildOptions,
     projections: Projections,
 ) -> GatedDeltaNet:
-    """Declare the gated delta net of a layer."""
     require_divisible("linear_num_key_heads", own.num_key_heads, options.tp_size)
     hidden, dtype = config.hidden_size, jnp.dtype(options.dtype)
     qkv, output_gate, gates = projections(own, hidden)
@@ -79,7 +75,7 @@ def gated_delta_net(
 
 
 def flat_rows(name: str, own: GatedDeltaConfig) -> tuple[HeadRows, ...]:
-    """A key head's rows of a tensor with all rows of q, then of k, then of v."""
+    """Return a key head's rows of a tensor with all rows of q, then of k, then of v."""
     keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
     part = partial(HeadRows, name, 2 * keys + values)
     key_size, value_size = own.key_dim, own.group * own.value_dim
@@ -91,7 +87,7 @@ def flat_rows(name: str, own: GatedDeltaConfig) -> tuple[HeadRows, ...]:
 
 
 def _by_key_head(own: GatedDeltaConfig, hidden: int) -> tuple[Source, Source, Source]:
-    """Each key head's q, k, v and output gate side by side, and its gates."""
+    """Return each key head's q, k, v and output gate side by side, and its gates."""
     heads, name = own.num_key_heads, "linear_attn.in_proj_qkvz.weight"
     values = own.group * own.value_dim
     stride = own.key_head_channels + values

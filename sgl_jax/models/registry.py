@@ -1,4 +1,4 @@
-"""Models by their Hugging Face architecture name; docs/adding_a_model.md: a guide to add one."""
+"""Models by Hugging Face architecture name; docs/adding_a_model.md explains how to add one."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -41,18 +41,15 @@ def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
     """Declare the model: its parameters are shapes until a checkpoint fills them.
 
     Raises:
-        ModelConfigError: the architecture is unknown; the message lists all known ones.
-        ValueError: the heads cannot be split over `tp_size` chips.
+        ModelConfigError: the architecture is unknown; the message lists the supported names.
+        ValueError: `tp_size` chips cannot split the heads.
     """
     architecture = _architecture_of(config)
     return CausalLM(config, architecture, options, _drafter(config, architecture, options))
 
 
 def names_of_embeddings(config: ModelConfig) -> tuple[str, str]:
-    """Return the names of two tensors: the embeddings, and the head if it is stored.
-
-    Raises ModelConfigError as `build_model`.
-    """
+    """Return the names of the embeddings and of the head. Raise ModelConfigError if unsupported."""
     architecture = _architecture_of(config)
     return architecture.embeddings_tensor, architecture.head_tensor
 

@@ -1,4 +1,4 @@
-"""A check that two folders hold the same model with other weights."""
+"""A check that two folders hold the same model with different weights."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -11,9 +11,8 @@ _MAX_NAMED = 8  # a model of another kind differs in every layer
 
 
 def check_same_model(served: ModelConfig, given: ModelConfig) -> None:
-    """Raise ModelConfigError, naming the differences, unless weights of `given` fit the programs
-    compiled for `served`."""
-    # It is for dummy weights alone.
+    """Raise ModelConfigError, with the differences, unless `given` fits `served`'s programs."""
+    # It only affects dummy weights.
     given = replace(given, initializer_range=served.initializer_range)
     found = list(_differences("", served, given))
     if found:

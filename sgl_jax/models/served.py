@@ -1,4 +1,4 @@
-"""The model as an engine of some settings runs it."""
+"""The model with the settings of an engine."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from sgl_jax.models.eagle3_config import with_eagle3_head
 
 
 def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
-    """`config` quantized at load, and with a layer that drafts, if `args` have them.
+    """Return `config` quantized at load, and with a draft layer, if `args` have them.
 
-    Raises ModelConfigError if it cannot be quantized so, or has no such layer.
+    Raises ModelConfigError if this is not possible.
     """
     config = config.quantized(args.quantization)
     if args.speculative_draft_model_path:

@@ -1,7 +1,8 @@
-"""Layers in stretches of equal periods, so that a program compiles few of them.
+"""Segments of equal periods of layers, so that a program compiles few layers.
 
-For 26 layers, five with a window and one without in turn, the first stretch is six layers, four
-times over, and the second one layer with a window, twice over: seven layers to compile.
+For 26 layers, a repetition of five with a window and one without, the first segment is six layers,
+repeated four times, and the second one layer with a window, repeated twice: seven layers to
+compile.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,25 +14,25 @@ _MAX_PERIOD = 16
 
 
 class Stretch(NamedTuple):
-    """`period` layers from `first` on, and their like `repeats` times in all."""
+    """A block of `period` layers starting at `first`, repeated `repeats` times."""
 
     first: int
     period: int
     repeats: int
 
     def layers_like(self, position: int) -> range:
-        """The layers equal to the one at `position` of the period."""
+        """Return the layers equal to the layer at `position` of the period."""
         start = self.first + position
         return range(start, start + self.period * self.repeats, self.period)
 
 
 def find_stretches(kinds: Sequence[Hashable]) -> tuple[Stretch, ...]:
-    """Cut layers of these kinds, in order, so that the sum of the periods is least.
+    """Cut layers of these kinds, in order, into segments with the least sum of periods.
 
-    Ties go to the fewest stretches, then to the longest first one.
+    Ties go to the fewest segments, then to the longest first segment.
     """
     numbers = [kinds.index(kind) for kind in kinds]  # faster to compare
-    best: list[tuple[Stretch, ...]] = [()]  # of the last layers, by how many these are
+    best: list[tuple[Stretch, ...]] = [()]  # best[n]: the segments of the last n layers
     for first in reversed(range(len(kinds))):
         rest = numbers[first:]
         options = [
