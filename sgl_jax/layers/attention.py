@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries, its KV heads split over the tensor axis."""
+"""Self-attention with grouped queries, with KV heads split over the tensor axis."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from sgl_jax.layers.sources import Source
 
 
 class KVScales(nnx.Module):
-    """Scales of one layer's 8-bit KV, float32 [kv_heads], split over the tensor axis as heads are.
+    """Scales of one layer's 8-bit KV, float32 [kv_heads], split over the tensor axis like heads.
 
     The cache holds K / k_scale and V / v_scale. A score is q . K = (q * k_scale) . (K / k_scale),
     so queries are multiplied before attention, and its result by v_scale afterwards.
@@ -25,36 +25,32 @@ class KVScales(nnx.Module):
     """
 
     def __init__(self, num_kv_heads: int) -> None:
-        """`num_kv_heads` counts copies."""
+        """Declare the scales; `num_kv_heads` counts copies."""
         self.k = parameter((num_kv_heads,), jnp.float32, TENSOR_AXIS)
         self.v = parameter((num_kv_heads,), jnp.float32, TENSOR_AXIS)
 
     def before(
         self, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Attention's inputs for q [T, q_heads, D], k and v [T, kv_heads, D].
-
-        q keeps its dtype; k and v are float32, rounded once, by the cache.
-        """
+        """Scale q [T, q_heads, D], k and v [T, kv_heads, D]; k and v become float32."""
         q = _times(q, self.k[...])
         return q, k / self.k[...][:, None], v / self.v[...][:, None]
 
     def after(self, out: jax.Array) -> jax.Array:
-        """out [T, q_heads, D] of attention to scaled values, as if they had not been scaled."""
+        """Rescale out [T, q_heads, D], the result of attention to scaled values."""
         return _times(out, self.v[...])
 
 
 def _times(x: jax.Array, scales: jax.Array) -> jax.Array:
-    """x [T, q_heads, D] times the scale of each head's KV head, [kv_heads]; in x's dtype."""
+    """Multiply x [T, q_heads, D] by the scale of each head's KV head, [kv_heads]; in x's dtype."""
     by_kv_head = x.reshape(x.shape[0], scales.shape[0], -1)
     return (by_kv_head * scales[:, None]).astype(x.dtype).reshape(x.shape)
 
 
 def replicated_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> int:
-    """KV heads of the whole mesh: more than the model's when there are more chips than heads.
+    """Return the KV heads of the whole mesh: copies included, if there are more chips than heads.
 
-    Raises:
-        ValueError: heads cannot be dealt out evenly over `tp_size` chips.
+    Raises ValueError if heads cannot be distributed evenly over `tp_size` chips.
     """
     if num_heads % tp_size:
         raise ValueError(
@@ -72,9 +68,9 @@ class Attention(nnx.Module):
     """Rotary attention over the paged KV cache.
 
     The projections of Q, K and V are one matrix, [hidden, num_kv * kv_width] (`FusedHeads`): for
-    each KV head its queries, its key, its value. So the heads that belong together stay together
-    however many chips share them. It is a matrix and not an array of heads because a TPU would
-    copy such an array, in every step, into a layout that it can multiply.
+    each KV head its queries, its key, its value. So related heads stay together for any number of
+    chips. It is a matrix and not an array of heads because a TPU would copy such an array, in every
+    step, into a layout for multiplication.
     """
 
     def __init__(
@@ -92,10 +88,13 @@ class Attention(nnx.Module):
         sinks: Source | None = None,
         has_kv_scales: bool = False,
     ) -> None:
-        """`qkv` is split by its outputs, `output` by its inputs; `gate`, split by its outputs as
-        heads are, multiplies each query's result; `qkv_heads` makes the inputs of the kernel
-        `attend`; the norms apply to each query and key; `sinks`, [num_heads], are left out of
-        `scores`; `has_kv_scales` adds the scales of an 8-bit cache."""
+        """Declare the layer.
+
+        `qkv` is split by its outputs, `output` by its inputs. `gate` multiplies each query's result
+        and is split by its outputs, in the order of the heads. `qkv_heads` computes the inputs of
+        the kernel `attend`. The norms apply to each query and key. `sinks` are [num_heads], and not
+        in `scores`. `has_kv_scales` adds the scales of an 8-bit cache.
+        """
         self.heads = heads
         self.qkv = qkv
         self.output = output
@@ -116,7 +115,7 @@ class Attention(nnx.Module):
         kv_cache: jax.Array,
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new K and V)."""
+        """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new K and V)."""
         out, kv_cache = self.attended(self.qkv(x), by, batch, kv_cache, layer)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x))
@@ -130,7 +129,7 @@ class Attention(nnx.Module):
         kv_cache: jax.Array,
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """qkv [T, width] -> (results of this chip's heads, [T, q_heads * D], and kv_cache)."""
+        """Map qkv [T, width] to (results of this chip's heads, [T, q_heads * D], and kv_cache)."""
         q, k, v = self.qkv_heads(qkv, self.heads, self.q_norm, self.k_norm, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)

@@ -1,4 +1,4 @@
-"""From token ids to vectors and back to logits, the vocabulary split over the tensor axis."""
+"""From token ids to vectors and back to logits, with the vocabulary split over the tensor axis."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from sgl_jax.layers.sources import Source
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor axis; the padding is never read."""
+    """Round the vocabulary up to a multiple of the tensor axis; the padding is never read."""
     return -(-vocab_size // tp_size) * tp_size
 
 
@@ -23,18 +23,17 @@ class Embedding(nnx.Module):
     def __init__(
         self, weight: Source, vocab_size: int, hidden_size: int, dtype: DTypeLike, *, is_head: bool
     ) -> None:
-        """`weight` is [padded vocabulary, padded hidden size], the padding zeros; `is_head`: logits
-        are made with it, too."""
+        """Declare `weight` [padded vocabulary, padded hidden]; with `is_head`, also for logits."""
         self.weight = parameter(weight, dtype, TENSOR_AXIS, read="all" if is_head else "rows")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Vectors [T, hidden] of token_ids, int32 [T]; each chip adds the rows it has."""
+        """Return vectors [T, hidden] of token_ids, int32 [T], summed over the chips' slices."""
         return sum_over_tensor(self.own_part(token_ids))
 
     def own_part(self, token_ids: jax.Array) -> jax.Array:
-        """This chip's part of the vectors, zeros for rows that others have."""
+        """Return this chip's part of the vectors, with zeros for other chips' rows."""
         rows = self.weight.shape[0]
         local = token_ids - lax.axis_index(TENSOR_AXIS) * rows
         vectors = (
@@ -43,7 +42,7 @@ class Embedding(nnx.Module):
         return vectors[:, : self.hidden_size]
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
-        """Logits when embedding and head are tied; as `LMHead`."""
+        """Compute logits [n, columns] from hidden [n, hidden], if embedding and head are tied."""
         padding = self.weight.shape[1] - self.hidden_size
         padded = jnp.pad(hidden, ((0, 0), (0, padding))) if padding else hidden
         return SplitLogits(_matmul_f32(padded, self.weight[...].T), self.vocab_size)
@@ -53,12 +52,12 @@ class LMHead(nnx.Module):
     """Logits from hidden states, one slice of the vocabulary on each chip."""
 
     def __init__(self, weight: Source, vocab_size: int, dtype: DTypeLike) -> None:
-        """`weight` is [hidden, padded vocabulary]."""
+        """Declare `weight` [hidden, padded vocabulary]."""
         self.weight = parameter(weight, dtype, None, TENSOR_AXIS)
         self.vocab_size = vocab_size
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
-        """hidden [n, hidden] -> logits of this chip's slice of the vocabulary."""
+        """Map hidden [n, hidden] to logits of this chip's slice of the vocabulary."""
         return SplitLogits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
 
 

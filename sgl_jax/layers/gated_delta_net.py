@@ -1,8 +1,8 @@
-"""The gated delta net: a layer with a recurrence in the place of attention (arXiv 2412.06464).
+"""The gated delta net: a layer with a recurrence instead of attention (arXiv 2412.06464).
 
-Each key head has some value heads, neighbours, and each value head a state. Heads are split over
-the tensor axis by key heads, with all that belongs to them. So the results of projections are
-ordered by key head, and so are the channels of the convolution and of its state.
+Each key head has a group of adjacent value heads, and each value head a state. The tensor axis
+splits the layer by key heads. So the results of projections are ordered by key head, and so are the
+channels of the convolution and of its state.
 """
 
 import jax
@@ -22,17 +22,17 @@ from sgl_jax.mem_cache.device_pool import LayerStates
 
 
 class DepthwiseConv(nnx.Module):
-    """A causal convolution of each channel by itself, then silu."""
+    """A causal convolution of each channel, then silu."""
 
     def __init__(self, weight: Source, dtype: jnp.dtype, convolve: CausalConv) -> None:
-        """`weight` is [1, K, channels], split over the tensor axis by channels."""
+        """Declare `weight` [1, K, channels], split over the tensor axis by channels."""
         self.weight = parameter(weight, dtype, None, None, TENSOR_AXIS)
         self.convolve = convolve
 
     def __call__(
         self, u: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
     ) -> tuple[jax.Array, jax.Array]:
-        """u [T, channels] -> (result [T, channels], states); see `CausalConv`."""
+        """Map u [T, channels] to (result [T, channels], states); see `CausalConv`."""
         weight = use_weight(self.weight, lambda own: own[0])
         return self.convolve(u, weight, states, layer, batch)
 
@@ -56,7 +56,7 @@ class GatedDeltaNet(nnx.Module):
         group: int,
         recur: GatedDelta,
     ) -> None:
-        """`group` value heads share a key head.
+        """Declare the layer.
 
         Args:
             qkv: [hidden, key_heads * (2 * key_dim + group * value_dim)], split by its outputs: for
@@ -64,11 +64,12 @@ class GatedDeltaNet(nnx.Module):
             output_gate: [hidden, value_heads * value_dim], split by its outputs.
             gates: [hidden, key_heads * 2 * group], split by its outputs: the write rates of each
                 key head's value heads, then their forget rates.
-            conv: of the result of `qkv`.
+            conv: convolution of the result of `qkv`.
             a_log, dt_bias: [value_heads].
-            norm: of a value head's output, [value_dim].
+            norm: norm of a value head's output, [value_dim].
             output: [value_heads * value_dim, hidden], split by its inputs.
-            key_dim, value_dim: of a head.
+            key_dim, value_dim: dimensions of a head.
+            group: number of value heads per key head.
             recur: the kernel.
         """
         self.qkv = qkv
@@ -87,10 +88,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: jax.Array, batch: StateBatch, states: LayerStates, layer: jax.Array
     ) -> tuple[jax.Array, LayerStates]:
-        """x [T, hidden] -> (result [T, hidden], states with this layer's new ones).
-
-        `layer` is its number among the layers of `states`.
-        """
+        """Map x [T, hidden] to (result [T, hidden], new states); `layer` indexes `states`."""
         mixed, conv_states = self.conv(self.qkv(x), states.conv, layer, batch)
         num_tokens, ends = len(x), (self.key_dim, 2 * self.key_dim)
         by_head = mixed.reshape(num_tokens, -1, 2 * self.key_dim + self.group * self.value_dim)
@@ -104,8 +102,8 @@ class GatedDeltaNet(nnx.Module):
         return out, LayerStates(conv_states, recurrent_states)
 
     def _rates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Log decay and beta of each token and value head, float32 [T, value_heads]."""
-        # Behind the barrier the split into heads cannot reach the product, see `layers.qkv_heads`.
+        """Return log decay and beta of each token and value head, float32 [T, value_heads]."""
+        # After the barrier, the split into heads cannot reach the product, see `layers.qkv_heads`.
         gates = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
         by_head = gates.reshape(x.shape[0], -1, 2, self.group)
         write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))

@@ -1,4 +1,4 @@
-"""Sources of parameters that are made head by head: fused projections, and orders of dimensions."""
+"""Sources of parameters by head: fused projections, and orders of dimensions."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +12,11 @@ from sgl_jax.layers.sources import Index, MatrixPart, OfPart, Shape, Source, Ten
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
-    """An order of a head's dimensions in which dimension i is rotated together with
-    i + head_dim / 2.
+    """Return an order of a head's dimensions that rotates dimension i with i + head_dim / 2.
 
     In a checkpoint, only the first `num_turned` dimensions are rotated, and i is paired with
     i + num_turned / 2. In the order returned, the rotated dimensions come first in each half. So
-    all heads are rotated alike, and the pairs after them have the angle 0.
+    all heads are rotated in the same way, and the pairs after them have the angle 0.
     """
     pairs, still = num_turned // 2, tuple(range(num_turned, head_dim))
     in_first = head_dim // 2 - pairs
@@ -41,24 +40,23 @@ class Heads:
     """Attention heads of one layer on a whole mesh."""
 
     num_q: int
-    num_stored_kv: int  # of the checkpoint
-    num_kv: int  # copies included, where there are more chips than KV heads
+    num_stored_kv: int  # KV heads of the checkpoint
+    num_kv: int  # KV heads of the mesh, with copies if there are more chips than KV heads
     head_dim: int
-    num_turned: int | None = None  # dimensions that a rotation turns; None: all
+    num_turned: int | None = None  # rotated dimensions; None: all
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The checkpoint's dimension in each place of queries and keys."""
+        """Return the checkpoint's dimension for each dimension of queries and keys."""
         return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.num_q // self.num_kv
 
     @property
     def kv_width(self) -> int:
-        """Columns of a KV head in `FusedHeads`: its queries, its key, its value."""
+        """Return the columns of a KV head in `FusedHeads`: its queries, its key, its value."""
         return (self.group + 2) * self.head_dim
 
 
@@ -68,13 +66,13 @@ class FusedHeads(Source):
 
     They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
     head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias. If the mesh has
-    more KV heads than are stored, each stored one is copied to num_kv / num_stored_kv neighbouring
+    more KV heads than the checkpoint, each stored head is copied to num_kv / num_stored_kv adjacent
     heads. Slices of the parameter hold whole KV heads.
 
     With `has_gates`, the tensor of q has 2 * head_dim rows for each head: its query's, its gate's.
     """
 
-    names: tuple[str, ...]  # of q, k and v
+    names: tuple[str, ...]  # names of q, k and v
     inputs: Shape
     heads: Heads
     has_gates: bool = False
@@ -112,7 +110,7 @@ class FusedHeads(Source):
         fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
 
         def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
-            """Heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
+            """Return heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
             stride = heads.head_dim * (2 if has_gates else 1)
             tensor = tensors.read(prefix + name, (slice(first * stride, stop * stride), *inputs))
             return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
@@ -141,8 +139,7 @@ class FusedHeads(Source):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of each head in a tensor [num_rows, ...]: every `step`-th row from first + head * stride
-    on, `size` in all."""
+    """Rows of each head in a tensor: `size` rows, every `step`-th from first + head * stride on."""
 
     name: str
     num_rows: int
@@ -152,12 +149,12 @@ class HeadRows:
     step: int = 1
 
     def every_second(self, first: int) -> "HeadRows":
-        """Half of these rows: from the `first`, 0 or 1, on."""
+        """Return half of these rows, starting with row `first`, 0 or 1."""
         size, step = self.size // 2, 2 * self.step
         return replace(self, first=self.first + first * self.step, size=size, step=step)
 
     def of_heads(self, heads: range, inputs: Index, tensors: Tensors, prefix: str) -> NDArray[Any]:
-        """Neighbouring heads' rows of the part `inputs`: [heads, size, *inputs]."""
+        """Read adjacent heads' rows of the part `inputs`: [heads, size, *inputs]."""
         start, stop = (self.first + head * self.stride for head in (heads[0], heads[-1]))
         span = (self.size - 1) * self.step + 1
         rows = tensors.read(prefix + self.name, (slice(start, stop + span), *inputs))
@@ -182,7 +179,6 @@ class ByHead(Source):
 
     @property
     def width(self) -> int:
-        """Columns of a head."""
         return sum(part.size for part in self.parts)
 
     @property

@@ -1,6 +1,6 @@
 """Self-attention to latents: one row a token for all heads (arXiv 2405.04434).
 
-Heads are split over the tensor axis. A latent is not: each chip of a rank computes and keeps the
+Heads are split over the tensor axis. A latent is not: each chip of a rank computes and stores the
 rows of all the rank's tokens.
 """
 
@@ -23,10 +23,10 @@ from sgl_jax.layers.sources import Source
 
 
 class LatentAttention(nnx.Module):
-    """Rotary attention whose keys and values are made from a compressed latent of each token.
+    """Rotary attention with keys and values computed from a compressed latent of each token.
 
-    One product makes all that a token's hidden state is compressed to: the latent of its queries,
-    if they have one, the latent that is kept, and the rotated part of its key.
+    One product compresses a token's hidden state to the latent of its queries, if they have one,
+    the latent to cache, and the rotated part of its key.
     """
 
     def __init__(
@@ -43,10 +43,13 @@ class LatentAttention(nnx.Module):
         scale: float,
         attend: PagedLatentAttention,
     ) -> None:
-        """`down` may have more outputs than it needs, after them. `queries`, split by its outputs,
-        makes each head's query, first the part without a position, from the queries' latent after
-        `query_norm`, or from the hidden state. `up` are the sources of `UpProjections`; `output` is
-        split by its inputs. Rotated parts are in the order of `rotate`."""
+        """Declare the layer.
+
+        `down` compresses hidden states; unused outputs may follow. `queries` computes each head's
+        query, first the part without a position, from the queries' latent after `query_norm`, or
+        from the hidden state; it is split by its outputs. `up` are the sources of `UpProjections`.
+        `output` is split by its inputs. Rotated parts are in the order of `rotate`.
+        """
         self.sizes = sizes
         self.down = down
         self.queries = queries
@@ -65,7 +68,7 @@ class LatentAttention(nnx.Module):
         kv_cache: jax.Array,
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, hidden] -> (result [T, hidden], kv_cache with this layer's new latents)."""
+        """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new latents)."""
         sizes, down = self.sizes, self.down(x)
         query_rank = sizes.query_rank or 0
         starts = (query_rank, query_rank + sizes.rank, query_rank + sizes.width)

@@ -1,10 +1,11 @@
-"""The memory layout of equal layers' weights, and the running layer's access to its own.
+"""The memory layout of equal layers' weights, and a layer's access to its weights.
 
 A weight of all layers is one array, stacked on axis 0, and a layer slices it. Compilers for
 accelerators fuse that slice into the product that reads it; a kernel, which they cannot fuse with,
 gets the whole stack and the layer's number instead. On a CPU the slice would be a copy in every
-step, at about the cost of the product of a few tokens. There the matrices of each layer are arrays
-of their own instead, and a product branches on the layer: the loop's body is still compiled once.
+step, at about the cost of the product of a few tokens. There the matrices of each layer are
+separate arrays instead, and a product branches on the layer: the loop's body is still compiled
+once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,23 +22,22 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over
 from sgl_jax.layers.parameter import ParamTree
 
-Result = TypeVar("Result")  # an array, or a tuple of some
+Result = TypeVar("Result")  # an array, or a tuple of arrays
 
 
 class StackedLayers(NamedTuple):
-    """A matrix of all layers in one array, and which layer is running."""
+    """A matrix of all layers in one array, and the current layer."""
 
     array: jax.Array  # [layers, ...]
     layer: jax.Array  # int32 []
 
     def slice(self) -> jax.Array:
-        """The running layer's own."""
         own: jax.Array = lax.dynamic_index_in_dim(self.array, self.layer, keepdims=False)
         return own
 
 
 class SeparateLayers(NamedTuple):
-    """The arrays of all layers, and which layer is running."""
+    """The arrays of all layers, and the current layer."""
 
     arrays: tuple[jax.Array, ...]
     layer: jax.Array  # int32 []
@@ -65,10 +65,10 @@ def _cut(weight: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
-    """The weights of one layer, from a tree of stacked arrays and tuples of separate ones.
+    """Return the weights of one layer, from a tree of stacked arrays and tuples of arrays.
 
-    Vectors are arrays; all else is `StackedLayers` or `SeparateLayers`, for `use_weight` and
-    `use_stack` to unpack.
+    Vectors are arrays; all else is `StackedLayers` or `SeparateLayers`, which `use_weight` and
+    `use_stacks` unpack.
     """
 
     def take(weight: Any) -> Any:
@@ -81,9 +81,9 @@ def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
 
 
 def gather_over_data(layer: nnx.Module) -> None:
-    """Replace, in place, each parameter of one layer that is split over 'data' by the whole.
+    """Gather, in place, each parameter of one layer that is split over 'data'.
 
-    The specs are the stacked parameters', hence one axis longer than a layer's array.
+    The specs belong to the stacked parameters, hence one axis longer than a layer's array.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         axes = param.spec[1:]
@@ -94,12 +94,11 @@ def gather_over_data(layer: nnx.Module) -> None:
 
 
 def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`use` the running layer's array of `weight`, without copying it where it lies apart."""
+    """Call `use` with the current layer's array of `weight`; a separate array is not copied."""
     return use_weights((weight,), use)
 
 
 def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
-    """`use_weight` for a `use` that takes the arrays of several weights."""
     values = [weight.get_value() for weight in weights]
     separate = [value for value in values if isinstance(value, SeparateLayers)]
     if not separate:
@@ -118,14 +117,14 @@ def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -
 
 
 def _own(value: Any) -> jax.Array:
-    """The running layer's array, of one that lies in a stack or is no layer's."""
+    """Return the current layer's array from a stack, or an array that belongs to no layer."""
     return value.slice() if isinstance(value, StackedLayers) else value
 
 
 def use_stacks(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
-    """`use_weights` for a `use` that takes stacks [layers, ...] and the layer, int32 [].
+    """Call `use` with stacks [layers, ...] of several weights, and the layer, int32 [].
 
-    The stacks have all layers, not sliced, or the layer's own array alone.
+    The stacks hold all layers, or only the current layer's array.
     """
     values = [weight.get_value() for weight in weights]
     if all(isinstance(value, StackedLayers) for value in values):

@@ -1,6 +1,6 @@
-"""Linear layers: the one place where matrices are declared, split, stored and multiplied.
+"""Linear layers: the only place where matrices are declared, split, stored and multiplied.
 
-A matrix is [in, out], of the source's shape. `layer_weights` has its layers' layout in memory.
+A matrix is [in, out], the shape of its source. `layer_weights` has the layout in memory.
 """
 
 from typing import Any, Literal
@@ -18,8 +18,8 @@ from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.quantized_matrix import Quantized, QuantizedExperts, QuantizedMatrix
 from sgl_jax.layers.sources import Source
 
-# Which side of a matrix the chips of a rank share: each has all inputs and some of the outputs, or
-# some inputs, and then the results of all are summed.
+# The side of a matrix that the chips of a rank share: each has all inputs and some of the outputs,
+# or some inputs, and then the results of all chips are summed.
 Split = Literal["inputs", "outputs", "neither"]
 
 
@@ -45,15 +45,14 @@ class Linear(nnx.Module):
         self.split = split
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, in] -> [T, out]; this chip's columns if the outputs are split, and the sum of all
-        chips' parts if the inputs are."""
+        """Map x [T, in] to [T, out], or to this chip's columns if the outputs are split."""
         out = self.product(x)
         if self.split == "inputs":
             out = sum_over_tensor(out)
         return out if self.bias is None else out + self.bias[...]
 
     def product(self, x: jax.Array) -> jax.Array:
-        """x times this chip's part of the matrix, without the bias."""
+        """Multiply x with this chip's part of the matrix, without the bias."""
         if isinstance(self.weight, QuantizedMatrix):
             return self.weight.product(x)
         return use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
@@ -63,8 +62,8 @@ class ExpertLinear(nnx.Module):
     """A matrix for each expert: [experts, out, in] if `transposed`, else [experts, in, out].
 
     The axis before the last is split over the tensor axis, or the experts over `expert_axes`, whole
-    experts to each chip. If not `transposed`, results are sums of this chip's inputs or experts
-    only: the caller adds them up over the chips, and then their biases, which each chip has.
+    experts to each chip. If not `transposed`, results only sum this chip's inputs or experts: the
+    caller sums them over the chips, and then adds their biases, which each chip has.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ExpertLinear(nnx.Module):
         expert_axes: MeshAxes = None,
         quantized: Quantized | None = None,
     ) -> None:
-        """`bias` is [experts, out]."""
+        """Declare the matrices; `bias` is [experts, out]."""
         by_width = None if expert_axes else TENSOR_AXIS
         self.weight: nnx.Param[Any] | QuantizedExperts
         if quantized is None:
@@ -97,7 +96,7 @@ class ExpertLinear(nnx.Module):
         self.transposed = transposed
 
     def __call__(self, lines: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """lines [n, in], group_sizes[e] of them for this chip's expert e -> [n, out].
+        """Map lines [n, in], group_sizes[e] of them for this chip's expert e, to [n, out].
 
         Results are arbitrary after the last group.
         """
@@ -113,9 +112,9 @@ class ExpertLinear(nnx.Module):
         return use_stacks((self.weight,), multiply)
 
     def biases(self, shares: jax.Array) -> jax.Array:
-        """Each line's experts' biases, [n, out], times its shares of them, [n, experts].
+        """Return each line's experts' biases, [n, out], times its shares of them, [n, experts].
 
-        A product, since a TPU gathers rows slowly.
+        This is a product, since a TPU is slow at gathering rows.
         """
         assert self.bias is not None
         return use_weight(self.bias, lambda bias: jnp.matmul(shares.astype(bias.dtype), bias))

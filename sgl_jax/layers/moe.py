@@ -2,10 +2,9 @@
 
 The experts' inner width is split over the tensor axis, so each chip holds a slice of every expert
 and all chips have the same work for any choice of the router; or, with `--ep-size`, each chip holds
-some experts whole (`BuildOptions.expert_axes`). The inner width is the last axis but one
-of all three weights: a slice of it is often no multiple of the 128 lanes of a row of a TPU's
-memory, and arrays whose last axis is none are copied on their way into a kernel
-(docs/inside/kernels.md).
+some whole experts (`BuildOptions.expert_axes`). The inner width is the last axis but one of all
+three weights: a slice of it is often not a multiple of the 128 lanes of a row of a TPU's memory,
+and arrays without such a last axis are copied on their way into a kernel (docs/inside/kernels.md).
 """
 
 from collections.abc import Sequence
@@ -43,24 +42,24 @@ from sgl_jax.layers.sources import Source
 
 
 def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv 2002.05202)."""
+    """Return silu(gate) * up (arXiv 2002.05202)."""
     return jax.nn.silu(gate) * up
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:
-    """gpt-oss's gate * sigmoid(alpha * gate) * (up + 1), with gate and up clamped to `limit`."""
+    """Return gpt-oss's gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped to `limit`."""
     gate = jnp.minimum(gate, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
 
 
 _KEY_BITS = 16
-_KEY_FACTOR = 40503  # of multiplicative hashing, by the golden ratio (Knuth, vol. 3, 6.4)
+_KEY_FACTOR = 40503  # for multiplicative hashing, by the golden ratio (Knuth, vol. 3, 6.4)
 
 
 class ExpertCopies(NamedTuple):
-    """The slots of one layer's experts, which may have copies, and each token's key among them."""
+    """The slots of one layer's experts and their copies, and each token's key to select a copy."""
 
-    slots: jax.Array  # int32 [experts, copies], -1 after an expert's last; all chips count as one
+    slots: jax.Array  # int32 [experts, copies], numbered over all chips; -1 after an expert's last
     keys: jax.Array  # int32 [T], see `copy_keys`
     num_slots: int
 
@@ -68,15 +67,15 @@ class ExpertCopies(NamedTuple):
     def of_layer(
         cls, slots: NDArray[np.int32] | None, layer: jax.Array, keys: jax.Array | None
     ) -> "ExpertCopies | None":
-        """One of the layers in `slots` [layers, experts, copies]; None for experts in order."""
+        """Select one layer of `slots` [layers, experts, copies]; None if experts are in order."""
         if slots is None or keys is None:
             return None
         return cls(jnp.asarray(slots)[layer], keys, int(slots.max()) + 1)
 
     def chosen(self, experts: jax.Array) -> jax.Array:
-        """The slots, int32 [top_k, T], of each token's experts; `num_slots` in place of padding's.
+        """Return the slots, int32 [top_k, T], of each token's experts; `num_slots` for padding.
 
-        Comparisons, since a TPU gathers single numbers slowly.
+        By comparisons, since a TPU is slow at gathering single numbers.
         """
         num_copies = jnp.sum(self.slots >= 0, axis=1)
         copy = self.keys * num_copies[:, None] >> _KEY_BITS  # [experts, T]
@@ -90,18 +89,22 @@ class ExpertCopies(NamedTuple):
 
 
 def copy_keys(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-    """Numbers in [0, 2**16) that spread tokens over copies of experts, int32 [T] as both.
+    """Return numbers in [0, 2**16) that spread tokens over copies of experts, int32 [T].
 
-    Chips add up their parts of a token's sum, so another copy may round it otherwise. A key depends
-    on the token and its position alone: a token that is computed again gets the same bits.
+    Both inputs are int32 [T]. Chips sum their parts of a token's result, so another copy may round
+    it differently. A key depends only on the token and its position: if a token is computed again,
+    its result has the same bits.
     """
     keys: jax.Array = (token_ids + positions) * _KEY_FACTOR & (2**_KEY_BITS - 1)
     return keys
 
 
 def count_experts(chosen: Sequence[jax.Array | None], num_experts: int | None) -> jax.Array | None:
-    """int32 [layers, experts] how many tokens chose each, from each layer's `MixtureOfExperts`;
-    zeros for a dense layer's None. None if they are not counted."""
+    """Count how many tokens chose each expert: int32 [layers, experts].
+
+    `chosen` has each layer's result of `MixtureOfExperts`, None for a dense layer, which gets
+    zeros. If `num_experts` is None, experts are not counted.
+    """
     if num_experts is None:
         return None
     numbers = jnp.arange(num_experts, dtype=jnp.int32)
@@ -113,28 +116,27 @@ def count_experts(chosen: Sequence[jax.Array | None], num_experts: int | None) -
 
 
 def join_counts(parts: Sequence[jax.Array | None]) -> jax.Array | None:
-    """[layers, experts] from parts [turns, layers of a turn, experts] in order."""
+    """Join parts [iterations, layers of an iteration, experts] in order to [layers, experts]."""
     counts = [own.reshape(-1, own.shape[-1]) for own in parts if own is not None]
     return jnp.concatenate(counts) if counts else None
 
 
 class SharedExpert(nnx.Module):
-    """An expert that serves every token, in some models by a weight of its own for each."""
+    """An expert that serves every token, weighted by a gate in some models."""
 
     def __init__(self, expert: GatedMLP, gate: Linear | None) -> None:
-        """`gate` is [hidden, 1]."""
+        """Declare the expert; `gate` is [hidden, 1]."""
         self.expert = expert
         self.gate = gate
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """This chip's part of the expert's result, [T, hidden] as x."""
+        """Return this chip's part of the expert's result, [T, hidden] for x [T, hidden]."""
         own = self.expert.own_part(x)
         return own if self.gate is None else jax.nn.sigmoid(self.gate(x)) * own
 
 
 class MixtureOfExperts(nnx.Module):
-    """The weighted sum of each token's `top_k` most probable experts, and of a shared one if there
-    is one."""
+    """The weighted sum of each token's `top_k` best experts, and of a shared expert if any."""
 
     def __init__(
         self,
@@ -150,9 +152,12 @@ class MixtureOfExperts(nnx.Module):
         gated: Gated = silu_gated,
         shared: SharedExpert | None = None,
     ) -> None:
-        """`router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
-        three have biases or none. Their rows may be longer than hidden, by zeros. `choice_bias`,
-        [experts], is added to the router's scores for the choice alone."""
+        """Declare the layer.
+
+        `router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
+        three have biases or none. Their rows may be padded from hidden with zeros. `choice_bias`,
+        [experts], is added to the router's scores only for the choice.
+        """
         self.router = router
         self.gate = gate
         self.up = up
@@ -171,11 +176,11 @@ class MixtureOfExperts(nnx.Module):
         is_token: jax.Array,
         copies: ExpertCopies | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, hidden] -> (the sums, as x, and the tokens' experts, int32 [top_k, T]).
+        """Map x [T, hidden] to (the sums [T, hidden], the tokens' experts, int32 [top_k, T]).
 
         `norm` normalises the inputs of router and experts. Padding, where `is_token` bool [T] is
-        false, has no experts, but the number `num_experts`: it would load few of them. `copies`:
-        experts lie in these slots, and not in order.
+        False, gets the number `num_experts` instead of experts, so that none are loaded for it.
+        `copies` are the slots of the experts; None if they are in order.
         """
         own_part, weights, experts = self.own_part(x, norm, is_token, copies)
         total = sum_over_tensor(own_part)
@@ -188,8 +193,10 @@ class MixtureOfExperts(nnx.Module):
     def own_part(
         self, x: jax.Array, norm: RMSNorm, is_token: jax.Array, copies: ExpertCopies | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This chip's part of the sums [T, hidden] without biases of `down`, and the weights and
-        numbers of the tokens' experts, [top_k, T]; see `__call__`."""
+        """Return this chip's part of the sums [T, hidden], and weights and experts [top_k, T].
+
+        The sums have no biases of `down`.
+        """
         router, biases = self.router.weight, (self.router.bias, self.choice_bias)
         assert isinstance(router, nnx.Param)
 
@@ -208,12 +215,12 @@ class MixtureOfExperts(nnx.Module):
     def _own_experts(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, copies: ExpertCopies | None
     ) -> jax.Array:
-        """The sum of this chip's experts' results, or of its slices of all: [T, hidden].
+        """Sum the results of this chip's experts, or of its slices of all experts: [T, hidden].
 
-        `weights` and `experts` are [top_k, T]. If experts are dealt out over ranks, each chip gets
-        all ranks' tokens, and each rank gets the sums of its own. A token is sent once to each
-        rank, and not once for each of its experts: up to about top_k chips that is no more bytes,
-        and needs no more room for one choice of the router than for another.
+        `weights` and `experts` are [top_k, T]. If experts are distributed over ranks, each chip
+        gets all ranks' tokens, and each rank gets the sums of its tokens. A token is sent once to
+        each rank, not once for each of its experts: up to about top_k chips, this takes no more
+        bytes, and the memory does not depend on the router's choice.
         """
         axes = self.gate.expert_axes
         if axes is None:
@@ -223,7 +230,7 @@ class MixtureOfExperts(nnx.Module):
             num_slots, slots = copies.num_slots, copies.chosen(experts)
         num_chips = lax.axis_size(axes)
         num_own = -(-num_slots // num_chips)
-        if num_own * num_chips > num_slots:  # else padding would be in the last chip's spare slots
+        if num_own * num_chips > num_slots:  # or padding would use spare slots of the last chip
             slots = jnp.where(experts < self.num_experts, slots, num_own * num_chips)
         over_ranks = axes == MESH_AXES
         if over_ranks:
@@ -235,8 +242,7 @@ class MixtureOfExperts(nnx.Module):
     def _sums(
         self, x: jax.Array, weights: jax.Array, slots: jax.Array, first: jax.Array, num_own: int
     ) -> jax.Array:
-        """The results of each token's experts in slots [first, first + num_own) times their
-        weights, added: [T, hidden] as x."""
+        """Sum each token's results of slots [first, first + num_own), weighted: [T, hidden]."""
         lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
         padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
 
@@ -257,7 +263,7 @@ class MixtureOfExperts(nnx.Module):
         return total[:, :hidden_size].astype(x.dtype)
 
     def _inner(self, x: jax.Array, lines: ExpertLines) -> jax.Array:
-        """Inputs [n, width] of the experts' last product for lines x [n, hidden]."""
+        """Return the inputs [n, width] of the experts' last product for lines x [n, hidden]."""
         sizes = lines.group_sizes
         gate, up = self.gate(x, sizes), self.up(x, sizes)
         if self.gate.bias is not None:

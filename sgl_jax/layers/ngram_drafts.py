@@ -1,7 +1,7 @@
 """Drafts from n-gram lookup: the tokens that followed an earlier occurrence of the last tokens.
 
-This is also called prompt lookup (Saxena, 2023). It needs no draft model: the request's own tokens
-are the source. A wrong draft costs time but changes no output: the step verifies each
+This is also called prompt lookup (Saxena, 2023). It needs no draft model: the drafts come from the
+request's tokens. A wrong draft costs time but changes no output: the step verifies each draft
 (`executor/step.py`).
 """
 
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The longest suffix looked for. The longest match wins, of equals the latest.
+# Longest suffix to look for. The longest match wins, or the latest of equal length.
 _MAX_NGRAM = 4
-_BLOCK = 512  # positions of the token table searched at a time
+_BLOCK = 512  # positions of the token table to search at a time
 
 
 def propose_drafts(
@@ -21,15 +21,15 @@ def propose_drafts(
 
     Args:
         token_table: int32[num_rows, max_context_len].
-        rows: int32[n] lines of the token table.
+        rows: int32[n], row indices in the token table.
         lens: int32[n] tokens of each row, at least 1.
-        searched: bool[n] rows to search for; others cost nothing and get any tokens.
+        searched: bool[n] rows to search for; the rest cost nothing and get arbitrary tokens.
         num_drafts: static.
     """
     match = _latest_longest_match(token_table, rows, jnp.where(searched, lens, 0))
-    # A row without any match guesses that its last token repeats.
+    # A row without a match guesses that its last token repeats.
     match = jnp.where(match < 0, lens - 2, match)
-    # The tokens after the match may be too few: then they repeat, with this period.
+    # If there are too few tokens after the match, they repeat with this period.
     period = jnp.maximum(lens - 1 - match, 1)
     ahead = jnp.arange(num_drafts, dtype=jnp.int32)
     source = match[:, None] + 1 + ahead % period[:, None]
@@ -38,7 +38,7 @@ def propose_drafts(
 
 
 def _latest_longest_match(token_table: jax.Array, rows: jax.Array, lens: jax.Array) -> jax.Array:
-    """Position of the last token of the best earlier match of each row's end: int32[n], or -1."""
+    """Find the best earlier match of each row's end: the position of its last token, or -1."""
     width = token_table.shape[1]
     back = jnp.arange(_MAX_NGRAM, dtype=jnp.int32)
     suffix = token_table.at[rows[:, None], lens[:, None] - 1 - back].get(mode="clip")

@@ -22,7 +22,7 @@ class RMSNorm(nnx.Module):
 
     @property
     def factors(self) -> jax.Array:
-        """float32 [size], by which x / rms(x) is multiplied."""
+        """Return float32 [size], the factor of x / rms(x)."""
         weight = self.weight[...].astype(jnp.float32)
         return 1.0 + weight if self.from_one else weight
 

@@ -1,9 +1,9 @@
 """Declarations of parameters: shape, split over the mesh, source, and the part that a step reads.
 
 Modules hold abstract arrays until a checkpoint fills them, so building a model costs nothing.
-Loading, dummy weights and the planner walk these declarations (`declarations`), the only list of a
+Loading, dummy weights and the planner read these declarations (`declarations`), the only list of a
 model's parameters. Inside the step a module sees one chip's shard and takes its sizes from the
-shapes it sees; nothing here depends on a concrete mesh.
+shard's shapes; nothing here depends on a concrete mesh.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from sgl_jax.layers.sources import InSlots, Shape, Source, Stacked
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]
-Path = tuple[str, ...]  # of a leaf of such a tree: ("norm", "weight")
+Path = tuple[str, ...]  # path of a leaf of such a tree: ("norm", "weight")
 
 Initial = Literal["normal", "ones", "zeros", "values", "scales", "order"]
 # The part that a step reads: all, the rows of its tokens, or the experts chosen for its tokens.
@@ -31,10 +31,10 @@ class Declaration(NamedTuple):
 
     array: jax.ShapeDtypeStruct
     spec: P
-    source: Source | None  # None: no part of a checkpoint
-    initial: Initial  # of a dummy
+    source: Source | None  # None: not part of a checkpoint
+    initial: Initial  # values of a dummy
     read: Read
-    layers: tuple[int, ...]  # stacked on axis 0, in this order; () where it is no layer's
+    layers: tuple[int, ...]  # stacked on axis 0, in this order; () if it belongs to no layer
 
 
 def parameter(
@@ -47,8 +47,8 @@ def parameter(
 ) -> nnx.Param[Any]:
     """Declare a parameter of the whole model; `axes` name the mesh axes of each dimension.
 
-    `source` is a shape for parameters that no checkpoint holds. `by_expert`: the first axis are
-    experts, which may be placed (`stack_layers`).
+    `source` is a shape for parameters that no checkpoint holds. With `by_expert`, the first axis
+    are experts, which may be placed (`stack_layers`).
     """
     own = None if isinstance(source, tuple) else source
     shape = source if isinstance(source, tuple) else source.shape
@@ -60,7 +60,6 @@ def parameter(
 
 
 def declarations(module: nnx.Module) -> dict[Path, Declaration]:
-    """The declaration of each parameter, by path."""
     return {
         tuple(map(str, path)): Declaration(
             param.get_value(), param.spec, param.source, param.initial, param.read, param.layers
@@ -78,10 +77,11 @@ def stack_layers(
 ) -> None:
     """Turn a layer's declarations, in place, into declarations of `layers` stacked on axis 0.
 
-    `prefix`, with a layer's number, stands before the names of its tensors. With `data_shards`
-    above 1 each parameter is also split over 'data', along its first axis that is whole and
-    divides; a parameter without such an axis stays replicated, and experts that are dealt out over
-    'data' stay as they are. `slots` are the experts in each layer's slots; None: all in order.
+    `prefix`, formatted with a layer's number, precedes the names of its tensors. If `data_shards`
+    is above 1, each parameter is also split over 'data', along its first unsplit axis that
+    `data_shards` divides; a parameter without such an axis stays replicated, and experts that are
+    split over 'data' are unchanged. `slots` are the experts in each layer's slots; None if in
+    order.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         declared = param.get_value()

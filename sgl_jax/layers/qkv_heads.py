@@ -1,7 +1,6 @@
 """From the product of Q, K and V to heads: split, normalised and rotated.
 
-Every implementation has the signature of `QKVHeads`, and `qkv_heads_implementation` is the one
-place that chooses.
+Every implementation has the signature of `QKVHeads`; only `qkv_heads_implementation` selects one.
 """
 
 from typing import Protocol
@@ -28,12 +27,12 @@ class QKVHeads(Protocol):
         k_norm: RMSNorm | None,
         by: Rotation,
     ) -> QKV:
-        """Make the heads of one chip's tokens.
+        """Compute the heads of one chip's tokens.
 
         Args:
             qkv: [T, kv_heads * heads.kv_width], for each KV head its queries, its key, its value.
-            heads: of the layer on the whole mesh; `group` and `head_dim` are the chip's, too.
-            q_norm, k_norm: of each query and of each key.
+            heads: the layer's heads on the whole mesh; `group` and `head_dim` also hold for a chip.
+            q_norm, k_norm: norms of each query and each key, or None.
             by: each token's rotation.
 
         Returns:
@@ -45,8 +44,8 @@ class QKVHeads(Protocol):
 def xla_qkv_heads(
     qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
 ) -> QKV:
-    # Behind the barrier the split into heads cannot reach the product: there it makes the TPU's
-    # compiler transpose the weights in every step, at eight times the product's cost.
+    # After the barrier, the split into heads cannot reach the product, where it would make the
+    # TPU's compiler transpose the weights in every step, at eight times the product's cost.
     parts = lax.optimization_barrier(qkv)
     parts = parts.reshape(qkv.shape[0], -1, heads.group + 2, heads.head_dim)
     q = parts[:, :, :-2].reshape(qkv.shape[0], -1, heads.head_dim)
@@ -59,7 +58,7 @@ def xla_qkv_heads(
 def pallas_qkv_heads(
     qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
 ) -> QKV:
-    # Here and not above: without the Pallas kernels, a process does not wait for their import.
+    # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 
     q, k, v = rotated_heads(
@@ -78,8 +77,10 @@ def pallas_qkv_heads(
 
 
 def qkv_heads_implementation(backend: str, head_dim: int, *, simulate: bool = False) -> QKVHeads:
-    """The implementation of an attention backend: XLA's for "xla" and for heads that are not whole
-    rows of lanes, else the TPU's kernel. With `simulate`, a CPU interprets it, slowly."""
+    """Return the TPU's kernel, or XLA for "xla" and for heads that do not fill rows of lanes.
+
+    With `simulate`, a CPU interprets the kernel, slowly.
+    """
     if backend == "xla" or head_dim % LANES:
         return xla_qkv_heads
     if not simulate:

@@ -29,14 +29,14 @@ class Quantized(NamedTuple):
 
     scheme: Scheme
     multiply: QuantizedMatmul
-    num_chips: int  # that share a matrix
+    num_chips: int  # number of chips that share a matrix
 
 
 class QuantizedMatrix(nnx.Module):
     """A matrix [in, out] as values, scales, and the other arrays of its scheme.
 
-    With an order of inputs, the matrix's row i multiplies input order[i]: so rows of a group are
-    neighbours, as GPTQ's activation order does not leave them (arXiv 2210.17323).
+    With an order of inputs, row i of the matrix multiplies input order[i], so that the rows of a
+    group are adjacent, which they are not in GPTQ's activation order (arXiv 2210.17323).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class QuantizedMatrix(nnx.Module):
         by_output: str | None,
         quantized: Quantized,
     ) -> None:
-        """`by_input` and `by_output` are the mesh axes that inputs and outputs are split over.
+        """Declare the arrays; `by_input` and `by_output` are the mesh axes of inputs and outputs.
 
         Raises ValueError if a chip's inputs have no whole groups.
         """
@@ -70,7 +70,7 @@ class QuantizedMatrix(nnx.Module):
         self.is_split_by_input = by_input is not None
 
     def product(self, x: jax.Array) -> jax.Array:
-        """x [T, in] times this chip's part of the matrix, [T, out] in the dtype of x."""
+        """Multiply x [T, in] with this chip's part of the matrix: [T, out] in the dtype of x."""
         if self.order is not None:
             if self.is_split_by_input:
                 x = concatenate_over(TENSOR_AXIS, x, axis=1)
@@ -87,7 +87,7 @@ class QuantizedMatrix(nnx.Module):
 
 
 class QuantizedExperts(nnx.Module):
-    """A matrix for each expert, as values, scales and zero points; activations stay as they are."""
+    """A matrix for each expert, as values, scales and zero points; activations stay floats."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class QuantizedExperts(nnx.Module):
         by_width: str | None,
         quantized: Quantized,
     ) -> None:
-        """`source` is [experts, width, inputs] or [experts, width, outputs], its width split.
+        """Declare `source`, [experts, width, inputs] or [experts, width, outputs], its width split.
 
         Raises ValueError if a chip's inputs have no whole groups, or if the scheme has an order of
         inputs, which differs from expert to expert.
@@ -116,7 +116,7 @@ class QuantizedExperts(nnx.Module):
     def product(
         self, multiply: GroupedMatmul, lines: jax.Array, group_sizes: jax.Array, *, transposed: bool
     ) -> jax.Array:
-        """See `GroupedMatmul`."""
+        """Multiply with `multiply`; see `GroupedMatmul`."""
 
         def use(
             layer: jax.Array, values: jax.Array, scales: jax.Array, zero_points: jax.Array | None
@@ -142,7 +142,7 @@ class _Parts(NamedTuple):
         axes: tuple[MeshAxes, ...],
         read: Read = "all",
     ) -> "_Parts":
-        """The parts of `source`, its `axes` split over the mesh's; `group` inputs share a scale."""
+        """Declare the parts of `source`, split over mesh `axes`; `group` inputs share a scale."""
         by_group = list(axes)
         if group is None:
             by_group[source.input_axis] = None
@@ -163,8 +163,7 @@ class _Parts(NamedTuple):
 
 
 def _use_present(parts: tuple[nnx.Param[Any] | None, ...], use: Any) -> jax.Array:
-    """use(layer, *arrays) with the stacks of `parts` and the layer, see `use_stacks`; None for a
-    part that is None."""
+    """Call use(layer, *arrays) with the layer and the stacks of `parts`, None for None."""
     present = [part for part in parts if part is not None]
 
     def unpack(*found: jax.Array) -> jax.Array:
@@ -181,12 +180,11 @@ def _shared(source: Source, kind: PartKind, size: int) -> Shared:
 
 
 def _fitting_group(scheme: Scheme, source: Source, num_chips: int) -> int | None:
-    """Inputs that share a stored scale, such that the inputs of each of `num_chips` are whole
-    groups; None: all.
+    """Return the number of inputs that share a stored scale; None if all do.
 
-    If they are no multiple of the scheme's groups, a part of a group has a scale of its own.
-
-    Raises ValueError, which names the first tensor of `source`, if such parts are too small.
+    The inputs of each of `num_chips` chips are whole groups. If the scheme's groups do not divide
+    them, each part of a group gets a separate scale. Raises ValueError, which names the first
+    tensor of `source`, if such parts are too small.
     """
     if scheme.group_size is None:
         return None

@@ -25,23 +25,23 @@ def rotation(
     factor: float = 1.0,
     num_pairs: int | None = None,
 ) -> Rotation:
-    """The rotation of tokens at `positions`, int32 [T], which also multiplies them by `factor`.
+    """Return the rotation of tokens at `positions`, int32 [T], scaled by `factor`.
 
-    The first of `num_pairs` pairs of dimensions have frequencies; the others stay unchanged.
+    The first of `num_pairs` pairs of dimensions have frequencies; the rest stay unchanged.
     """
     num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
     angles = positions.astype(jnp.float32)[:, None, None] * np.pad(frequencies, (0, num_still))
     factors = np.append(np.full(len(frequencies), factor), np.ones(num_still)).astype(np.float32)
     turned = jnp.cos(angles) * factors, jnp.sin(angles) * factors
-    # Behind the barrier they cannot reach the loop over layers: there the TPU's compiler would
-    # compute them anew in each turn.
+    # After the barrier, they cannot reach the loop over layers, where the TPU's compiler would
+    # compute them again in each iteration.
     return Rotation(*lax.optimization_barrier(turned))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     """Rotate x [T, heads, head_dim]: dimension i is paired with i + head_dim / 2.
 
-    Heads that are turned in part have their dimensions in this order (`sources.paired_order`).
+    Partly rotated heads have their dimensions in this order (`head_sources.paired_order`).
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * by.cos - second * by.sin, second * by.cos + first * by.sin)

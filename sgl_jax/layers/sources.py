@@ -1,8 +1,8 @@
-"""Sources of parameters: which tensors of a Hugging Face checkpoint make a parameter, and how.
+"""Sources of parameters: the tensors of a Hugging Face checkpoint that make a parameter, and how.
 
 A source is part of a parameter's declaration. It has the parameter's shape and the names of its
-tensors, and fills any slice of the parameter from them. So only a chip's own shard is read, tensor
-by tensor, into one buffer of the right type. Tensor names are relative: `Stacked` prefixes them
+tensors, and fills any slice of the parameter from them. So only a chip's shard is read, tensor
+by tensor, into one buffer of the right dtype. Tensor names are relative: `Stacked` prefixes them
 with the name of the layer or the expert.
 """
 
@@ -20,30 +20,30 @@ from numpy.typing import NDArray
 from sgl_jax.kernels.tpu_chip import LANES
 
 Shape = tuple[int, ...]
-Index = tuple[slice, ...]  # one slice per axis, start and stop given; steps are `Slice`'s
+Index = tuple[slice, ...]  # one slice per axis, with start and stop; only `Slice` uses steps
 
-Has = Callable[[str, Shape], bool]  # True for a tensor, by its name and shape, of a checkpoint
+Has = Callable[[str, Shape], bool]  # True if a checkpoint has a tensor of this name and shape
 
 
 PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
 
 
 class MatrixPart(NamedTuple):
-    """One of the arrays that hold a quantized matrix, for the name of its tensor.
+    """One of the arrays of a quantized matrix, encoded in the name of its tensor.
 
-    Readers of formats (`checkpoint.stored`) make it from the tensors of a checkpoint.
+    Readers of formats (`checkpoint.stored`) compute it from the tensors of a checkpoint.
     """
 
     kind: PartKind
-    group: int | None = None  # neighbouring inputs that share a scale; None: all of them
+    group: int | None = None  # adjacent inputs that share a scale; None: all inputs
 
     def name(self, tensor: str) -> str:
-        """The part's name beside the names of tensors."""
+        """Return the part's name, which differs from all names of tensors."""
         return f"{tensor}:{self.kind}/{self.group or 'all'}"
 
     @classmethod
     def parse(cls, name: str) -> "tuple[str, MatrixPart | None]":
-        """The tensor and the part that `name` stands for; (name, None) for a tensor."""
+        """Split `name` into a tensor's name and a part; (name, None) for a plain tensor."""
         tensor, colon, rest = name.rpartition(":")
         if not colon:
             return name, None
@@ -51,7 +51,7 @@ class MatrixPart(NamedTuple):
         return tensor, cls(cast("PartKind", kind), None if group == "all" else int(group))
 
     def inputs(self, size: int) -> int:
-        """The part's numbers along a matrix's inputs, of which there are `size`."""
+        """Return the part's size along the `size` inputs of a matrix."""
         if self.kind == "values":
             return size
         if self.group is None:
@@ -64,7 +64,7 @@ class Tensors(Protocol):
     """The tensors of a checkpoint."""
 
     def read(self, name: str, index: Index) -> NDArray[Any]:
-        """Part of a tensor in the type it is stored in."""
+        """Return part of a tensor in its stored dtype."""
         ...
 
 
@@ -74,42 +74,41 @@ class Source(ABC):
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """The parameter's shape on the whole mesh."""
+        """Return the parameter's shape on the whole mesh."""
 
     @property
     def plain_shape(self) -> Shape:
-        """The parameter's shape on a mesh of one chip, where nothing is padded or copied."""
+        """Return the parameter's shape on a mesh of one chip, where nothing is padded or copied."""
         return self.shape
 
     @property
     def is_plain(self) -> bool:
-        """True if the parameter is the same on a mesh of one chip."""
+        """Return True if the parameter is the same on a mesh of one chip."""
         return self.plain_shape == self.shape
 
     @property
     @abstractmethod
     def input_axis(self) -> int:
-        """The axis of a matrix's inputs, the first axis being 0."""
+        """Return the axis of a matrix's inputs, counted from 0."""
 
     @abstractmethod
     def quantized(self, part: MatrixPart) -> "Source":
-        """The source of a part of the matrix, if the checkpoint has it quantized: in place of
-        inputs it has their groups."""
+        """Return the source of a part of the quantized matrix, with groups in place of inputs."""
 
     @abstractmethod
     def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        """Names and shapes of the tensors that the source reads."""
+        """Return the names and shapes of the tensors that the source reads."""
 
     @abstractmethod
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        """Write the parameter's part `index` to `out`, whose shape and dtype are the part's."""
+        """Write the parameter's part `index` to `out`, of the part's shape and dtype."""
 
     def fit(self, plain: jax.Array) -> jax.Array:
-        """Make the parameter of the whole mesh from an array of `plain_shape`."""
+        """Convert an array of `plain_shape` to the parameter of the whole mesh."""
         return plain
 
     def as_stored(self, has: Has, prefix: str = "") -> "Source":
-        """The source to use for a checkpoint that `has` some tensors, see `EitherWay`."""
+        """Return the source for a checkpoint that `has` some tensors, see `EitherWay`."""
         return self
 
 
@@ -118,7 +117,7 @@ class Tensor(Source):
     """One tensor as stored; if `transposed`, matrices [..., in, out] stored as [..., out, in]."""
 
     name: str
-    dims: Shape  # of the parameter
+    dims: Shape  # the parameter's shape
     transposed: bool = False
 
     @property
@@ -154,7 +153,7 @@ def _with_axis(axes: tuple[Any, ...], axis: int, own: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class OfPart(Source):
-    """Base of sources that are made from another one, `part`; by default they equal it."""
+    """Base of sources derived from another source, `part`; by default they equal it."""
 
     part: Source
 
@@ -181,7 +180,7 @@ class OfPart(Source):
 
 @dataclass(frozen=True)
 class Slice(OfPart):
-    """Every `step`-th slice of a part along axis `axis`, from `first` on, `size` in all."""
+    """`size` slices of a part along axis `axis`: every `step`-th from `first` on."""
 
     axis: int
     first: int
@@ -222,8 +221,7 @@ class Transposed(OfPart):
 
 @dataclass(frozen=True)
 class Dequantized(OfPart):
-    """The numbers of a part that a checkpoint has quantized: values times scales, of `group` inputs
-    each, or of all."""
+    """The numbers of a part that a checkpoint has quantized: values times scales per group."""
 
     group: int | None
 
@@ -255,7 +253,7 @@ class Dequantized(OfPart):
 
 @dataclass(frozen=True)
 class EitherWay(OfPart):
-    """A part, or `other`, which has the same shape: a checkpoint has the tensors of one of them."""
+    """A part, or `other` of the same shape: a checkpoint has the tensors of one of them."""
 
     other: Source
 
@@ -263,7 +261,6 @@ class EitherWay(OfPart):
         return EitherWay(self.part.quantized(part), self.other.quantized(part))
 
     def as_stored(self, has: Has, prefix: str = "") -> Source:
-        """`other` if the checkpoint has all its tensors, else `part`."""
         is_other = all(has(*tensor) for tensor in self.other.tensors(prefix).items())
         return (self.other if is_other else self.part).as_stored(has, prefix)
 
@@ -309,7 +306,7 @@ class Stacked(Source):
 
 
 def row_size(size: int) -> int:
-    """`size` rounded up to whole rows of a TPU's memory, if that adds at most an eighth.
+    """Round `size` up to whole rows of a TPU's memory, if that adds at most an eighth.
 
     For a row that is a little shorter, the TPU's compiler may choose another order of the array's
     axes, with less padding, and each step would begin with a copy to the declared order.
@@ -324,7 +321,7 @@ class Padded(OfPart):
 
     size: int
     axis: int
-    on_every_mesh: bool = False  # False: only if the number of chips does not divide the part
+    on_every_mesh: bool = False  # False: only if the chips do not divide the part
 
     @property
     def shape(self) -> Shape:
@@ -358,10 +355,7 @@ class Padded(OfPart):
 
 @dataclass(frozen=True)
 class InSlots(OfPart):
-    """All layers' experts, of a part [layers, experts, ...], in the slots of a placement.
-
-    `slots` has the expert in each slot of each layer.
-    """
+    """Experts of all layers, from a part [layers, experts, ...], in the order of `slots`."""
 
     slots: tuple[tuple[int, ...], ...]
 
@@ -384,7 +378,7 @@ class InSlots(OfPart):
                 self.part.fill(part[None, None], one, tensors, prefix)
 
     def fit(self, plain: jax.Array) -> jax.Array:
-        """A layer at a time: its experts may lie on other chips than their slots."""
+        """Place one layer at a time: its experts may be on other chips than their slots."""
 
         def take(own: tuple[jax.Array, jax.Array]) -> jax.Array:
             return own[0][own[1]]
@@ -397,7 +391,7 @@ class InSlots(OfPart):
 class Shared(Source):
     """A vector that several tensors have in common, such as the order of inputs of q, k and v.
 
-    With `is_greatest` it is the greatest of them, element by element; else they must be equal.
+    With `is_greatest`, it is their element-wise maximum; else they must be equal.
     """
 
     names: tuple[str, ...]
@@ -419,7 +413,7 @@ class Shared(Source):
         return {prefix + name: self.dims for name in self.names}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        """Raises ValueError, which names them, if tensors that must be equal are not."""
+        """Raise ValueError, with their names, if tensors that must be equal are not."""
         first, *others = (prefix + name for name in self.names)
         out[...] = tensors.read(first, index)
         for other in others:

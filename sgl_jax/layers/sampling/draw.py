@@ -20,19 +20,20 @@ def draw_tokens(
     returns_logprobs: jax.Array,
     masks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LogprobArrays]:
-    """Return the next token of n rows, int32[n], whether each row's logits are finite
-    (`finite_rows`), bool[n], and log-probabilities, zeros if not requested.
-
-    All are equal on all tensor chips. A batch of plain greedy rows exchanges no logits.
+    """Draw the next tokens of n rows.
 
     Args:
-        logits: as the model gave them.
+        logits: the model's logits. A batch of plain greedy rows exchanges none.
         row_params: int32[num_rows, packed_width] sampling parameters of all rows.
         token_table: int32[num_rows, max_context_len].
-        where: which rows draw.
-        returns_logprobs: bool[], of this rank.
-        masks: int32[n, ceil(vocab_size / 32)] the tokens that may be drawn; None: all. They do not
-            change the reported log-probabilities, nor the check for finite logits.
+        where: the rows to draw.
+        returns_logprobs: bool[], whether this rank reports log-probabilities.
+        masks: int32[n, ceil(vocab_size / 32)] tokens that may be drawn; None if all. They do not
+            change the reported log-probabilities or the check for finite logits.
+
+    Returns:
+        Tokens int32[n], `finite_rows` of the logits bool[n], and log-probabilities, zeros if not
+        requested; equal on all tensor chips.
     """
     num_rows = where.rows.shape[0]
     drawable = logits if masks is None else logits.allowed(masks)
@@ -43,7 +44,7 @@ def draw_tokens(
         params = unpack_row_params(row_params[own.rows])
         allowed = rows if masks is None else drawable.whole_rows()
         tokens, is_finite = sample_tokens(allowed, params, token_table, own)
-        if masks is not None:  # which may hide a logit, or all finite ones
+        if masks is not None:  # masks may hide a logit, or all finite logits
             is_finite = finite_rows(rows)
         logprobs = lax.cond(
             returns_logprobs,
@@ -70,7 +71,7 @@ def draw_tokens(
 
 
 def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> LogprobArrays:
-    """`token_logprobs`, equal on all tensor chips."""
+    """Return `token_logprobs`, equal on all tensor chips."""
     scored = token_logprobs(logits.whole_rows(), own_share(tokens), own_share(ids))
     joined: LogprobArrays = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
     return joined

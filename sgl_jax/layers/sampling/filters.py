@@ -18,11 +18,12 @@ from sgl_jax.layers.sampling.race import NUM_STRIPS, split_strips
 def keep_threshold(
     weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """The weight at or above which a token stays, per row: float32[n].
+    """Return the least weight to keep, per row: float32[n].
 
-    Top-k's threshold is the k-th largest weight, top-p's the largest one at or above which the
-    tokens hold at least `top_p` of the sum, min-p's a share of the maximum; the highest of the
-    three decides. Tokens exactly as likely as the threshold all stay, so the most likely one does.
+    Top-k's threshold is the k-th largest weight. Top-p's is the largest weight t such that the
+    tokens with weights of at least t hold at least `top_p` of the sum. Min-p's is a share of the
+    maximum. The highest of the three applies. Tokens exactly at the threshold are all kept, so the
+    most likely token always is.
 
     Args:
         weights: float32[n, columns], the probabilities divided by the row's largest, 0 past the
@@ -51,11 +52,11 @@ _Sums = Callable[[jax.Array, Sequence[jax.Array]], list[tuple[jax.Array, jax.Arr
 
 
 class Cut(NamedTuple):
-    """The work of a search in one pass over the weights."""
+    """A search's work in one pass over the weights."""
 
-    bits: int  # of a threshold that are found, a divisor of 30
+    bits: int  # bits of a threshold found in a pass, a divisor of 30
     sums: _Sums
-    stops_early: bool  # once no row has two tokens between its bounds
+    stops_early: bool  # stop once no row has two tokens between its bounds
 
 
 class _Bounds(NamedTuple):
@@ -67,17 +68,16 @@ class _Bounds(NamedTuple):
     count_high: jax.Array  # int32[n] tokens at or above the next multiple
 
 
-_NUM_BITS = 30  # of the patterns of the floats from 0 to 1
+_NUM_BITS = 30  # in the patterns of the floats from 0 to 1
 
 
 def search_threshold(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, cut: Cut) -> jax.Array:
-    """The largest t at which {w >= t} counts `top_k` tokens or holds `top_p`: float32[n].
+    """Return the largest t at which {w >= t} counts `top_k` tokens or holds `top_p`: float32[n].
 
-    0 for rows that have neither. A search that stops early may give less, but keeps the same.
-
-    Both conditions can only become true as t falls, so the largest t that meets either is the
-    higher of the two thresholds. The bit patterns of floats are ordered like the floats where these
-    are not negative: t's bits are found from the highest down, which is exact.
+    0 for rows that have neither. A search that stops early may give less, but keeps the same
+    tokens. Both conditions can only become true as t falls, so the largest t that meets either is
+    the higher of the two thresholds. Non-negative floats have the order of their bit patterns, so
+    t's bits are found from the highest down, which is exact.
     """
     (_, total), *_ = cut.sums(weights, [jnp.zeros_like(top_p)])
     searched = (top_k > 0) | (top_p < 1.0)
@@ -112,7 +112,7 @@ def search_threshold(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, cut
 def _sums_apart(
     weights: jax.Array, bounds: Sequence[jax.Array]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """`_Sums` as reductions of their own, which XLA vectorises on the CPU."""
+    """Compute `_Sums` as separate reductions, which XLA vectorises on the CPU."""
     inside = [weights >= bound[:, None] for bound in bounds]
     return [
         (jnp.sum(each, axis=-1, dtype=jnp.int32), jnp.sum(jnp.where(each, weights, 0.0), axis=-1))
@@ -123,9 +123,9 @@ def _sums_apart(
 def _sums_at_once(
     weights: jax.Array, bounds: Sequence[jax.Array]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """`_Sums` as one reduction, which reads the weights once.
+    """Compute `_Sums` as one reduction, which reads the weights once.
 
-    A TPU waits for each addition to the same sum, so strips have sums of their own.
+    A TPU waits for each addition to the same sum, so each strip has a separate sum.
     """
     terms: list[jax.Array] = []
     for bound in bounds:
@@ -138,7 +138,7 @@ def _sums_at_once(
     return [(sum(each[2::2], each[0]), sum(each[3::2], each[1])) for each in of_bounds]
 
 
-# A pass for three bits takes a TPU little longer than one for one bit. To stop early it would
-# count more in each pass than it saves.
+# On a TPU, a pass for three bits takes little longer than for one bit, and the counts that stop a
+# search early cost more than they save.
 AT_ONCE = Cut(bits=3, sums=_sums_at_once, stops_early=False)
 ONE_BY_ONE = Cut(bits=1, sums=_sums_apart, stops_early=True)

@@ -1,7 +1,7 @@
-"""Log-probabilities to report: of the model's own distribution, as the OpenAI API means them.
+"""Log-probabilities to report, with the meaning of the OpenAI API.
 
-They are taken from the logits before temperature, penalties, bias and filters, so they are the
-model's own and do not depend on how a token was then chosen.
+They are computed from the logits before temperature, penalties, bias and filters, so they are the
+model's and do not depend on how a token was then chosen.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,15 @@ class LogprobArrays(NamedTuple):
     logprobs: jax.Array  # float32[n] of the given token
     top_ids: jax.Array  # int32[n, MAX_TOP_LOGPROBS]
     top_logprobs: jax.Array  # float32[n, MAX_TOP_LOGPROBS]
-    id_logprobs: jax.Array  # float32[n, MAX_LOGPROB_IDS] of tokens that were named
+    id_logprobs: jax.Array  # float32[n, MAX_LOGPROB_IDS] of the requested tokens
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> LogprobArrays:
-    """Log-probabilities under `logits` float32[n, vocab]: of `tokens` int32[n], of the likeliest
-    ones, and of `ids` int32[n, MAX_LOGPROB_IDS], where any number stands for those out of range.
+    """Return log-probabilities under `logits` float32[n, vocab].
 
-    A vocabulary smaller than MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
+    They are for `tokens` int32[n], for the likeliest tokens, and for `ids` int32[n,
+    MAX_LOGPROB_IDS]; ids out of range get arbitrary numbers. A vocabulary smaller than
+    MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
@@ -42,7 +43,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Logp
 
 
 def no_logprobs(num_rows: int) -> LogprobArrays:
-    """Zeros in the same shapes, for steps that report none."""
+    """Return zeros in the same shapes, for steps that report none."""
     return LogprobArrays(
         logprobs=jnp.zeros((num_rows,), jnp.float32),
         top_ids=jnp.zeros((num_rows, MAX_TOP_LOGPROBS), jnp.int32),

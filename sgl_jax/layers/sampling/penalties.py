@@ -1,7 +1,7 @@
 """Changes of logits before temperature: penalties, logit bias, the `min_new_tokens` mask.
 
-Penalties count tokens in the token table, in blocks up to the longest row that has any, so they
-need no state of their own and survive a retract.
+Penalties count tokens in the token table, in blocks up to the longest row with a penalty, so they
+need no state and survive a retract.
 """
 
 import jax
@@ -10,13 +10,13 @@ from jax import lax
 
 from sgl_jax.layers.sampling.row_params import NO_TOKEN, RowParams, SampledRows
 
-# Positions of the token table counted at a time. The TPU's compiler takes longer over a scatter the
-# more it writes: a minute for 512 positions of 256 rows, 5 seconds for 64.
+# Positions of the token table to count at a time. The TPU's compiler takes longer for a larger
+# scatter: a minute for 512 positions of 256 rows, 5 seconds for 64.
 _COUNT_BLOCK = 64
 
 
 def needs_adjusting(params: RowParams, num_tokens: jax.Array) -> jax.Array:
-    """Rows whose logits this module would change: bool[n]."""
+    """Return bool[n], True if this module would change a row's logits."""
     return (
         _has_penalty(params)
         | (params.bias_ids[:, 0] != NO_TOKEN)
@@ -31,9 +31,9 @@ def adjust_logits(
     where: SampledRows,
     active: jax.Array,
 ) -> jax.Array:
-    """Penalties, then bias, then the mask of stop tokens, on the `active` rows, bool[n].
+    """Apply penalties, bias, and the mask of stop tokens to the `active` rows, bool[n].
 
-    The others come back as they were. `logits` and the result are float32[n, vocab], `token_table`
+    Other rows are unchanged. `logits` and the result are float32[n, vocab], `token_table`
     is int32[num_rows, max_context_len].
     """
     logits = _penalise(logits, params, token_table, where, active & _has_penalty(params))
@@ -45,9 +45,9 @@ def adjust_logits(
 
 
 def largest_masked(logits: jax.Array, params: RowParams, num_tokens: jax.Array) -> jax.Array:
-    """Return each row's largest logit that the mask of stop tokens removes: float32[n].
+    """Return each row's largest logit that the mask of stop tokens removes, float32[n], or -inf.
 
-    -inf if there is none, NaN if one of them is.
+    It is NaN if one of them is.
     """
     line, stop_ids = jnp.arange(logits.shape[0])[:, None], _masked_stop_ids(params, num_tokens)
     masked = logits.at[line, stop_ids].get(mode="fill", fill_value=-jnp.inf)
@@ -55,7 +55,7 @@ def largest_masked(logits: jax.Array, params: RowParams, num_tokens: jax.Array) 
 
 
 def _masked_stop_ids(params: RowParams, num_tokens: jax.Array) -> jax.Array:
-    """The stop tokens of rows that may not end yet, int32[n, max_stop_ids], else NO_TOKEN."""
+    """Return the stop tokens of rows that may not end yet, int32[n, max_stop_ids], or NO_TOKEN."""
     return jnp.where(_is_too_short(params, num_tokens)[:, None], params.stop_ids, NO_TOKEN)
 
 
@@ -78,7 +78,7 @@ def _penalise(
     where: SampledRows,
     penalised: jax.Array,
 ) -> jax.Array:
-    """Repetition (prompt and output), then frequency and presence (output only)."""
+    """Apply repetition (prompt and output), then frequency and presence (output only)."""
     (num_rows, vocab), width = logits.shape, token_table.shape[1]
     line, block = jnp.arange(num_rows)[:, None], min(_COUNT_BLOCK, width)
     num_tokens = jnp.where(penalised, where.num_tokens, 0)
@@ -90,7 +90,7 @@ def _penalise(
         is_output = position >= params.prompt_len[:, None]
         return counts.at[line + num_rows * is_output, tokens].add(1, mode="drop")
 
-    # Prompts above, outputs below: one scatter for both.
+    # Prompts in the upper rows, outputs in the lower rows: one scatter for both.
     num_blocks = (jnp.max(num_tokens) + block - 1) // block
     counts = jnp.zeros((2 * num_rows, vocab), jnp.int32)
     counts = lax.fori_loop(0, num_blocks, count_block, counts)

@@ -1,7 +1,7 @@
 """A draw of one column of each row by weights, exact and with little noise.
 
 Independent exponential waiting times with the weights as rates: the first to arrive is drawn with a
-probability in proportion to its weight (the "Gumbel-max trick" in other words). The columns are cut
+probability in proportion to its weight (equivalent to the "Gumbel-max trick"). The columns are cut
 into strips, side by side. One race among the places within a strip, by the sums of the weights over
 all strips, then one among the strips, by the weights at that place, is the same draw by the chain
 rule, and needs noise for one strip's width instead of all columns.
@@ -16,11 +16,11 @@ from jax import lax
 from sgl_jax.layers.sampling.argmax import first_argmax
 
 NUM_STRIPS = 6  # with 8, sums for a TPU's search of thresholds spill from a v5e's registers
-_LANES = 128  # of a TPU's registers, which strips fill
+_LANES = 128  # of a TPU's registers; strips fill whole registers
 
 
 def pad_to_strips(weights: jax.Array) -> jax.Array:
-    """float32[n, vocab] with so many columns of zeros behind it that strips are whole registers."""
+    """Pad float32[n, vocab] with columns of zeros, so that strips are whole registers."""
     return jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % (NUM_STRIPS * _LANES))))
 
 
@@ -36,7 +36,8 @@ def race(strips: list[jax.Array], seeds: jax.Array, positions: jax.Array) -> jax
 
     Args:
         strips: float32[n, width] each, at least 0; each row's largest is about 1.
-        seeds: int32[n, 2], the high and low words; with `positions` int32[n] they choose the noise.
+        seeds: int32[n, 2], the high and low words of the seed of the noise.
+        positions: int32[n], which also determine the noise.
     """
     width = strips[0].shape[1]
 
@@ -54,10 +55,10 @@ def race(strips: list[jax.Array], seeds: jax.Array, positions: jax.Array) -> jax
 
 
 def _exponential(key: jax.Array, size: int) -> jax.Array:
-    """float32[size] from the exponential distribution, from 2**-32 to 17.
+    """Return float32[size] from the exponential distribution, from 2**-32 to 17.
 
-    31 random bits, as the smallest times decide: with 23 the unlikely half of a vocabulary would
-    never be drawn. None is 0 or infinite, which would draw a column of weight 0.
+    Uses 31 random bits, as the smallest times decide: with 23, the unlikely half of a vocabulary
+    would never be drawn. None is 0 or infinite, which would draw a column of weight 0.
     """
     bits = jax.random.bits(key, (size,), jnp.uint32) >> 1
     uniform = (bits.astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-31

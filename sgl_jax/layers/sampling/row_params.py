@@ -1,6 +1,6 @@
 """The sampling parameters of one row as a line of int32 words, packed on the host, read on device.
 
-Owns the layout of that line and nothing else. Floats travel as their bit patterns, so that one
+Owns the layout of that line and nothing else. Floats are stored as their bit patterns, so that one
 array of one dtype carries everything and an admission is a single scatter.
 """
 
@@ -37,7 +37,7 @@ class RowParams(NamedTuple):
     stop_ids: jax.Array  # int32[n, max_stop_ids], NO_TOKEN where unused
 
 
-_NUM_INTS, _NUM_SCALARS = 5, 11  # of `RowParams`: integers, then floats, then lists
+_NUM_INTS, _NUM_SCALARS = 5, 11  # in `RowParams`: integers, then floats, then lists
 _INT_FIELDS = RowParams._fields[:_NUM_INTS]
 _FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
 _BIAS_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_LOGIT_BIAS)
@@ -47,24 +47,23 @@ _STOP_IDS = slice(_LOGPROB_IDS.stop, None)  # as many as the engine has
 
 
 def packed_width(max_stop_ids: int) -> int:
-    """Return the number of words of a packed line of an engine whose requests end at
-    `max_stop_ids` ids at most."""
+    """Return the number of words of a packed line with `max_stop_ids` ids that end a request."""
     return _STOP_IDS.start + max_stop_ids
 
 
 class SampledRows(NamedTuple):
     """The rows that draw, and their tokens' places in the token table."""
 
-    rows: jax.Array  # int32[n] line of the token table
+    rows: jax.Array  # int32[n] row index in the token table
     num_tokens: jax.Array  # int32[n] tokens before the one to draw, which is also its position
-    samples: jax.Array  # bool[n] rows that do not draw cost nothing and get any token
+    samples: jax.Array  # bool[n]; rows that do not draw cost nothing and get an arbitrary token
 
 
 def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
     """Return one admission's parameters as int32[packed_width(max_stop_ids)].
 
-    `top_k` 1 is packed as greedy, which it is, so that equal logits resolve as in greedy.
-    Raises ValueError, as numpy does, if there are more ids or biases than slots.
+    `top_k` 1 is packed as greedy, so that equal logits resolve in the same way. Raises ValueError
+    if there are more ids or biases than slots.
     """
     sampling = admission.sampling
     bias = sampling.logit_bias or {}
@@ -90,8 +89,7 @@ def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
 
 
 def unpack_row_params(packed: jax.Array) -> RowParams:
-    """Return the lines int32[n, packed_width(max_stop_ids)] as named arrays; traced inside the
-    step."""
+    """Unpack lines int32[n, packed_width(max_stop_ids)] to named arrays; traced in the step."""
     ints = {name: packed[:, i] for i, name in enumerate(_INT_FIELDS)}
     floats = {
         name: lax.bitcast_convert_type(packed[:, _NUM_INTS + i], np.float32)

@@ -2,14 +2,14 @@
 
 The order, as in SGLang: penalties, logit bias and the `min_new_tokens` mask change the logits;
 temperature divides them; top-k, top-p and min-p then filter one and the same distribution (none
-sees the removals of another); the draw is exact, of the renormalised remainder (`race.py`).
+sees the removals of another); the draw is exact, from the renormalised remainder (`race.py`).
 
-The noise of a row depends on its seed and the position of the drawn token alone, never on its
+The noise of a row depends only on its seed and the position of the drawn token, never on its
 neighbours, its place in the batch, the padded size or the rank.
 
-A batch of plain greedy rows costs one argmax: everything else stands behind `lax.cond`. It goes by
-blocks of rows, because it holds several arrays of the size of the logits, which for 256 rows of a
-large vocabulary would take the memory of many KV pages.
+A batch of plain greedy rows costs one argmax: everything else is in a `lax.cond` branch. It
+processes blocks of rows, because it holds several arrays of the size of the logits, which for 256
+rows of a large vocabulary would take the memory of many KV pages.
 """
 
 import functools
@@ -24,7 +24,7 @@ from sgl_jax.layers.sampling.penalties import adjust_logits, largest_masked, nee
 from sgl_jax.layers.sampling.race import pad_to_strips, race, split_strips
 from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
-BLOCK_ROWS = 16  # rows whose changed logits and noise are held at once
+BLOCK_ROWS = 16  # rows for which changed logits and noise are held at once
 
 
 def sample_tokens(
@@ -32,14 +32,14 @@ def sample_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the next token of each row, int32[n], and whether its logits are finite, bool[n].
 
-    The token is always a valid id, even where logits are NaN. Rows whose logits overflow float32
-    when divided by the temperature are not finite either.
+    The token is always a valid id, even if logits are NaN. A row is also not finite if its logits
+    overflow float32 when divided by the temperature.
 
     Args:
-        logits: float32[n, vocab] as the model gave them.
+        logits: float32[n, vocab], the model's logits.
         params: the rows' sampling parameters.
         token_table: int32[num_rows, max_context_len], read only if a row has penalties.
-        where: which rows draw.
+        where: the rows to draw.
     """
     drawn: tuple[jax.Array, jax.Array] = lax.cond(
         jnp.any(is_elaborate(params, where)),
@@ -50,7 +50,7 @@ def sample_tokens(
 
 
 def is_elaborate(params: RowParams, where: SampledRows) -> jax.Array:
-    """Return rows that draw, and need more than the argmax of their logits: bool[n]."""
+    """Return the drawing rows that need more than the argmax of their logits: bool[n]."""
     return _is_random(params, where) | _is_adjusted(params, where)
 
 
@@ -65,7 +65,6 @@ def _is_adjusted(params: RowParams, where: SampledRows) -> jax.Array:
 def _sample_elaborately(
     logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
 ) -> tuple[jax.Array, jax.Array]:
-    """`sample_tokens` by way of all changes and filters."""
     tokens, largest = _sample_in_blocks(logits, params, token_table, where)
     # The mask of stop tokens is the only change that can remove a logit.
     masked = largest_masked(logits, params, where.num_tokens)
@@ -77,10 +76,10 @@ def _sample_in_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `_sample_block` of all rows, by blocks of `BLOCK_ROWS`.
 
-    The last block overlaps the one before it if rows do not fill it, and draws the same again.
+    The last block may overlap the previous block, and then draws the same tokens again.
     """
     num_rows, size = logits.shape[0], BLOCK_ROWS
-    if num_rows <= size:  # a loop of one turn would take the compiler longer
+    if num_rows <= size:  # a loop of one iteration would compile more slowly
         return _sample_block(logits, params, token_table, where)
 
     def sample_block(
@@ -124,9 +123,9 @@ def _sample_block(
 def _draw(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a token of each row of `logits` float32[n, vocab], drawn if `random` and else greedy.
+    """Draw a token int32[n] of each row of `logits` float32[n, vocab], greedy unless `random`.
 
-    Returns int32[n], and the rows' largest logits behind the temperature, float32[n].
+    Also return the rows' largest logits after the temperature, float32[n].
     """
     vocab = logits.shape[1]
     top_k = jnp.where(random, params.top_k, 0)
@@ -143,10 +142,11 @@ def _draw(
 def _weights(
     logits: jax.Array, temperature: jax.Array, random: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities divided by the row's largest; of rows not `random`, 1 for the best tokens.
+    """Return probabilities divided by the row's largest; if not `random`, 1 for the best tokens.
 
-    float32[n, columns], from `pad_to_strips`, and the maximum of the scaled logits, float32[n]. All
-    is behind this one maximum, as each pass over the logits costs a TPU as much as the noise.
+    They are float32[n, columns], from `pad_to_strips`. Also return the maximum of the scaled
+    logits, float32[n]. Everything uses this one maximum, as each pass over the logits costs a TPU
+    as much as the noise.
     """
     scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
     largest = jnp.max(scaled, axis=-1, keepdims=True)
@@ -156,8 +156,7 @@ def _weights(
 
 
 def _first_one(strips: list[jax.Array], vocab: int) -> jax.Array:
-    """Return the lowest column of weight 1 of each row, int32[n]; the last token if there is
-    none."""
+    """Return each row's lowest column of weight 1, int32[n], or the last token without one."""
     places = lax.broadcasted_iota(jnp.int32, strips[0].shape, 1)
     firsts = [
         jnp.where(strip == 1.0, i * strip.shape[1] + places, vocab - 1)

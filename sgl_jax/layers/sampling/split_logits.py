@@ -1,8 +1,8 @@
-"""Logits as the head leaves them: each tensor chip has the columns of its slice of the vocabulary.
+"""Logits after the head: each tensor chip has the columns of its slice of the vocabulary.
 
 A greedy token needs one value and one index of each chip. Sampling and log-probabilities need whole
-rows: one chip computes them for each row, and sends only its results to the others. Rows of a large
-vocabulary, in float32, are the largest arrays that a step could exchange.
+rows: one chip computes them for each row, and sends only its results to the other chips. Rows of a
+large vocabulary, in float32, are the largest arrays that a step could exchange.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ class SplitLogits(NamedTuple):
     vocab_size: int  # columns of all chips, without padding
     # int32[vocab_size] the token of each column, ascending; None: columns are tokens.
     token_ids: jax.Array | None = None
-    num_tokens: int = 0  # that there are, with `token_ids`
+    num_tokens: int = 0  # size of the vocabulary, if there are `token_ids`
 
     def allowed(self, masks: jax.Array) -> "SplitLogits":
-        """The same, -inf for tokens that are not allowed.
+        """Return logits with -inf for tokens that `masks` does not allow.
 
-        `masks` int32[n, ceil(vocab_size / 32)], bit i of word w for token 32 w + i, equal on all
-        tensor chips.
+        `masks` int32[n, ceil(vocab_size / 32)] has token 32 w + i in bit i of word w, and is equal
+        on all tensor chips.
         """
         assert self.token_ids is None, "masks are by column"
         width = self.columns.shape[1]
@@ -48,8 +48,8 @@ class SplitLogits(NamedTuple):
     def greedy_tokens(self, unmasked: "SplitLogits | None" = None) -> tuple[jax.Array, jax.Array]:
         """Return the lowest id of each row's largest logit, int32[n], and `finite_rows`, bool[n].
 
-        Both are equal on all tensor chips. The id is valid even where logits are NaN. `unmasked`
-        are the logits before `allowed`, whose rows are checked; None: these.
+        Both are equal on all tensor chips. The id is valid even if logits are NaN. `unmasked` are
+        the logits before `allowed`, to check for finite rows; None if these are unmasked.
         """
         columns = self._known_columns()
         first = lax.axis_index(TENSOR_AXIS) * columns.shape[1]
@@ -59,17 +59,17 @@ class SplitLogits(NamedTuple):
             values.append(jnp.max(unmasked._known_columns(), axis=-1))
         if lax.axis_size(TENSOR_AXIS) == 1:
             return self._tokens_of(ids), jnp.isfinite(values[-1])
-        # One exchange of all: an integer array holds the values' bits.
+        # One exchange for both: an integer array holds the values' bits.
         bits = [lax.bitcast_convert_type(each, jnp.int32) for each in values]
         words = concatenate_over(TENSOR_AXIS, jnp.stack([ids, *bits])[None])
         largest = lax.bitcast_convert_type(words[:, 1:], jnp.float32)
-        # Chips are in the order of their ids, so of equal values the lowest id wins.
+        # Chips are in the order of their ids, so the lowest id of equal values wins.
         chip = first_argmax(largest[:, 0].T)
         ids = jnp.take_along_axis(words[:, 0], chip[None], axis=0)[0]
         return self._tokens_of(ids), jnp.isfinite(jnp.max(largest[:, -1], axis=0))
 
     def _known_columns(self) -> jax.Array:
-        """This chip's columns, -inf past the vocabulary."""
+        """Return this chip's columns, with -inf past the vocabulary."""
         width, num_chips = self.columns.shape[1], lax.axis_size(TENSOR_AXIS)
         if width * num_chips == self.vocab_size:
             return self.columns
@@ -77,8 +77,7 @@ class SplitLogits(NamedTuple):
         return jnp.where(ids < self.vocab_size, self.columns, -jnp.inf)
 
     def whole_rows(self) -> jax.Array:
-        """This chip's share of the rows, float32[ceil(n / chips), tokens], as `own_share`; -inf for
-        tokens without a column."""
+        """Return this chip's share of rows, float32[ceil(n / chips), tokens], padded with -inf."""
         rows = split_rows_over_tensor(pad_to_shares(self.columns))[:, : self.vocab_size]
         if self.token_ids is None:
             return rows
