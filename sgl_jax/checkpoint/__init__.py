@@ -1,1 +1,1 @@
-"""Weights from and to disk, straight into their sharding."""
+"""Reading and writing of weights, directly into their shardings."""

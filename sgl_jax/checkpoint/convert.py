@@ -40,9 +40,9 @@ def convert(
 ) -> None:
     """Write `output`, a new folder, from the safetensors in `model_path`.
 
-    Matrices that are quantized stay as they are; with `quantization` (int8, fp8, int4) floats are
-    quantized, and the folder is served with the same `--quantization`. With `has_draft_layer` the
-    folder is for `--speculative-algorithm MTP` alone.
+    Quantized matrices are unchanged; with `quantization` (int8, fp8, int4) floats are quantized,
+    and the folder is served with the same `--quantization`. With `has_draft_layer`, the folder is
+    only for `--speculative-algorithm MTP`.
 
     Raises:
         CheckpointError: `output` exists, or `model_path` has no weights that fit its config.

@@ -10,21 +10,23 @@ _MAX_NAMED = 8  # problems in a message; with another model's config there are h
 
 
 class CheckpointError(ValueError):
-    """A model folder whose weights are missing, unreadable, or do not fit its config."""
+    """A model folder with weights that are missing, unreadable, or do not fit its config."""
 
 
 def check_tensors(
     folder: Path, expected: Mapping[str, Expected], found: Mapping[str, tuple[Shape, str]]
 ) -> None:
-    """Raise CheckpointError, which names them, for missing, unexpected and misshapen tensors, and
-    for tensors of other types; `found` has each tensor's shape and type."""
+    """Raise CheckpointError for missing, unexpected and misshapen tensors, and for wrong dtypes.
+
+    `found` has each tensor's shape and dtype. The message names the tensors.
+    """
     for name in expected.keys() & found.keys():
         allowed, stored = expected[name].types, found[name][1]
         if stored not in allowed:
             raise CheckpointError(
                 f"tensor {name!r} has type {stored}; supported: {', '.join(sorted(allowed))}"
             )
-    # A tensor may have one of several shapes: the one it has, or the first.
+    # A tensor may have one of several shapes: use its actual shape if allowed, or the first.
     shapes = {
         name: next((own for own in expected[name].shapes if own == found[name][0]), own.shapes[0])
         if name in found
@@ -35,7 +37,7 @@ def check_tensors(
 
 
 def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError, which names them, for missing, unexpected and misshapen tensors."""
+    """Raise CheckpointError, with their names, for missing, unexpected and misshapen tensors."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [

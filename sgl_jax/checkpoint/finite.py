@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from sgl_jax.layers.parameter import Path
 
-_WHOLE_SIZE = 2**20  # parameters of up to so many elements are checked whole
+_WHOLE_SIZE = 2**20  # parameters of up to this many elements are checked whole
 _ROW_STRIDE = 16
 
 
 def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) -> list[Path]:
-    """Paths of the parameters with a NaN or an infinity.
+    """Return the paths of the parameters with a NaN or an infinity.
 
     Without `check_all`, only every sixteenth row of large matrices is checked.
     """
@@ -42,5 +42,5 @@ def _are_finite(arrays: list[jax.Array], check_all: bool) -> list[jax.Array]:
 
 
 def is_finite(tensor: NDArray[Any]) -> bool:
-    """True if all numbers of a tensor as stored are finite; whole numbers are."""
+    """Return True if all numbers of a stored tensor are finite; integers are."""
     return bool(np.isfinite(tensor.astype(np.float32)).all())

@@ -20,7 +20,7 @@ from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Index, Shape, Source, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
 
-# Each parameter's shape, type and sharding, and the tensors that make it.
+# Each parameter's shape, dtype and sharding, and its source tensors.
 Declared = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
 
 
@@ -33,20 +33,21 @@ def load_safetensors(
     *,
     check_all: bool = False,
 ) -> dict[ParamPath, jax.Array]:
-    """Read parameters into their shardings, cast to their types.
+    """Read parameters into their shardings, cast to their dtypes.
 
     Host memory holds one parameter's part for one chip, and one tensor's slice, at a time.
 
     Args:
+        folder: the model folder.
         declared: the parameters by path.
         is_spare: True for the name of a tensor that may be present though no parameter needs it.
         progress: gets the phase "loading", in bytes of the files.
-        quantization: of the declared matrices that are quantized.
+        quantization: the quantized matrices among the declared parameters.
         check_all: check every value for NaNs and infinities, not a sample (see `finite`).
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of a wrong shape, or one holds NaNs or
-            infinities; it names them.
+            infinities; names them.
     """
     with TensorFiles(folder) as files:
         stored = QuantizedTensors(quantization)
@@ -88,8 +89,10 @@ def load_safetensors(
 
 
 def _on_all_hosts(read: Callable[[], dict[ParamPath, jax.Array]]) -> dict[ParamPath, jax.Array]:
-    """The arrays that `read` returns. If it fails on one host, this raises on all of them, before
-    any runs a program that the others would not join."""
+    """Call `read`; if it fails on one host, raise on all hosts.
+
+    All raise before any host runs a program that the failed host would not join.
+    """
     params, failure = {}, None
     try:
         params = read()
@@ -106,7 +109,7 @@ def _on_all_hosts(read: Callable[[], dict[ParamPath, jax.Array]]) -> dict[ParamP
 def _non_finite_tensor(
     source: Source, tensors: Tensors, stored: QuantizedTensors, files: TensorFiles
 ) -> str | None:
-    """Name and file of the first tensor of `source` whose numbers are not all finite."""
+    """Return the name and file of the first tensor of `source` with NaNs or infinities."""
     for name, shape in source.tensors().items():
         if not is_finite(tensors.read(name, tuple(slice(0, size) for size in shape))):
             tensor = next(iter(stored.expected(name, shape)))
@@ -148,8 +151,8 @@ def _load(array: jax.ShapeDtypeStruct, source: Source, tensors: Tensors) -> jax.
             source.fill(out, tuple(slice(*bound) for bound in part), tensors)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        # Memory is for one part at a time. A transfer under way would hold this one while the next
-        # is read; and jax frees it in the first call after the transfer.
+        # Memory is for one part at a time. An unfinished transfer would hold this part while the
+        # next is read; and jax frees it in the first call after the transfer.
         on_chips += jax.block_until_ready([jax.device_put(out, chip) for chip in chips])
         jax.device_put(0, chips[0])
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)

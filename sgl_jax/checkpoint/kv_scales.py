@@ -1,8 +1,8 @@
 """Scales of an 8-bit KV cache, from a file or from a checkpoint.
 
 The file is written once per model, and read by its servers. It is JSON with the cache's dtype, the
-model's shape, and a scale for each layer and KV head, separately for K and V. A file whose shape is
-not the served model's is refused.
+model's shape, and a scale for each layer and KV head, separately for K and V. A file for a model of
+another shape is refused.
 """
 
 import json
@@ -26,18 +26,18 @@ KV_CACHE_DTYPE = cache_dtype_name(EIGHT_BITS)
 
 
 class ScalesByHead(NamedTuple):
-    """Numbers by which K and V are divided before they are cached; float32 [layers, kv_heads]."""
+    """Divisors of K and V before they are cached; float32 [layers, kv_heads]."""
 
     k: NDArray[np.float32]
     v: NDArray[np.float32]
 
     @classmethod
     def fitting(cls, k_absmax: Any, v_absmax: Any, margin: float) -> "ScalesByHead":
-        """Scales that fit K and V of up to `margin` times the greatest absolute values seen.
+        """Return scales that fit K and V of up to `margin` times the greatest absolute values seen.
 
         `k_absmax` and `v_absmax` are [layers, kv_heads]. Each scale is rounded up to a power of
         two: multiplying by it is exact, and an 8-bit float has the same relative precision at any
-        magnitude. A head whose values were all 0 gets the scale 1.
+        magnitude. A head with only zeros gets the scale 1.
         """
         exact = np.asarray([k_absmax, v_absmax], np.float64) * margin / GREATEST
         exponents = np.ceil(np.log2(exact, where=exact > 0, out=np.zeros_like(exact)))
@@ -57,8 +57,7 @@ def write_kv_scales(path: Path, scales: ScalesByHead, config: ModelConfig) -> No
 def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
     """Read a file that `write_kv_scales` wrote.
 
-    Raises:
-        CheckpointError: the file is missing or malformed, or is for another model than `config`'s.
+    Raises CheckpointError if it is missing or malformed, or is not for `config`'s model.
     """
     try:
         content = json.loads(path.read_text())
@@ -85,13 +84,11 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
 
 
 def stored_kv_scales(folder: Path, config: ModelConfig) -> ScalesByHead:
-    """The scales of a checkpoint, one number a layer for K and one for V.
+    """Return the scales of a checkpoint, one number a layer for K and one for V.
 
     They are tensors `self_attn.k_scale` and `self_attn.v_scale` of layers with KV; an orbax
-    checkpoint has them in `KV_SCALES_FILE`.
-
-    Raises:
-        CheckpointError: scales are missing, or no numbers above 0.
+    checkpoint has them in `KV_SCALES_FILE`. Raises CheckpointError if scales are missing, or are
+    not numbers above 0.
     """
     if (folder / KV_SCALES_FILE).is_file():
         return read_kv_scales(folder / KV_SCALES_FILE, config)
@@ -117,7 +114,7 @@ def _stored_scale(files: TensorFiles, suffix: str) -> float:
 def place_kv_scales(
     scales: ScalesByHead, declared: Mapping[ParamPath, Declaration]
 ) -> dict[ParamPath, jax.Array]:
-    """The parameters of `layers.attention.KVScales`, which no checkpoint holds, in their shardings.
+    """Return the parameters of `layers.attention.KVScales`, in their shardings.
 
     If a KV head is copied to several chips, its scale is copied too.
     """

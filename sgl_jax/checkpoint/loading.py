@@ -22,7 +22,7 @@ from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.eagle3 import is_spare_of_head
 from sgl_jax.models.placement import PlacedModel
 
-_DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: int4 has few above 7
+_DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: few values exceed int4's 7
 LOAD_FORMATS = ("safetensors", "orbax", "dummy")
 
 
@@ -45,13 +45,14 @@ def load_params(
         load_format: one of `LOAD_FORMATS`; see `detect_format`.
         seed: seed of dummy weights.
         kv_cache_scales: file with scales of an 8-bit KV cache (see `kv_scales`); only for a model
-            that was placed with `has_kv_scales`. None: such a model takes its checkpoint's scales.
-        draft_model_path: folder of the safetensors of an EAGLE-3 head, for a model that has one.
+            placed with `has_kv_scales`. None: such a model uses its checkpoint's scales.
+        draft_model_path: folder of the safetensors of an EAGLE-3 head, for a model with such a
+            head.
         check_all_weights: check all weights for NaNs, not a sample (see `checkpoint.finite`).
         progress: gets the phase "loading".
 
     Returns:
-        nested dictionaries of arrays. If `placed.separates_layers`, the matrices of layers are
+        Nested dictionaries of arrays. If `placed.separates_layers`, the matrices of layers are
         tuples of arrays, one per layer (see `layers.layer_weights`).
 
     Raises:
@@ -97,7 +98,7 @@ def load_params(
 
 
 def detect_format(folder: Path) -> str:
-    """The format of the weights in a model folder. Raises CheckpointError if there are none."""
+    """Return the format of the weights in a model folder. Raise CheckpointError without weights."""
     if any(folder.glob("orbax_params*")):
         return "orbax"
     if any(folder.glob("*.safetensors")):
@@ -111,8 +112,7 @@ def detect_format(folder: Path) -> str:
 def _load_head(
     folder: Path, declared: Declared, vocab_size: int, progress: Progress, *, check_all: bool
 ) -> dict[ParamPath, jax.Array]:
-    """The parameters of an EAGLE-3 head. Raises CheckpointError, also if columns of its logits are
-    for tokens that do not exist."""
+    """Load an EAGLE-3 head. Raise CheckpointError, also if its logits are for unknown tokens."""
     params = load_safetensors(folder, declared, is_spare_of_head, progress, check_all=check_all)
     offsets = params.get(("draft_layer", "offsets"))
     if offsets is not None:
@@ -131,11 +131,11 @@ def _dummy_params(
     seed: int,
     progress: Progress,
 ) -> dict[ParamPath, jax.Array]:
-    """Random weights: normal with standard deviation `initializer_range`; norms multiply by 1.
+    """Create random weights of standard deviation `initializer_range`; norms multiply by 1.
 
-    Quantized ones have normal values, and scales that make their numbers about as large. They
+    Quantized weights have normal values, and scales that make their numbers about as large. They
     depend on the seed and each parameter's name and shape, not on the mesh. Each chip computes its
-    own part.
+    part.
     """
     params: dict[ParamPath, jax.Array] = {}
     total = sum(own.array.size * own.array.dtype.itemsize for own in declared.values())
@@ -158,7 +158,7 @@ def _dummy_params(
 
 
 def _constant(own: Declaration, initializer_range: float) -> float:
-    """The value of a constant parameter: factors are 1, offsets 0, scales fit dummy values."""
+    """Return a constant parameter's value: factors are 1, offsets 0, scales fit dummy values."""
     if own.initial != "scales":
         return 1 if own.initial == "ones" else 0
     scale = initializer_range / _DUMMY_VALUE
@@ -171,7 +171,7 @@ def _normal(array: jax.ShapeDtypeStruct) -> jax.stages.Wrapped:
     def make(key: jax.Array, scale: jax.Array) -> jax.Array:
         values = scale * jax.random.normal(key, array.shape, jnp.float32)
         if jnp.issubdtype(array.dtype, jnp.integer):
-            values = jnp.clip(jnp.round(values), -7, 7)  # as int4 has them
+            values = jnp.clip(jnp.round(values), -7, 7)  # the range of int4
         return values.astype(array.dtype)
 
     return make

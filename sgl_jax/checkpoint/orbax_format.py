@@ -1,8 +1,8 @@
-"""Orbax checkpoints of a model, with parameters stacked and fused as the step uses them.
+"""Orbax checkpoints of a model, with parameters stacked and fused like in the step.
 
 A checkpoint is independent of the mesh (its vocabulary is not padded, its KV heads are not copied),
-so any mesh can read it. Each chip reads only its own part of most parameters. The few parameters
-that the mesh pads or copies are read whole and changed on the device (`Source.fit`).
+so any mesh can read it. Each chip reads only its part of most parameters. The few parameters that
+the mesh pads or copies are read whole and changed on the device (`Source.fit`).
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import InSlots, Source
 
-# 2 is the format's version: it has one stack for each place in the period of unlike layers.
+# 2 is the format's version: it has one stack for each position in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
 _WIDENED = jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)
 _CAST = {jnp.dtype(own) for own in (jnp.float32, jnp.float16, jnp.bfloat16)}
 
 
 def save_orbax(folder: Path, params: ParamTree) -> None:
-    """Write `params`, which were loaded for one chip, to a new folder below `folder`."""
+    """Write `params`, loaded for one chip, to a new folder below `folder`."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute() / PARAMS_FOLDER, params)
 
@@ -39,14 +39,14 @@ def save_orbax(folder: Path, params: ParamTree) -> None:
 def load_orbax(
     folder: Path, declared: Declared, progress: Progress, *, check_all: bool = False
 ) -> dict[ParamPath, jax.Array]:
-    """Read parameters into their shardings, cast to their types.
+    """Read parameters into their shardings, cast to their dtypes.
 
     `check_all` checks every value for NaNs and infinities, not a sample (see `finite`). `progress`
     gets the phase "loading": orbax reads all bytes in one call.
 
     Raises:
         CheckpointError: parameters are missing, unexpected or of a wrong shape, or one holds NaNs
-            or infinities; it names them.
+            or infinities; names them.
     """
     path = (folder / PARAMS_FOLDER).absolute()
     if not path.is_dir():
@@ -74,7 +74,6 @@ def load_orbax(
 
 
 def _stored_arrays(checkpointer: Any, path: Path) -> dict[str, Any]:
-    """The shape and dtype of each array by name."""
     try:
         return dict(flatten_mapping(checkpointer.metadata(path).item_metadata.tree, sep="/"))
     except (AttributeError, ValueError, FileNotFoundError) as error:
@@ -82,8 +81,11 @@ def _stored_arrays(checkpointer: Any, path: Path) -> dict[str, Any]:
 
 
 def _check_type(path: Path, name: str, wanted: Any, stored: Any) -> None:
-    """Floats may be cast to another type of floats, and int4 widened (`BuildOptions`), but
-    quantized values are of one scheme."""
+    """Raise CheckpointError if the stored dtype cannot be converted to `wanted`.
+
+    Floats may be cast to another float dtype, and int4 widened (`BuildOptions`), but quantized
+    values belong to one scheme.
+    """
     types = jnp.dtype(wanted), jnp.dtype(stored)
     if wanted != stored and not set(types) <= _CAST and types != _WIDENED:
         raise CheckpointError(
@@ -93,10 +95,9 @@ def _check_type(path: Path, name: str, wanted: Any, stored: Any) -> None:
 
 
 def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeStruct:
-    """The stored array in `target`'s sharding, or whole on every chip if the mesh changes it.
+    """Return the stored array in `target`'s sharding, or replicated if the mesh changes it.
 
-    Experts that are placed are too large for that: they lie in `target`'s sharding if it divides
-    them.
+    Placed experts are too large to replicate: they use `target`'s sharding if it divides them.
     """
     if source.is_plain:
         return target

@@ -1,4 +1,4 @@
-"""Chooses between the embeddings and a stored head where config.json ties them."""
+"""Chooses between the embeddings and a stored head if config.json ties them."""
 
 import logging
 from dataclasses import replace
@@ -19,9 +19,8 @@ def with_stored_head(config: ModelConfig, folder: Path, load_format: str) -> Mod
     """Return `config`, untied if the safetensors in `folder` have a head other than the embeddings.
 
     Some fine-tuned checkpoints have a separate head although config.json still ties it. Compares
-    all numbers of both, a block of rows at a time, and stops at the first difference.
-
-    Raises CheckpointError for files that cannot be read.
+    all numbers of both, a block of rows at a time, and stops at the first difference. Raises
+    CheckpointError if files cannot be read.
     """
     if not config.tie_word_embeddings or load_format != "safetensors":
         return config
@@ -39,7 +38,6 @@ def with_stored_head(config: ModelConfig, folder: Path, load_format: str) -> Mod
 
 
 def _are_equal(files: TensorFiles, first: str, second: str) -> bool:
-    """Compare two matrices by their numbers, also across types."""
     shape = files.shapes[first]
     if files.shapes[second] != shape:
         return False

@@ -21,7 +21,7 @@ from sgl_jax.checkpoint.errors import CheckpointError
 
 _FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
-# Bytes of an element by stored type.
+# Bytes of an element by stored dtype.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _ITEM_BYTES |= {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -33,8 +33,8 @@ class TensorFiles:
         """Open every file.
 
         Raises:
-            CheckpointError: there are no files, one is missing or damaged, or no tensor of a
-                tensor's type can be read.
+            CheckpointError: there are no files, one is missing or damaged, or a tensor's dtype is
+                not supported.
         """
         self._tensors: dict[str, Any] = {}  # name -> lazy slice
         self._file_of: dict[str, Path] = {}
@@ -51,26 +51,23 @@ class TensorFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each tensor by name."""
         return {name: tuple(lazy.get_shape()) for name, lazy in self._tensors.items()}
 
     def nbytes(self, name: str) -> int:
-        """Return the size of a tensor as stored."""
         lazy = self._tensors[name]
         num_items: int = math.prod(lazy.get_shape())
         return num_items * _ITEM_BYTES[lazy.get_dtype()]
 
     def type_of(self, name: str) -> str:
-        """Return the type of a tensor's elements, as safetensors names it."""
+        """Return safetensors' name of a tensor's dtype."""
         stored: str = self._tensors[name].get_dtype()
         return stored
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
         return self._file_of[name]
 
     def read(self, name: str, index: tuple[slice, ...]) -> NDArray[Any]:
-        """Return a part of a tensor, in its stored type (bfloat16 as ml_dtypes.bfloat16).
+        """Return a part of a tensor, in its stored dtype (bfloat16 as ml_dtypes.bfloat16).
 
         An axis without a slice is read whole.
         """
@@ -101,7 +98,7 @@ class TensorFiles:
 
 
 class _Float8File:
-    """The 8-bit floats of a file, for which safetensors has no numpy type.
+    """The 8-bit floats of a file, for which safetensors has no numpy dtype.
 
     A file begins with the size of a JSON header, 8 bytes, and the header; offsets in it count from
     its end.
@@ -112,8 +109,7 @@ class _Float8File:
 
     @cached_property
     def _parts(self) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-        """Return the header, and all bytes after it in one mapping: a process may have 65,530 of
-        these."""
+        """Return the header, and the rest of the file in one mapping: a process may have 65,530."""
         with self._path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
@@ -126,7 +122,7 @@ class _Float8File:
 
 
 class _Float8Tensor:
-    """Reads slices as safetensors' own lazy tensors do."""
+    """Reads slices like the lazy tensors of safetensors."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data

@@ -1,1 +1,1 @@
-"""Readers of quantized matrices in files, one for each packing; `tensors` chooses."""
+"""Readers of quantized matrices in files, one for each packing; `tensors` selects one."""

@@ -1,5 +1,7 @@
-"""Floats in files, quantized while they are read: a value is the nearest one, by a scale that fits
-the greatest magnitude of the numbers that share it.
+"""Floats in files, quantized while they are read.
+
+A value is rounded to the nearest; its scale fits the greatest magnitude of the numbers that share
+it.
 """
 
 import math
@@ -20,7 +22,7 @@ _BLOCK_NUMBERS = 2**20
 
 
 class AtLoadReader:
-    """See `Reader`. Only the scales of matrices that have one for each output are kept."""
+    """A `Reader` of floats. It only keeps the scales of matrices with one scale for each output."""
 
     def __init__(self, rule: Rule) -> None:
         self._weight = rule.scheme.weight
@@ -55,7 +57,7 @@ class AtLoadReader:
     def _scales_of(
         self, files: Tensors, weight: str, part: MatrixPart, index: Index, size: int
     ) -> NDArray[np.float32]:
-        """Scales [*experts, out, groups] of groups of `size` inputs."""
+        """Return scales [*experts, out, groups] of groups of `size` inputs."""
         key = (weight, tuple((own.start, own.stop, own.step) for own in index[:-1]))
         if part.group is None and key in self._scales:
             return self._scales[key]
@@ -78,9 +80,11 @@ def _shape(index: Index) -> tuple[int, ...]:
 def _blocks(
     files: Tensors, weight: str, index: Index
 ) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-    """A tensor's slice in blocks along its first axis, of at most `_BLOCK_NUMBERS` if that is more
-    than one place, and the places of each block: as float32, a whole tensor takes twice its bytes
-    or more."""
+    """Yield the indices and numbers of blocks of a tensor's slice along its first axis.
+
+    A block has at most `_BLOCK_NUMBERS`, or one index. A whole tensor in float32 would take at
+    least twice its bytes.
+    """
     first, *rest = index
     places = range(first.start, first.stop, first.step or 1)
     size = max(_BLOCK_NUMBERS // math.prod(_shape(tuple(rest))), 1)

@@ -2,7 +2,7 @@
 
 Along inputs 32 numbers make a block: 16 bytes with two numbers each, the first in the lower half,
 and one byte of scale, a power of two. A number is a sign, two bits of exponent and one of
-mantissa: a place in a list of eight magnitudes. (OCP Microscaling Formats specification, version
+mantissa: an index in a list of eight magnitudes. (OCP Microscaling Formats specification, version
 1.0.)
 """
 
@@ -20,14 +20,14 @@ from sgl_jax.models.quantization import Rule
 
 _BYTES = frozenset({"U8"})
 _PER_BYTE = 2
-# The values of `kernels.quantized_matmul.numbers` for each number: its place, with its sign.
+# The value (`kernels.quantized_matmul.numbers`) of each number: its index, with its sign.
 _VALUES = np.array([*range(8), *(-place for place in range(8))], np.int8)
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # by byte
 _NOT_A_NUMBER = 255
 
 
 class Mxfp4Reader:
-    """See `Reader`. Tensors are [experts, out, blocks, 16] and [experts, out, blocks]."""
+    """A `Reader` of tensors [experts, out, blocks, 16] and [experts, out, blocks]."""
 
     def __init__(self, rule: Rule) -> None:
         assert rule.scheme.group_size == MXFP4_GROUP
@@ -54,13 +54,13 @@ class Mxfp4Reader:
 
 
 def _each(outer: list[slice]) -> list[Index]:
-    """An expert at a time: the bytes and numbers of all of a layer take gigabytes."""
+    """Return one index per expert: the bytes and numbers of all of a layer take gigabytes."""
     experts, rows = outer
     return [(slice(one, one + 1), rows) for one in range(experts.start, experts.stop)]
 
 
 def _values(files: Tensors, name: str, outer: Index, inputs: slice) -> NDArray[Any]:
-    """Values [rows, inputs] of one expert."""
+    """Return values [rows, inputs] of one expert."""
     first = inputs.start // MXFP4_GROUP
     blocks = slice(first, -(-inputs.stop // MXFP4_GROUP))
     packed = files.read(name, (*outer, blocks, slice(0, MXFP4_GROUP // _PER_BYTE)))[0]

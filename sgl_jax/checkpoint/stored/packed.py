@@ -1,8 +1,8 @@
 """Matrices of 4 bits, eight values in a word: compressed-tensors, AWQ and GPTQ.
 
-All three store a value without its sign, 0 to 15, and 8 in place of 0 where the scheme is
-symmetric; as int4, 8 is taken off values and zero points alike. They differ in the axis along which
-values are packed, and AWQ in their order in a word.
+All three store a value without its sign, 0 to 15, with 8 for 0 if the scheme is symmetric; as int4,
+8 is subtracted from both values and zero points. They differ in the axis along which values are
+packed, and AWQ in their order in a word.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from sgl_jax.models.quantization import Rule
 _BITS, _PER_WORD, _ZERO = 4, 8, 8
 _WORDS = frozenset({"I32"})
 _IN_TURN = tuple(range(_PER_WORD))
-# Each column's place in a word of AWQ, the lowest bits being the first.
+# Each column's index in a word of AWQ, starting with the lowest bits.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ONES = np.uint32(0x11111111)  # a word of ones
 _LOST = np.uint32(0xFF000000)  # the last two values are 15
@@ -35,7 +35,7 @@ _LOST = np.uint32(0xFF000000)  # the last two values are 15
 def _unpacked(
     words: NDArray[Any], axis: int, places: tuple[int, ...] = _IN_TURN
 ) -> NDArray[np.int32]:
-    """Values 0 to 15 of int32 words, side by side along `axis`."""
+    """Unpack int32 words along `axis` to values 0 to 15."""
     shifts = np.array(places, np.uint32) * _BITS
     by_word = np.moveaxis(np.asarray(words).view(np.uint32), axis, -1)
     values = (by_word[..., None] >> shifts) & np.uint32(2**_BITS - 1)
@@ -51,8 +51,7 @@ def _read_packed(
     places: tuple[int, ...] = _IN_TURN,
     decode: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
 ) -> NDArray[np.int32]:
-    """Values 0 to 15 at positions `at` of a matrix that is packed along `axis`; `decode` makes
-    their words from stored ones."""
+    """Return values 0 to 15 at positions `at`, packed along `axis` in words `decode(stored)`."""
     own = at[axis]
     first = own.min() // _PER_WORD
     words = np.arange(first, own.max() // _PER_WORD + 1)
@@ -72,10 +71,7 @@ def _words_of(size: int) -> int:
 
 
 class CompressedReader:
-    """compressed-tensors' "pack-quantized": values packed along inputs, zero points along outputs.
-
-    See `Reader`.
-    """
+    """A `Reader` of "pack-quantized": values are packed along inputs, zero points along outputs."""
 
     def __init__(self, rule: Rule) -> None:
         self._group = rule.scheme.group_size
@@ -115,9 +111,9 @@ class CompressedReader:
 
 
 class InputsFirstReader:
-    """AWQ ("gemm") and GPTQ: tensors are [in, out]; zero points are packed along outputs.
+    """A `Reader` of AWQ ("gemm") and GPTQ: tensors are [in, out].
 
-    AWQ packs values along outputs, GPTQ along inputs. See `Reader`.
+    AWQ packs values along outputs, GPTQ along inputs; both pack zero points along outputs.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -144,7 +140,7 @@ class InputsFirstReader:
         if part.kind == "zero_points":
             return zeros
         scales = {beside(weight, "scales"): Expected(((*experts, groups, outputs),), FLOATS)}
-        # Symmetric files have zero points all the same.
+        # Symmetric files also have zero points.
         return scales if self._has_zero_points else scales | zeros
 
     def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
@@ -169,16 +165,16 @@ class InputsFirstReader:
     def _zero_points(
         self, files: Tensors, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
     ) -> NDArray[Any]:
-        """[rows, groups]"""
+        """Return zero points [rows, groups]."""
         decode = partial(_plus_one, name) if self._has_less_one else np.asarray
         return _signed(_read_packed(files, name, (groups, rows), 1, self._places, decode).T)
 
 
 def _plus_one(name: str, stored: NDArray[Any]) -> NDArray[np.uint32]:
-    """Words of GPTQ's zero points; each stored one is less by one.
+    """Return words of GPTQ's zero points, which are stored minus one.
 
     GPTQModel subtracts from whole words, so that a zero point of 0 borrows from its neighbour.
-    AutoGPTQ instead sets its own bits and all above them, and the zero points there are lost.
+    AutoGPTQ instead sets its bits and all above them, and the zero points there are lost.
     Raises ValueError for such words, by their last two zero points: in a word of GPTQModel's these
     would be 0 and 1.
     """
@@ -189,19 +185,19 @@ def _plus_one(name: str, stored: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 def _num_stored_groups(groups: int, part: MatrixPart, stored: int | None) -> int:
-    """The stored groups that as many of the part's groups lie in."""
+    """Return the number of stored groups that cover `groups` groups of the part."""
     return groups if stored is None else -(-groups * (part.group or 1) // stored)
 
 
 def _stored_groups(groups: slice, part: MatrixPart, stored: int | None) -> NDArray[np.intp]:
-    """The stored groups that the slice's groups lie in."""
+    """Return the stored group of each of the slice's groups."""
     if stored is None:
         return positions(groups)
     return positions(groups) * (part.group or 1) // stored
 
 
 def _order(files: Tensors, name: str, group: int | None) -> NDArray[np.intp]:
-    """The inputs sorted by group, from each input's group. Raises ValueError for other sizes."""
+    """Return the inputs sorted by group. Raise ValueError if groups have different sizes."""
     owner = files.read(name, ())
     sizes = np.bincount(owner) if len(owner) and owner.min() >= 0 else np.zeros(0, np.int64)
     if group is None or len(sizes) * group != len(owner) or (sizes != group).any():

@@ -1,4 +1,4 @@
-"""Matrices of 8 bits, a tensor of values and one of scales.
+"""Matrices of 8 bits, with a tensor of values and one of scales.
 
 compressed-tensors writes them as "int-quantized" and "float-quantized", transformers and DeepSeek
 as "fp8", with scales for blocks of outputs and inputs.
@@ -22,7 +22,7 @@ from sgl_jax.models.quantization import Rule
 
 
 class PlainReader:
-    """See `Reader`."""
+    """A `Reader` of 8-bit values and their scales."""
 
     def __init__(self, rule: Rule) -> None:
         self._is_int = rule.scheme.weight == "int8"
@@ -61,7 +61,7 @@ class PlainReader:
         )
 
     def _per_output(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
-        """Scales [*experts, out, 1], stored for each output or for the whole matrix."""
+        """Return scales [*experts, out, 1], stored for each output or for the whole matrix."""
         *outer, outputs, _ = index
         stored = _whole(files, name)
         stored = stored.reshape(*stored.shape[: len(outer)], -1)[tuple(outer)]

@@ -22,8 +22,8 @@ _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
     "mxfp4": Mxfp4Reader,
 }
 _INTEGERS = frozenset({"I64", "I32"})
-# Tensors beside a quantized matrix that may lie in files, though no part is made from them. The
-# groups of inputs are stored even where they are neighbours.
+# Tensors of a quantized matrix's module that files may hold, though no part needs them. The groups
+# of inputs are stored even if inputs of a group are adjacent.
 _SPARE: Mapping[Packing, frozenset[str]] = {
     "plain": frozenset({"input_scale"}),
     "compressed": frozenset({"weight_shape", "weight_g_idx"}),
@@ -35,16 +35,16 @@ class QuantizedTensors:
     """Finds and reads tensors, and parts of quantized matrices (`MatrixPart`), by name."""
 
     def __init__(self, config: QuantizationConfig | None) -> None:
-        """`config` is the checkpoint's, or has the schemes to quantize its floats to."""
+        """Set the checkpoint's config, or the config with the schemes for its floats."""
         self._config = config
         self._readers: dict[Rule, Reader] = {}
 
     def expected(
         self, name: str, shape: Shape, *, is_integer: bool = False
     ) -> Mapping[str, Expected]:
-        """The tensors in files that `name`, of shape `shape`, is made from.
+        """Return the tensors in files that make `name`, a tensor or part of shape `shape`.
 
-        `is_integer`: a parameter of integers, unless it is part of a matrix.
+        With `is_integer`, a tensor has integers.
         """
         weight, part = MatrixPart.parse(name)
         if part is None:
@@ -52,14 +52,14 @@ class QuantizedTensors:
         return self._reader(weight).tensors(weight, part, shape)
 
     def read(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
-        """The slice `index` of a tensor or part. Raises ValueError for contents that do not fit."""
+        """Read the slice `index` of a tensor or part. Raise ValueError for unfit contents."""
         weight, part = MatrixPart.parse(name)
         if part is None:
             return files.read(name, index)
         return self._reader(weight).read(files, weight, part, index)
 
     def is_spare(self, name: str) -> bool:
-        """True for a tensor that a quantized checkpoint may hold although no part needs it."""
+        """Return True for a tensor that a quantized checkpoint may hold but no part needs."""
         if self._config is None:
             return False
         module, _, own = name.rpartition(".")
@@ -69,8 +69,7 @@ class QuantizedTensors:
         return rule is not None and own in _SPARE.get(rule.stored.packing, ())
 
     def is_zero_bias(self, files: Tensors, name: str) -> bool:
-        """True for a bias of zeros beside a packed matrix: some versions of AutoGPTQ write one
-        for each matrix."""
+        """Return True for a packed matrix's bias of zeros, which some AutoGPTQ versions write."""
         module, _, own = name.rpartition(".")
         rule = None if self._config is None else self._config.rule_of(module)
         is_gptq = rule is not None and rule.stored.packing == "gptq"
