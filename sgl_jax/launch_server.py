@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.exit_codes import FAILED
 from sgl_jax.core.log_lines import log_to_terminal
-from sgl_jax.hosts.group import with_group
-from sgl_jax.server.follower import serve_follower
+from sgl_jax.multihost.group import with_group
 from sgl_jax.server.lifecycle import serve
+from sgl_jax.server.multihost_worker import serve_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
         return FAILED
-    return serve_follower(args) if args.node_rank else serve(args)
+    return serve_worker(args) if args.node_rank else serve(args)
 
 
 if __name__ == "__main__":

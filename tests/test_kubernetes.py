@@ -10,7 +10,7 @@ import yaml
 
 from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.hosts.group import DEFAULT_PORT, with_group
+from sgl_jax.multihost.group import DEFAULT_PORT, with_group
 from sgl_jax.planner.topology import Topology
 from sgl_jax.server.guards.keys import OPEN_PATHS, ApiKeys
 from tests.support.custom_resources import CUSTOM, check

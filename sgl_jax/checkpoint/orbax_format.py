@@ -22,7 +22,7 @@ from sgl_jax.checkpoint.hf_loading import Declared
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import InSlots, Source
+from sgl_jax.layers.sources import Placed, Source
 
 # 2 is the format's version: it has one stack for each position in the period of unlike layers.
 PARAMS_FOLDER = "orbax_params_2"
@@ -102,7 +102,7 @@ def _as_stored(target: jax.ShapeDtypeStruct, source: Source) -> jax.ShapeDtypeSt
     if source.is_plain:
         return target
     sharding = NamedSharding(target.sharding.mesh, P())
-    if isinstance(source, InSlots):
+    if isinstance(source, Placed):
         with contextlib.suppress(ValueError):
             target.sharding.shard_shape(source.plain_shape)
             sharding = target.sharding

@@ -10,10 +10,10 @@ from sgl_jax.engine.process import Core, run_engine
 
 def _build(args: ServerArgs, progress: Progress) -> Core:
     # Imported here, since importing jax takes seconds and heartbeats must start before that.
-    from sgl_jax.engine.follower import FollowerCore
     from sgl_jax.engine.loop.core import EngineCore
+    from sgl_jax.engine.multihost_worker import WorkerCore
 
-    return FollowerCore(args, progress) if args.node_rank else EngineCore(args, progress)
+    return WorkerCore(args, progress) if args.node_rank else EngineCore(args, progress)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ _LAST_LINE_BYTES = 4096
 
 
 class Core(Protocol):
-    """The program of the child: `EngineCore`, `FollowerCore`, or a scripted program in tests."""
+    """The program of the child: `EngineCore`, `WorkerCore`, or a scripted program in tests."""
 
     info: dict[str, Any]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, MatrixPart, OfPart, Shape, Source, Tensors
+from sgl_jax.layers.sources import Derived, Index, MatrixPart, Shape, Source, Tensors
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Reordered(OfPart):
+class Reordered(Derived):
     """A vector with the elements of `part`, in another order."""
 
     order: tuple[int, ...]

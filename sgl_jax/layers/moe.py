@@ -18,9 +18,9 @@ from jax import lax
 from numpy.typing import NDArray
 
 from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
-from sgl_jax.kernels.expert_lines.lines import (
-    ExpertLines,
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
+from sgl_jax.kernels.expert_dispatch.lines import (
+    ExpertDispatch,
     Gated,
     Router,
     in_parts,
@@ -148,7 +148,7 @@ class MixtureOfExperts(nnx.Module):
         num_experts: int,
         choice: ExpertChoice,
         choice_bias: Source | None = None,
-        moves: LineMoves = XLA_MOVES,
+        moves: DispatchKernels = XLA_MOVES,
         gated: Gated = silu_gated,
         shared: SharedExpert | None = None,
     ) -> None:
@@ -246,7 +246,7 @@ class MixtureOfExperts(nnx.Module):
         lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
         padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
 
-        def results(part: ExpertLines) -> jax.Array:
+        def results(part: ExpertDispatch) -> jax.Array:
             inner = self._inner(self.moves.gather(padded, part), part)
             return self.down(inner, part.group_sizes)
 
@@ -256,13 +256,13 @@ class MixtureOfExperts(nnx.Module):
         if size == lines.num_lines:
             return self.moves.add(results(lines), weights, lines)[:, :hidden_size]
 
-        def add(total: jax.Array, part: ExpertLines) -> jax.Array:
+        def add(total: jax.Array, part: ExpertDispatch) -> jax.Array:
             return self.moves.add_part(total, results(part), weights, part)
 
         total = in_parts(lines, size, add, jnp.zeros(padded.shape, jnp.float32))
         return total[:, :hidden_size].astype(x.dtype)
 
-    def _inner(self, x: jax.Array, lines: ExpertLines) -> jax.Array:
+    def _inner(self, x: jax.Array, lines: ExpertDispatch) -> jax.Array:
         """Return the inputs [n, width] of the experts' last product for lines x [n, hidden]."""
         sizes = lines.group_sizes
         gate, up = self.gate(x, sizes), self.up(x, sizes)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, MeshAxes
-from sgl_jax.layers.sources import InSlots, Shape, Source, Stacked
+from sgl_jax.layers.sources import Placed, Shape, Source, Stacked
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]
@@ -94,7 +94,7 @@ def stack_layers(
         source = param.source and Stacked(tuple(map(prefix.format, layers)), param.source)
         shape = (len(layers), *declared.shape)
         if slots is not None and param.by_expert:
-            source = InSlots(source, slots)
+            source = Placed(source, slots)
             shape = source.shape
         param.set_value(jax.ShapeDtypeStruct(shape, declared.dtype))
         param.set_metadata(spec=P(None, *axes), source=source, layers=tuple(layers))

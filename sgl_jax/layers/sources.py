@@ -108,7 +108,7 @@ class Source(ABC):
         return plain
 
     def as_stored(self, has: Has, prefix: str = "") -> "Source":
-        """Return the source for a checkpoint that `has` some tensors, see `EitherWay`."""
+        """Return the source for a checkpoint that `has` some tensors, see `OneOf`."""
         return self
 
 
@@ -152,7 +152,7 @@ def _with_axis(axes: tuple[Any, ...], axis: int, own: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class OfPart(Source):
+class Derived(Source):
     """Base of sources derived from another source, `part`; by default they equal it."""
 
     part: Source
@@ -179,7 +179,7 @@ class OfPart(Source):
 
 
 @dataclass(frozen=True)
-class Slice(OfPart):
+class Slice(Derived):
     """`size` slices of a part along axis `axis`: every `step`-th from `first` on."""
 
     axis: int
@@ -203,7 +203,7 @@ class Slice(OfPart):
 
 
 @dataclass(frozen=True)
-class Transposed(OfPart):
+class Transposed(Derived):
     """Matrices [..., in, out] of a part [..., out, in]."""
 
     @property
@@ -220,7 +220,7 @@ class Transposed(OfPart):
 
 
 @dataclass(frozen=True)
-class Dequantized(OfPart):
+class Dequantized(Derived):
     """The numbers of a part that a checkpoint has quantized: values times scales per group."""
 
     group: int | None
@@ -252,13 +252,13 @@ class Dequantized(OfPart):
 
 
 @dataclass(frozen=True)
-class EitherWay(OfPart):
+class OneOf(Derived):
     """A part, or `other` of the same shape: a checkpoint has the tensors of one of them."""
 
     other: Source
 
     def quantized(self, part: MatrixPart) -> Source:
-        return EitherWay(self.part.quantized(part), self.other.quantized(part))
+        return OneOf(self.part.quantized(part), self.other.quantized(part))
 
     def as_stored(self, has: Has, prefix: str = "") -> Source:
         is_other = all(has(*tensor) for tensor in self.other.tensors(prefix).items())
@@ -316,7 +316,7 @@ def row_size(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Padded(OfPart):
+class Padded(Derived):
     """A part padded with zeros at the end of axis `axis`, to `size`."""
 
     size: int
@@ -354,7 +354,7 @@ class Padded(OfPart):
 
 
 @dataclass(frozen=True)
-class InSlots(OfPart):
+class Placed(Derived):
     """Experts of all layers, from a part [layers, experts, ...], in the order of `slots`."""
 
     slots: tuple[tuple[int, ...], ...]

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.attention import xla as xla_attention
 from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, LineMoves
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
 from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
@@ -51,7 +51,7 @@ from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
-from sgl_jax.models.stretches import Stretch, find_stretches
+from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments
 
 # Tensors in some checkpoints that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
@@ -67,7 +67,7 @@ class BuildOptions(NamedTuple):
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
-    move_lines: LineMoves = XLA_MOVES
+    move_lines: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     ring_products: RingProducts = XLA_RING_PRODUCTS
@@ -171,13 +171,13 @@ class CausalLM(nnx.Module):
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.ring_products = options.ring_products
-        self.stretches = find_stretches(config.layers)
+        self.scan_segments = find_scan_segments(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
             {
                 str(layers[0]): self._stack(layers, options)
-                for stretch in self.stretches
-                for layers in map(stretch.layers_like, range(stretch.period))
+                for segment in self.scan_segments
+                for layers in map(segment.layers_like, range(segment.period))
             }
         )
         fits = (options.tp_size, options.ring_products.multiple)
@@ -248,8 +248,8 @@ class CausalLM(nnx.Module):
         if self.num_captured:
             captured = jnp.zeros((self.num_captured + 1, *hidden.shape), hidden.dtype)
         carry = _Carry(terms, memories, captured)
-        for stretch in self.stretches:
-            carry, own = self._run(stretch, carry, is_token, keys, reads)
+        for segment in self.scan_segments:
+            carry, own = self._run(segment, carry, is_token, keys, reads)
             counts.append(own)
         hidden = self.norm(self._whole(reduce(jnp.add, carry.terms)))
         states = carry.memories[-1] if is_recurrent else None
@@ -337,7 +337,7 @@ class CausalLM(nnx.Module):
 
     def _run(
         self,
-        stretch: Stretch,
+        segment: ScanSegment,
         carry: _Carry,
         is_token: jax.Array,
         keys: jax.Array | None,
@@ -347,12 +347,12 @@ class CausalLM(nnx.Module):
 
         `reads` has an entry for every layer of the model.
         """
-        places = range(stretch.first, stretch.first + stretch.period)
+        places = range(segment.first, segment.first + segment.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
-        remembered = {place: self._remembered_at(stretch, place) for place in places}
+        remembered = {place: self._remembered_at(segment, place) for place in places}
         slots = [
-            self.placement and self.placement.slots(stretch.layers_like(place))
-            for place in range(stretch.period)
+            self.placement and self.placement.slots(segment.layers_like(place))
+            for place in range(segment.period)
         ]
 
         def run_period(carry: _Carry, turn: jax.Array) -> tuple[_Carry, jax.Array | None]:
@@ -363,8 +363,8 @@ class CausalLM(nnx.Module):
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden = reduce(jnp.add, terms)
-                captured = self._capture(captured, hidden, place + turn * stretch.period)
-                copies = ExpertCopies.of_layer(slots[place - stretch.first], turn, keys)
+                captured = self._capture(captured, hidden, place + turn * segment.period)
+                copies = ExpertCopies.of_layer(slots[place - segment.first], turn, keys)
                 rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
                 if self.has_columns:
                     ring = self.ring_products
@@ -377,17 +377,17 @@ class CausalLM(nnx.Module):
             carry = _Carry(terms, tuple(memories), captured)
             return carry, count_experts(chosen, self.num_counted)
 
-        turns = jnp.arange(stretch.repeats, dtype=jnp.int32)
-        unroll = min(max(1, self.unrolled_layers // stretch.period), stretch.repeats)
+        turns = jnp.arange(segment.repeats, dtype=jnp.int32)
+        unroll = min(max(1, self.unrolled_layers // segment.period), segment.repeats)
         return lax.scan(run_period, carry, turns, unroll=unroll)
 
-    def _remembered_at(self, stretch: Stretch, place: int) -> tuple[int, int, int]:
+    def _remembered_at(self, segment: ScanSegment, place: int) -> tuple[int, int, int]:
         """Return where the layers at `place` of a period store KV or states.
 
         It is their group's pool, the index of the first of them in the group, and the number of the
         group's layers per period.
         """
-        places = range(stretch.first, stretch.first + stretch.period)
+        places = range(segment.first, segment.first + segment.period)
         for group in self.cache_groups:
             if place in group.layers:
                 step = sum(layer in group.layers for layer in places)

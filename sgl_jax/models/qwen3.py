@@ -5,7 +5,7 @@ from functools import partial
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
-from sgl_jax.layers.sources import EitherWay, Slice, Source, Stacked, Tensor
+from sgl_jax.layers.sources import OneOf, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
@@ -46,7 +46,7 @@ def mixture_of_experts(
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
         one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
         names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        source = options.all_experts(EitherWay(Stacked(names, one), together[name]))
+        source = options.all_experts(OneOf(Stacked(names, one), together[name]))
         one_expert = replace(one, name=names[0] + one.name)
         return ExpertLinear(
             source,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS, are_few, lines_at_once
-from sgl_jax.kernels.expert_lines.tpu.moves import TILE_LINES
+from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, are_few, lines_at_once
+from sgl_jax.kernels.expert_dispatch.tpu.moves import TILE_LINES
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.gated_delta.tpu.prefill import VALUE_HEADS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles

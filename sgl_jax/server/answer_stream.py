@@ -17,7 +17,12 @@ from starlette.types import Receive, Scope, Send
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.errors import ApiError, abort_error, envelope, to_api_error
-from sgl_jax.server.guards.connection import LoopShare, PatientSend, unless_gone, while_connected
+from sgl_jax.server.guards.connection import (
+    BackpressuredSend,
+    LoopShare,
+    unless_gone,
+    while_connected,
+)
 from sgl_jax.server.guards.keys import caller_of, owner_of
 from sgl_jax.server.references import references_of
 
@@ -205,7 +210,10 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         started = False
-        async with PatientSend(send, self._reader_timeout_s) as patient_send, self._group as group:
+        async with (
+            BackpressuredSend(send, self._reader_timeout_s) as patient_send,
+            self._group as group,
+        ):
             try:
                 while group.num_open:
                     batch = await group.next_batch()

@@ -1,6 +1,6 @@
 """Kernels beside attention: values that are not finite stay with the row, slot or line they are of.
 
-Attention's are in `attention/test_not_finite.py`, choices and sums of experts in `expert_lines`.
+Attention's are in `attention/test_not_finite.py`, choices and sums of experts in `expert_dispatch`.
 """
 
 from functools import lru_cache, partial

@@ -7,7 +7,7 @@ import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.kernels.expert_lines.interface import XLA_MOVES
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts, silu_gated

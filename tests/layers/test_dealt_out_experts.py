@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.kernels.expert_lines import lines as expert_lines
-from sgl_jax.kernels.expert_lines.interface import XLA_MOVES, line_moves_implementation
+from sgl_jax.kernels.expert_dispatch import lines as expert_dispatch
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, line_moves_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
@@ -185,8 +185,8 @@ def test_experts_with_biases(layout):
 @pytest.mark.parametrize("choose", CHOICES)
 def test_lines_in_parts_lose_no_token(choose, monkeypatch):
     """Four chips take a part of the lines at a time, and one chip may have them all."""
-    monkeypatch.setattr(expert_lines, "UNDIVIDED_TOKENS", 0)
-    monkeypatch.setattr(expert_lines, "_MULTIPLE", 1)
+    monkeypatch.setattr(expert_dispatch, "UNDIVIDED_TOKENS", 0)
+    monkeypatch.setattr(expert_dispatch, "_MULTIPLE", 1)
     check(Layout(2, 2, over_ranks=True), choose)
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from sgl_jax.layers.sources import (
     Dequantized,
-    EitherWay,
-    InSlots,
+    OneOf,
     Padded,
+    Placed,
     Slice,
     Stacked,
     Tensor,
@@ -62,7 +62,7 @@ def test_some_slices_alone_are_a_parameter(first):
 
 def test_a_parameter_is_read_as_the_checkpoint_stores_it():
     experts = Stacked(("0.", "1."), Tensor("w", (2, 3)))
-    source = Stacked(("a.", "b."), Padded(EitherWay(experts, Tensor("all", (2, 2, 3))), 4, axis=2))
+    source = Stacked(("a.", "b."), Padded(OneOf(experts, Tensor("all", (2, 2, 3))), 4, axis=2))
     apart = {f"{layer}.{expert}.w" for layer in "ab" for expert in "01"}
     assert source.as_stored(having({"a.all", "b.all"})).tensors() == {
         "a.all": (2, 2, 3),
@@ -81,7 +81,7 @@ def test_each_layers_experts_lie_in_its_slots():
         for expert in range(3)
     }
     experts = Stacked(("0.", "1.", "2."), Padded(Tensor("w", (3, 4)), 5, axis=1))
-    source = InSlots(Stacked(("0.", "1."), experts), ((2, 0, 2, 1), (0, 1, 1, 2)))
+    source = Placed(Stacked(("0.", "1."), experts), ((2, 0, 2, 1), (0, 1, 1, 2)))
     plain = Stacked(("0.", "1."), experts)
     assert (source.shape, source.plain_shape) == ((2, 4, 3, 5), (2, 3, 3, 4))
     whole = part(plain, Arrays(stored), tuple(map(slice, [0] * 4, plain.shape)))
@@ -91,7 +91,7 @@ def test_each_layers_experts_lie_in_its_slots():
         found = part(source, Arrays(stored), index)
         np.testing.assert_array_equal(found, wanted[:, rows, 1:])
     np.testing.assert_array_equal(source.fit(whole[..., :4]), wanted)
-    in_order = InSlots(plain, ((0, 1, 2), (0, 1, 2)))
+    in_order = Placed(plain, ((0, 1, 2), (0, 1, 2)))
     assert not in_order.is_plain  # though its shape is
 
 

@@ -1,4 +1,4 @@
-"""Layers of unlike rules lie in stretches of their own; a matrix has one rule."""
+"""Layers of unlike rules lie in scan segments of their own; a matrix has one rule."""
 
 import json
 
@@ -30,7 +30,7 @@ def declared(*ignored):
     return place_model(config, mesh, BuildOptions(jnp.float32)).declared
 
 
-def test_layers_of_unlike_rules_are_stretches_of_their_own():
+def test_layers_of_unlike_rules_have_scan_segments_of_their_own():
     alike = declared()
     assert alike["layers", "0", "mlp", "down", "weight", "values"].layers == (0, 1)
     unlike = declared("model.layers.1.mlp.down_proj")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.server.guards.connection import PatientSend, while_connected
+from sgl_jax.server.guards.connection import BackpressuredSend, while_connected
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 0.5
@@ -24,7 +24,7 @@ async def sent_until(room_after_s: list[float]) -> int:
 
     async def work() -> None:
         nonlocal num_sent
-        async with PatientSend(send, PATIENCE_S) as patient_send:
+        async with BackpressuredSend(send, PATIENCE_S) as patient_send:
             for _ in room_after_s:
                 await patient_send({"type": "http.response.body"})
                 num_sent += 1
@@ -47,7 +47,7 @@ async def test_nothing_is_late_while_nothing_is_sent() -> None:
         pass
 
     async def work() -> str:
-        async with PatientSend(send, PATIENCE_S) as patient_send:
+        async with BackpressuredSend(send, PATIENCE_S) as patient_send:
             await patient_send({"type": "http.response.body"})
             await asyncio.sleep(3 * PATIENCE_S)
             await patient_send({"type": "http.response.body"})

@@ -16,9 +16,9 @@ from jax import lax
 
 import sgl_jax.planner
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.kernels.expert_lines.lines import UNDIVIDED_TOKENS
-from sgl_jax.kernels.expert_lines.tpu.moves import ADD_NAME, GATE_NAME, GATHER_NAME
-from sgl_jax.kernels.expert_lines.tpu.routing import CHOOSE_NAME, SORT_NAME
+from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS
+from sgl_jax.kernels.expert_dispatch.tpu.moves import ADD_NAME, GATE_NAME, GATHER_NAME
+from sgl_jax.kernels.expert_dispatch.tpu.routing import CHOOSE_NAME, SORT_NAME
 from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.ring_products.tpu.call import GATHER_NAME as RING_GATHER_NAME
@@ -137,12 +137,12 @@ def _compiled_layers(engine):
     """How many layers the program has, and how many of the model's run in no loop."""
     in_turn = engine.config.build_options.unrolled_layers
     compiled = outside = 0
-    for stretch in engine.placed.model.stretches:
-        turns = min(max(1, in_turn // stretch.period), stretch.repeats)
-        rest = stretch.repeats % turns
-        compiled += stretch.period * (turns + rest)
+    for segment in engine.placed.model.scan_segments:
+        turns = min(max(1, in_turn // segment.period), segment.repeats)
+        rest = segment.repeats % turns
+        compiled += segment.period * (turns + rest)
         # A loop of one turn is none.
-        outside += stretch.period * (stretch.repeats if turns == stretch.repeats else rest)
+        outside += segment.period * (segment.repeats if turns == segment.repeats else rest)
     return compiled, outside
 
 

@@ -56,9 +56,9 @@ from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
-from sgl_jax.hosts.group_executor import GroupExecutor
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
+from sgl_jax.multihost.group_executor import GroupExecutor
 from sgl_jax.scheduler.events import (
     AwaitPrograms,
     FailAll,

@@ -7,7 +7,7 @@ from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.engine.loop.prefill_meter import PrefillMeter
 from sgl_jax.executor.model_executor import ModelExecutor
-from sgl_jax.hosts.group_executor import GroupExecutor
+from sgl_jax.multihost.group_executor import GroupExecutor
 from sgl_jax.scheduler.events import (
     FetchRate,
     PrefillRate,

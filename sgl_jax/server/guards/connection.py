@@ -203,7 +203,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class PatientSend:
+class BackpressuredSend:
     """ASGI's `send` for a client that may stop reading.
 
     The task that enters is cancelled when a message has waited `patience_s` for room. One timer

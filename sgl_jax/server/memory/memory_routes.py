@@ -19,7 +19,7 @@ from sgl_jax.server.answer_stream import BODY, START, json_response
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import StrictModel, TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.guards.connection import PatientSend, while_connected
+from sgl_jax.server.guards.connection import BackpressuredSend, while_connected
 from sgl_jax.server.memory.memory_watch import MemoryWatch
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import encode_texts
@@ -97,7 +97,7 @@ class _Events(Response):
     async def _pump(self, send: Send) -> None:
         watching = self._watch.events()
         try:
-            async with PatientSend(send, self._reader_timeout_s) as patient_send:
+            async with BackpressuredSend(send, self._reader_timeout_s) as patient_send:
                 first = await anext(watching, None)
                 if first is None:  # raise before the start, so that a refusal is a plain error
                     raise ApiError(503, "the memory view has ended")
