@@ -19,8 +19,8 @@ RUN_BY_A_LIVE_TEST = ("curl",)  # tests/live/test_pages.py
 TOOLS_OF_OTHERS = ("docker", "kubectl", "mkdocs", "printf", "source")
 
 
-def test_the_readme_has_at_most_1500_words() -> None:
-    assert len(README.read_text().split()) <= 1500
+def test_the_readme_has_at_most_1200_words() -> None:
+    assert len(README.read_text().split()) <= 1200
 
 
 def test_every_file_the_readme_links_to_exists() -> None:
