@@ -1,15 +1,14 @@
-"""The examples of README and guide, run on a server as a reader would run them."""
+"""Programs and commands of README and guide succeed on a server, as for a reader."""
 
 import itertools
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.live.live_server import DEMO, LiveServer, users_environment
-from tests.support.documented import PAGES, README, ROOT, blocks, command_lines
+from tests.live.live_server import DEMO, LiveServer
+from tests.support.documented import PAGES, blocks, command_lines
 
 ADDRESS = "http://127.0.0.1:30000"
 
@@ -34,7 +33,7 @@ def test_the_examples_of_a_page_print_what_it_shows(
 
 
 def test_there_are_examples() -> None:
-    assert sum(len(examples(page)) for page in PAGES) == 4
+    assert sum(len(examples(page)) for page in PAGES) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -54,15 +53,6 @@ def test_each_curl_command_of_a_page_succeeds(
             timeout=120,
         )
         assert done.returncode == 0, (line, done.stdout, done.stderr)
-
-
-def test_the_offline_example_runs(demo_server: LiveServer) -> None:
-    (code,) = (text for kind, text in blocks(README) if kind == "python" and "Engine(" in text)
-    # With one device, as the server has: its compiled programs are in the cache.
-    shown = subprocess.check_output(
-        [sys.executable, "-c", code], cwd=ROOT, env=users_environment(), text=True, timeout=300
-    )
-    assert len(shown.strip()) > 0
 
 
 def test_after_all_this_nothing_leaked(demo_server: LiveServer) -> None:

@@ -1,0 +1,51 @@
+"""The glossary defines each term once, and each term occurs in a name of the package."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = (ROOT / "docs" / "inside" / "glossary.md").read_text()
+TERMS = [
+    term
+    for term in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY, re.MULTILINE)
+    if term != "term"
+]
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+
+
+def words_of(name: str) -> str:
+    """Return the words of a name in lower case, with a blank before and after each."""
+    return f" {' '.join(_WORD.findall(name)).lower()} "
+
+
+def names_of(path: Path) -> Iterator[str]:
+    """Yield the names in a module: its own, classes, functions, arguments and fields."""
+    yield path.parent.name if path.stem == "__init__" else path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.name
+            case ast.arg():
+                yield node.arg
+            case ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]):
+                yield name
+
+
+@pytest.fixture(scope="module")
+def names() -> str:
+    found = {name for path in (ROOT / "sgl_jax").rglob("*.py") for name in names_of(path)}
+    return "\n".join(sorted(map(words_of, found)))
+
+
+def test_each_term_is_defined_once() -> None:
+    assert len(TERMS) > 50
+    assert sorted({term.lower() for term in TERMS}) == sorted(term.lower() for term in TERMS)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_of_the_glossary_occurs_in_a_name(term: str, names: str) -> None:
+    assert re.search(rf" {words_of(term).strip()}(s|es)? ", names), term
