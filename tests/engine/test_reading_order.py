@@ -46,10 +46,10 @@ STATIONS = {
     "server.apis.chat:chat_completions": None,
     "server.chat:answer_chat": "server.apis.chat:chat_completions",
     "server.requests:prompt_requests": "server.chat:answer_chat",
-    "engine.request_checks:RequestChecks.prepare": "server.requests:prompt_requests",
+    "engine.front.request_checks:RequestChecks.prepare": "server.requests:prompt_requests",
     "server.answer_stream:StreamGroup": "server.chat:answer_chat",
-    "engine.frontend:Frontend.submit": "server.answer_stream:StreamGroup",
-    "engine.channels:_Messages.send": "engine.frontend:Frontend.submit",
+    "engine.front.frontend:Frontend.submit": "server.answer_stream:StreamGroup",
+    "engine.channels:_Messages.send": "engine.front.frontend:Frontend.submit",
 }
 # The front gets the channel's `send` as an argument.
 CALLED = {"engine.channels:_Messages.send": "_send"}
