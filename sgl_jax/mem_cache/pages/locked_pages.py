@@ -1,8 +1,8 @@
-"""Pages of the tree that leases have locked, counted page by page.
+"""Count the leases that have locked each page of the tree.
 
 The tree counts locks by node, not by holder. This file counts locks of running requests and of idle
-sessions separately. So the number of pages held by idle sessions alone is available without
-visiting any session. Each call costs O(pages of the one lease).
+sessions separately, so the number of pages that only idle sessions hold is available without a
+visit to any session. Each call costs O(pages of one lease).
 """
 
 import numpy as np
@@ -12,10 +12,12 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex
 
 
 class LockedPages:
-    """Lock counts over `num_pages` pages; the pages of one call must be distinct.
+    """Lock counts over `num_pages` pages. The pages of one call must be distinct.
 
-    It keeps three counts of distinct pages: `num_running` have a lock of a running request,
-    `num_idle` one of an idle session, `num_locked` either.
+    Attributes:
+        num_running: distinct pages locked by at least one running request.
+        num_idle: distinct pages locked by at least one idle session.
+        num_locked: distinct pages locked by either.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -26,7 +28,7 @@ class LockedPages:
         self.num_locked = 0
 
     def lock(self, pages: Int32Array) -> None:
-        """Add a running request's lock of `pages`."""
+        """Add a running request's lock to each of `pages`."""
         num_first, num_alone = _count_locks(pages, 1, self._running, self._idle)
         self.num_running += num_first
         self.num_locked += num_alone
@@ -49,24 +51,29 @@ class LockedPages:
         return self._running.item(page) > 0
 
     def num_locks(self) -> Int32Array:
-        """The number of leases that have locked each page, int32[num_pages]."""
+        """Return the number of leases that have locked each page, int32[num_pages]."""
         return self._running + self._idle
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
-        """The number of running requests that locked each of `pages`, int32[len(pages)]."""
+        """Return the number of running requests that locked each of `pages`, int32[len(pages)]."""
         counts: Int32Array = self._running[pages]
         return counts
 
     def num_shared(self, table: Int32Array, rows: RowIndex, num_pages: Int32Array) -> Int32Array:
-        """Count the pages, of each row's first `num_pages`, that another lease shares: int32[n].
+        """Count the shared pages among each row's first `num_pages`; int32[n].
 
-        `table` int32[num_rows, groups, pages_per_row] lists them under group 0, and the rows have
-        locked them. Locks begin at the root, so shared pages precede all others.
+        A page is shared if another lease has locked it too. Locks begin at the root, so the shared
+        pages of a row come first.
+
+        Args:
+            table: int32[num_rows, groups, pages_per_row]; group 0 lists the pages.
+            rows: n rows. Each has locked its pages.
+            num_pages: int32[n], pages of each row to examine.
         """
         return _num_shared(table, rows, num_pages, self._running, self._idle)
 
     def differing(self, other: "LockedPages") -> Int32Array:
-        """The pages whose counts differ from `other`, ascending."""
+        """Return the pages with counts that differ from `other`, in ascending order."""
         differs = (self._running != other._running) | (self._idle != other._idle)
         return np.flatnonzero(differs).astype(np.int32)
 
@@ -79,10 +86,10 @@ class LockedPages:
 def _count_locks(
     pages: Int32Array, change: int, counts: Int32Array, others: Int32Array
 ) -> tuple[int, int]:
-    """Add `change`, 1 or -1, to the locks of each of `pages` in `counts`.
+    """Add `change`, 1 or -1, to the lock count of each of `pages` in `counts`.
 
-    Returns the number of pages that gained their first or lost their last lock, and how many of
-    these have no lock in `others` either.
+    Return the number of pages that gained their first lock or lost their last, and how many of
+    these have no lock in the other array.
     """
     num_turned = num_alone = 0
     assert len(counts) == len(others)
@@ -104,7 +111,7 @@ def _num_shared(
     running: Int32Array,
     idle: Int32Array,
 ) -> Int32Array:
-    """`LockedPages.num_shared`, by bisection."""
+    """Find the end of each row's shared pages by bisection."""
     shared = np.zeros(len(rows), np.int32)
     assert len(rows) == len(num_pages)
     assert len(running) == len(idle)

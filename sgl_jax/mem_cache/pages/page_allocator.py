@@ -1,9 +1,9 @@
 """Allocates the pages of one rank's pool and records the owner of each.
 
-A page has exactly one owner at every moment: none (`FREE`), the engine (`RESERVED`, page 0), the
-prefix tree (`TREE`), or the lease that holds row r of the row pool (owner r, at least 1). Every
-move names the owner it expects, so a double free or a foreign page raises at once. The allocator
-only records owners; it never evicts or decides.
+A page always has exactly one owner: none (`FREE`), the engine (`RESERVED`, page 0), the prefix tree
+(`TREE`), or the lease of row r of the row pool (owner r, at least 1). Every move names the owner it
+expects, so a double free or a foreign page raises at once. The allocator only records owners; it
+never evicts.
 """
 
 from typing import NoReturn
@@ -40,11 +40,11 @@ def each_page(move: Transition) -> list[tuple[int, int]]:
 
 
 class PageAllocator:
-    """Free list and owner array over `num_pages` pages; every call is O(pages it moves).
+    """Free list and owner array over `num_pages` pages. Each call is O(number of pages it moves).
 
     Args:
         num_pages: pages of the pool, including the null page; at least 2.
-        name: of the pool, for messages ("rank 0 full").
+        name: name of the pool in messages, such as "rank 0 full".
     """
 
     def __init__(self, num_pages: int, name: str = "pool") -> None:
@@ -54,12 +54,12 @@ class PageAllocator:
         self.name = name
         self._owner = np.full(num_pages, FREE, np.int32)
         self._last_owner = np.full(num_pages, FREE, np.int32)
-        # By page: its number among all freed and given pages when it last was one of them.
+        # By page: the value of `num_moved` when the page was last freed or given to the tree.
         self._stamp = np.zeros(num_pages, np.intp)
         self.num_moved = 1  # pages freed or given to the tree so far
         self._log = TransitionLog()
-        # A stack: the lowest ids come out first, and pages freed last are reused first while they
-        # are still warm in some cache.
+        # A stack: the lowest ids come out first, and the page freed last is reused first, while it
+        # is still warm in some cache.
         self._free_stack = np.zeros(num_pages, np.int32)
         self.num_free = 0  # pages without an owner
         self.num_tree = 0  # owned by the prefix tree
@@ -77,7 +77,6 @@ class PageAllocator:
 
     @property
     def num_reserved(self) -> int:
-        """The null page."""
         return 1
 
     @property
@@ -85,14 +84,18 @@ class PageAllocator:
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
-        """Take `num_pages` free pages for row `owner`; int32[num_pages]. Raises as `alloc_each`."""
+        """Take `num_pages` free pages for row `owner`; int32[num_pages].
+
+        Raise `OutOfPagesError`, changing nothing, if fewer pages are free, and `OwnershipError` if
+        `owner` is not a row.
+        """
         return self.alloc_each(np.full(num_pages, owner, np.int32))
 
     def alloc_each(self, owners: Int32Array) -> Int32Array:
         """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
 
-        Neither array must change afterwards. Raises `OutOfPagesError`, changing nothing, if fewer
-        are free.
+        The log keeps both arrays, so neither may change afterwards. Raise `OutOfPagesError`,
+        changing nothing, if fewer pages are free, and `OwnershipError` if an owner is not a row.
         """
         count = len(owners)
         if count > self.num_free:
@@ -105,7 +108,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Int32Array, owner: int) -> None:
-        """Free pages that `owner` holds. Raises `OwnershipError`, changing nothing, otherwise."""
+        """Free pages held by `owner`. Raise `OwnershipError`, changing nothing, if it lacks one."""
         self._move(pages, owner, FREE, "free")
         count = len(pages)
         self._free_stack[self.num_free : self.num_free + count] = pages
@@ -114,8 +117,10 @@ class PageAllocator:
             self.num_tree -= count
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
-        """Move pages from row `owner` to the tree. Raises `OwnershipError`, changing nothing,
-        otherwise."""
+        """Move pages from row `owner` to the tree.
+
+        Raise `OwnershipError`, changing nothing, if `owner` does not hold all of them.
+        """
         self._move(pages, owner, TREE, "give to the tree")
         self.num_tree += len(pages)
 
@@ -128,7 +133,7 @@ class PageAllocator:
         self._log.note(action, owner, pages.copy())
 
     def owners(self) -> Int32Array:
-        """A copy of the owner of every page, int32[num_pages]."""
+        """Return a copy of the owner of every page, int32[num_pages]."""
         return self._owner.copy()
 
     def given_before(self, num_moved: int) -> BoolArray:
@@ -138,13 +143,15 @@ class PageAllocator:
         return is_given
 
     def owners_of(self, pages: Int32Array) -> Int32Array:
-        """The owner of each of `pages`, which exist: int32[len(pages)]."""
+        """Return the owner of each of `pages`, int32[len(pages)]. All of them must exist."""
         owners: Int32Array = self._owner[pages]
         return owners
 
     def misplaced_pages(self) -> Int32Array:
-        """Pages that are not listed as free exactly once although they are free, or at all although
-        they are not; of entries that are no pages, the entries."""
+        """Return the pages that the free list misplaces, and its entries that are not pages.
+
+        A free page is misplaced unless it is listed exactly once; any other page, if it is listed.
+        """
         listed = self._free_stack[: self.num_free]
         exists = (listed >= 0) & (listed < self.num_pages)
         is_listed = np.zeros(self.num_pages, np.bool_)
@@ -155,20 +162,20 @@ class PageAllocator:
         return np.concatenate([np.flatnonzero(is_wrong).astype(np.int32), listed[~exists]])
 
     def free_pages(self) -> Int32Array:
-        """A copy of the free list, in no particular order."""
+        """Return a copy of the free list, in no particular order."""
         return self._free_stack[: self.num_free].copy()
 
     @property
     def clock(self) -> int:
-        """The number of moves so far, by which they are dated."""
+        """Return the number of moves so far; it dates each move in the log."""
         return self._log.clock
 
     def transitions(self) -> list[Transition]:
-        """The latest moves of this pool's pages, oldest first."""
+        """Return the latest moves of this pool's pages, oldest first."""
         return self._log.all()
 
     def describe(self, pages: Int32Array, limit: int = 8) -> str:
-        """The owners and latest moves of the first few of `pages`, for messages."""
+        """Describe the owners and latest moves of the first `limit` of `pages`, for messages."""
         shown = ", ".join(
             f"page {page}: {describe_owner(int(self._owner[page]))} "
             f"(before: {describe_owner(int(self._last_owner[page]))})"
@@ -179,7 +186,7 @@ class PageAllocator:
         return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
 
     def _describe_history(self, pages: Int32Array) -> str:
-        """The moves of `pages` and their owners, latest last; ticks count calls to this pool."""
+        """Describe the latest moves of `pages`, oldest first. Ticks count calls to this pool."""
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
             for move in self._log.of(pages)
@@ -189,7 +196,7 @@ class PageAllocator:
         return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
 
     def _refuse(self, pages: Int32Array, owner: int, action: Action) -> NoReturn:
-        """Raise `OwnershipError` with the reason why `owner` cannot move `pages`."""
+        """Raise `OwnershipError` with the reason for which `owner` cannot move `pages`."""
         is_missing = (pages < 0) | (pages >= self.num_pages)
         if is_missing.any():
             raise OwnershipError(
@@ -218,11 +225,11 @@ def _change_owner(
     last_owners: Int32Array,
     stamps: IntpArray,
 ) -> bool:
-    """Move `pages` from `owner` to `new_owner`; False, changing no owner, if not allowed.
+    """Move `pages` from `owner` to `new_owner`; return False, changing no owner, if not allowed.
 
     A move is not allowed if a page does not exist, has another owner or appears twice, or if
-    `owner` cannot hold pages. `owners`, `last_owners` and `stamps` cover all pages. The pages are
-    stamped from `first_stamp` on, also if the move is refused.
+    `owner` is `FREE` or `RESERVED`. `owners`, `last_owners` and `stamps` cover all pages. The pages
+    are stamped from `first_stamp` on, even if the move is refused.
     """
     assert len(owners) == len(last_owners) == len(stamps)
     for i in range(len(pages)):
@@ -242,8 +249,10 @@ def _change_owner(
 
 @compiled("(int32[:], int32[::1], int32[::1])")
 def _pop_each(new_owners: Int32Array, free: Int32Array, owners: Int32Array) -> Int32Array:
-    """Take a page for each of `new_owners` from the end of `free`, the last page first, and record
-    its owner in `owners`. Returns the pages; none if one of `new_owners` is no row."""
+    """Take a page for each of `new_owners` from the end of `free`, and record its owner.
+
+    The last page is taken first. Return the pages, or none if one of `new_owners` is not a row.
+    """
     pages = np.empty(len(new_owners), np.int32)
     assert len(pages) <= len(free)
     for owner in new_owners:

@@ -1,8 +1,8 @@
 """The pages that hold each running request's tokens, and the three lengths of its lease.
 
-One row per request, of one rank. The row's page ids and lengths are columns of arrays, so that the
-scheduler can grow and commit all rows of a step at once; `KVLease` is the view of one row. Row 0 is
-the null row: padding refers to it, no request holds it.
+A rank has one row per request. The page ids and lengths are columns of arrays, so the scheduler can
+grow and commit all rows of a step at once; `KVLease` is the view of one row. Row 0 is the null row:
+padding refers to it, and no request holds it.
 """
 
 from dataclasses import dataclass, fields
@@ -15,8 +15,8 @@ from sgl_jax.mem_cache.errors import LeaseError
 
 NULL_ROW = 0
 NO_STATE = -1
-# For a row that has written no states: both halves, the half written last, the length of its last
-# return, the drafts of both halves.
+# A row without states: both halves, the half written last, the length at the last return, the
+# drafts of both halves.
 _NO_STATES = np.array([NO_STATE, NO_STATE, 0, 0, 0, 0], np.int32)
 _NO_CELLS = np.zeros(0, np.intp)
 
@@ -30,15 +30,14 @@ class PageChangeLog:
         self._num_written = 0
 
     def note(self, cells: IntpArray) -> None:
-        """Record that cells, by their index into the flattened table, were written. Keeps the
-        array."""
+        """Record the flat indices of written cells. Keeps the array."""
         self._cells.append(cells)
         self._num_written += len(cells)
         if self._num_written > self._pages.size:  # `take` was not called for long
             self._cells, self._num_written = [np.arange(self._pages.size)], 0
 
     def take(self) -> PageChanges:
-        """The changes, in new arrays."""
+        """Return the changes, in new arrays, and clear the log."""
         cells = np.concatenate(self._cells) if self._cells else _NO_CELLS
         self._cells, self._num_written = [], 0
         return PageChanges(cells, self._pages.reshape(-1)[cells])
@@ -46,41 +45,41 @@ class PageChangeLog:
 
 @dataclass(eq=False)
 class RowTables:
-    """The pages and lengths of rows, as columns; a rank's columns may be views of all ranks'
-    arrays.
+    """The pages and lengths of rows, as columns.
 
-    Only methods write `pages`: they log changes for the executor. `row_states.py` interprets the
-    states of recurrent layers, in two halves of each row.
+    The columns of one rank may be views of arrays of all ranks. Only methods write `pages`, since
+    they log changes for the executor. `row_states.py` interprets `states`: the states of recurrent
+    layers, in two halves of each row.
     """
 
     pages: Int32Array  # [num_rows, groups, pages_per_row], 0 before the first and after the last
-    # [groups, num_rows] the first page that a row lists, above 0 behind a window
+    # [groups, num_rows] first page that a row lists; above 0 once its window has passed pages
     first_pages: Int32Array
-    # [4, num_rows] tokens in ascending order: 0, protected, committed, allocated; 0 for a free row.
-    # One array, so that one comparison proves the order.
+    # [4, num_rows] tokens in ascending order: 0, protected, committed, allocated; all 0 for a free
+    # row. One array, so that one comparison checks the order.
     lengths: Int32Array
-    # [num_rows] grows whenever a row is freed; a step's result belongs to the row's holder only if
-    # the epoch is still the launch's
+    # [num_rows] grows when a row is freed. The result of a step is valid for a row only if its
+    # epoch is the same as at launch.
     epoch: Int32Array
     states: Int32Array  # [6, num_rows]
     page_log: PageChangeLog
-    first_row: int = 0  # of the log's table
+    first_row: int = 0  # row of the log's table at which these rows start
 
     def __post_init__(self) -> None:
-        # Page tables of a row, and pages that each can list.
         _, self.num_groups, self.pages_per_row = self.pages.shape
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
-        # The tokens before a half's first state; `NO_STATE` if there is none or it is unknown yet.
+        # The tokens before a half's first state; `NO_STATE` if it has none, or none with known
+        # length.
         self.state_lens = self.states[:2]
         self.state_half = self.states[2]  # the half written last
-        # The row's tokens when it last went back; states after more tokens in a half written before
-        # that are invalid.
+        # The row's tokens when it last went back to an earlier length. In a half written before
+        # that, states after more tokens are invalid.
         self.resumed_len = self.states[3]
-        self.state_drafts = self.states[4:]  # of a half: further states, one after each draft
+        self.state_drafts = self.states[4:]  # by half: further states, one after each draft
 
     @classmethod
     def empty(cls, num_rows: int, num_groups: int, pages_per_row: int) -> "RowTables":
-        """Columns of `num_rows` free rows."""
+        """Create the columns of `num_rows` free rows."""
         pages = np.zeros((num_rows, num_groups, pages_per_row), np.int32)
         return cls(
             pages=pages,
@@ -108,7 +107,7 @@ class RowTables:
             self.list_pages_of(row, group, first, listed)
 
     def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
-        """Like `list_pages`, for one group: `pages` int32[n]."""
+        """List `pages` int32[n] of one group in `row` from column `first` on."""
         end = first + len(pages)
         self.pages[row, group, first:end] = pages
         start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
@@ -173,18 +172,18 @@ class ReqToTokenPool(RowTables):
 
     @property
     def num_held(self) -> int:
-        """Rows in use, counted independently of `num_free`."""
+        """Count the rows in use, independently of `num_free`."""
         return int(np.count_nonzero(self._held))
 
     def held_rows(self) -> Int32Array:
         return np.flatnonzero(self._held).astype(np.int32)
 
     def free_rows(self) -> Int32Array:
-        """A copy of the free list, in no particular order."""
+        """Return a copy of the free list, in no particular order."""
         return np.array(self._free, np.int32)
 
     def alloc(self) -> int:
-        """Take a free row. Raises `LeaseError` if there is none: check `num_free` first."""
+        """Take a free row. Raise `LeaseError` if there is none: check `num_free` first."""
         if not self._free:
             raise LeaseError(f"all {self.num_rows - 1} rows are held")
         row = self._free.pop()
@@ -192,7 +191,10 @@ class ReqToTokenPool(RowTables):
         return row
 
     def free(self, row: int) -> None:
-        """Free a row; its lengths, page list and states are cleared."""
+        """Free a row, and clear its lengths, page list and states.
+
+        Raise `LeaseError` if it is not held.
+        """
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False

@@ -1,7 +1,7 @@
 """The latest moves of a pool's pages in order, with owners: taken, given to the tree, freed.
 
-Written on every call to the allocator, read only when a check fails. Keeps the arrays it receives,
-bounded in calls and in pages. Its clock counts calls, so it reads no time.
+Every call to the allocator writes it, and only failed checks read it. It keeps the arrays that it
+receives, up to a limit of calls and of pages. Its clock counts calls and reads no time.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ MAX_PAGES = 65_536
 
 
 class Transition(NamedTuple):
-    """One call: `owners` (one for all pages, or one for each) did `action` at tick `clock`."""
+    """One call: `owners` (one for all pages, or one each) performed `action` at tick `clock`."""
 
     clock: int
     action: Action
@@ -32,14 +32,15 @@ class TransitionLog:
 
     def __init__(self) -> None:
         self.clock = 0
-        # Plain tuples of a transition's fields: this is written far more often than read.
+        # Plain tuples of a transition's fields, because the log is written far more often than
+        # read.
         self._ring: deque[tuple[int, Action, int | Int32Array, Int32Array]] = deque()
         self._num_pages = 0
 
     def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
-        """Record a call, and its arrays, which must not change afterwards.
+        """Record a call and its arrays, which must not change afterwards.
 
-        A call of more than `MAX_PAGES` pages is recorded in part.
+        If a call has more than `MAX_PAGES` pages, only the first `MAX_PAGES` are recorded.
         """
         self.clock += 1
         if len(pages) > MAX_PAGES:
@@ -59,7 +60,7 @@ class TransitionLog:
         return [Transition(*fields) for fields in self._ring]
 
     def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:
-        """The recorded moves of `pages`, oldest first, without other pages."""
+        """Return the recorded moves of `pages`, oldest first, without other pages."""
         found = []
         for transition in self.all():
             concerned = np.isin(transition.pages, pages)
