@@ -1,18 +1,17 @@
 """An eviction order that resists scans: the leaf least likely to be used again goes first.
 
-Each class holds the leaves with an equal number of uses, in a queue by age, and counts its reused
-and evicted pages. The reused share divided by a power of the age estimates the rate of use. Among
+Leaves with an equal number of uses form a class, which has a queue by age and counts its reused and
+evicted pages. The estimated rate of use is the reused share divided by a power of the age. Among
 the oldest leaves of all classes, the leaf with the lowest rate goes. So pages read once, as in a
-scan, leave before pages read often, while the counts support that; if use does not depend on the
-past, the order equals LRU.
+scan, leave before pages read often. If use does not depend on the past, the order equals LRU.
 
 Evicted pages are remembered for a while by a hash of their prefix (`ghost_pages.py`). A page that
-returns enters the next class, as if it had stayed. So pages that return repeatedly are kept in the
-end, though no cache could hold them from one use to the next. A return counts in part: by how much
-a slightly longer stay would have served it.
+returns enters the next class, as if it had stayed. So pages that return repeatedly are finally
+kept, even if no cache could hold them from one use to the next. A return counts as a fraction of a
+use: the fraction depends on how much longer a stay would have served it.
 
 Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. Once another order
-leads, the cache follows it: leaves that the leader keeps go after all others.
+leads, the cache follows it: leaves in the leading shadow are evicted last.
 """
 
 from math import sqrt
@@ -39,7 +38,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """For a cache of `num_pages` pages."""
+    """The adaptive order for a cache of `num_pages` pages, including the null page."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(NUM_CLASSES)
@@ -48,14 +47,13 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
         self._shadows = ShadowCaches(num_pages - 1)  # without the null page
         self._path_end: TreeNode | None = None  # the last node that was used
-        # Leaves that the favourite keeps, which go after all others: by number of uses, then by
-        # hash.
+        # Leaves in the leading shadow, evicted last: by number of uses, and by hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
         self._kept_by_hash: dict[int, tuple[TreeNode, int]] = {}
         self._forget_counts()
 
     def _forget_counts(self) -> None:
-        self._num_reused = [1.0] * NUM_CLASSES  # pages, and the share that returned
+        self._num_reused = [1.0] * NUM_CLASSES  # pages, including fractions for returns
         self._num_left = [1.0] * NUM_CLASSES  # pages
         self._num_left_since_halved = 0
 
@@ -76,8 +74,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._queues[node.num_uses].discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
-        """The first leaf, by the favourite's order, that the favourite does not keep; else the
-        first."""
+        """Return the first leaf that the leading shadow lacks; if it lacks none, the first leaf."""
         if self._shadows.has_changed or self._shadows.is_due:
             self._follow(self._shadows.read())
         leaf = self._first(self._queues, now)
@@ -85,7 +82,7 @@ class AdaptivePolicy(EvictionPolicy):
             return leaf
         while leaf is not None:
             if leaf.last_access >= self._shadows.path_used_at:
-                self._end_path()  # a leaf without locks: its path has ended
+                self._end_path()  # a leaf has no locks, so its path has ended
                 self._follow(self._shadows.read())
             num_uses = self._shadows.num_uses(_last_hash(leaf))
             if num_uses is None:
@@ -95,7 +92,8 @@ class AdaptivePolicy(EvictionPolicy):
         return self._first(self._kept, now)
 
     def num_kept(self, leaf: TreeNode) -> int:
-        """Pages up to the last page that the favourite has, or has used more often than the end."""
+        """Count the pages up to the last page with more uses in the leading shadow than the leaf's
+        end; if the shadow lacks the end, up to the last page in it."""
         if not self._shadows.has_changed:
             return 0
         num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
@@ -130,16 +128,16 @@ class AdaptivePolicy(EvictionPolicy):
             self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
 
     def _follow(self, gone: Int64Array | None) -> None:
-        """Drop pages of these hashes, which the favourite lost; None if the favourite changed."""
+        """Move leaves with hashes `gone`, or all if None, back to the normal queues."""
         for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
             if page_hash in self._kept_by_hash:
                 self.add(self._kept_by_hash[page_hash][0])
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """The share of such pages that was used again, by age."""
+        """Return the reused share of pages with `num_uses`, divided by age ** 1.25."""
         reused, left = self._num_reused[num_uses], self._num_left[num_uses]
         age = now - last_access + 1
-        # To the power of 1.25, by square roots alone: those are the same on every host.
+        # age ** 1.25 by square roots only: their results are the same on every host.
         return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
@@ -156,11 +154,11 @@ class AdaptivePolicy(EvictionPolicy):
         return _runs(num_uses, self._page_size)
 
     def _count_returned(self, pages: RecalledPages, now: int) -> None:
-        """Count returns as parts of a use.
+        """Count each return as a fraction of a use.
 
-        To serve a return at age b, a page evicted at age a had to stay b / a times as long. The
-        return counts as (a / b) ** 3 of a use: less is too little in large caches, more too much in
-        small ones.
+        To serve a return at age b, a page evicted at age a would have had to stay b / a times as
+        long. The return counts as (a / b) ** 3 of a use. A smaller fraction is too little for large
+        caches; a larger fraction is too much for small caches.
         """
         share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
         returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
@@ -177,7 +175,7 @@ class AdaptivePolicy(EvictionPolicy):
             node.num_uses += 1
 
     def _go_along(self, node: TreeNode, now: int) -> None:
-        """Add `node` to the open path if its parent was used last, else start another path."""
+        """Add `node` to the open path if its parent was used last; otherwise start another path."""
         if node.parent is not self._path_end:
             self._end_path()
             if self._shadows.is_due:
@@ -191,13 +189,13 @@ class AdaptivePolicy(EvictionPolicy):
             self._path_end = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Both halves keep the number of uses."""
+        """Copy the number of uses from `lower` to `upper`."""
         upper.num_uses = lower.num_uses
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """Count the pages that leave, and remember them."""
+        """Count and remember the pages that leave."""
         if keep_tokens and self._is_kept(leaf):
-            self.add(leaf)  # the favourite may not keep its new end
+            self.add(leaf)  # the leading shadow may not hold the new end
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]
         self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
@@ -228,12 +226,12 @@ class AdaptivePolicy(EvictionPolicy):
 
 
 def _last_hash(node: TreeNode) -> int:
-    """The hash of the prefix that ends with the edge; shadows identify the leaf by it."""
+    """Return the hash of the prefix up to the edge's end, the leaf's key in the shadows."""
     return int(node.page_hashes.view(np.int64)[-1])
 
 
 def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:
-    """Runs of equal values, one value for each page, as tokens."""
+    """Return runs of equal values, given one value per page, with lengths in tokens."""
     ends = np.append(np.flatnonzero(np.diff(num_uses)) + 1, len(num_uses))
     lengths = np.diff(ends, prepend=0) * page_size
     return list(map(UseRun, lengths.tolist(), num_uses[ends - 1].tolist()))

@@ -1,10 +1,10 @@
-"""The order in which the prefix tree evicts leaves: least recently used, or a subclass's.
+"""The order in which the prefix tree evicts leaves: least recently used, or a subclass's order.
 
 The tree reports each use and each eviction to its policy. The FULL component reports which leaves
-are evictable, and requests the next victim. A policy decides the order and nothing else: matches
-depend on tokens alone, and locked pages stay in every state of the policy.
+are evictable, and requests the next victim. A policy decides only the order: matches depend only on
+tokens, and locked pages stay in every state of the policy.
 
-Ages use the tree's logical clock, never wall time, so that hosts evict alike.
+Ages use the tree's logical clock, never wall time, so that all hosts evict in the same order.
 """
 
 from typing import NamedTuple
@@ -23,14 +23,14 @@ class UseRun(NamedTuple):
 
 
 class EvictionPolicy:
-    """A set of evictable leaves, least recently used first; subclasses record their use.
+    """A set of evictable leaves, least recently used first. Subclasses record uses.
 
-    Between any two calls, and proved by `audit`: a node is in the set, at its present `last_access`
-    and `num_uses`, exactly if the component's last call for it was `add`, not `discard`.
+    A node is in the set, at its present `last_access` and `num_uses`, exactly if the component's
+    last call for it was `add`, not `discard`. `audit` verifies this invariant.
     """
 
     def __init__(self, num_classes: int = 1) -> None:
-        """`num_uses` of all nodes is below `num_classes`; each has a queue by age."""
+        """Create a queue by age for each class: each number of uses below `num_classes`."""
         self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(num_classes)]
 
     def __len__(self) -> int:
@@ -40,8 +40,7 @@ class EvictionPolicy:
         return node in self._queues[node.num_uses]
 
     def add(self, node: TreeNode) -> None:
-        """Make `node` evictable at its present age; called again after each change of
-        `last_access`."""
+        """Make `node` evictable at its present age; call again when `last_access` changes."""
         self._queues[node.num_uses].add(node)
 
     def discard(self, node: TreeNode) -> None:
@@ -49,43 +48,43 @@ class EvictionPolicy:
 
     @property
     def num_classes(self) -> int:
-        """All `num_uses` are below it."""
+        """Return the upper bound, exclusive, of all `num_uses`."""
         return len(self._queues)
 
     def next_victim(self, now: int) -> TreeNode | None:
-        """The first leaf to evict; None if there is none. It stays in the set."""
+        """Return the first leaf to evict, without removing it; None if the set is empty."""
         return self._queues[0].oldest()
 
     def num_kept(self, leaf: TreeNode) -> int:
-        """Pages of the next victim's edge that stay until another leaf has been chosen."""
+        """Return the pages of the next victim's edge to keep until another leaf is chosen."""
         return 0
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """The expected rate of use at this number of uses and age, for comparison only."""
+        """Return the expected rate of use at this number of uses and age, for comparison only."""
         return 1.0 / (now - last_access + 1)
 
     def begin(self, node: TreeNode) -> list[UseRun]:
-        """Return the earlier uses of the tokens of a new edge, which is not in the set yet.
+        """Return the earlier uses of the tokens of a new edge that is not in the set yet.
 
-        Returns at least one run, from the top, together the whole edge; `node.num_uses` becomes the
-        last run's. The tree splits the edge so that each node has one number.
+        The runs, at least one, cover the edge from the top down. Set `node.num_uses` to that of the
+        last run. The tree splits the edge so that each node has one number.
         """
         return [UseRun(len(node.key), 0)]
 
     def use(self, node: TreeNode, now: int) -> None:
-        """A request uses `node`; `last_access` still holds the previous use."""
+        """Record a use of `node` by a request, before `last_access` is updated."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower`'s edge lost its first `upper.end - start` tokens to the new `upper`."""
+        """Record that the first part of `lower`'s edge has moved to the new node `upper`."""
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """`leaf` is about to lose the tokens past `keep_tokens` of its edge."""
+        """Record that `leaf` is about to lose its edge's tokens past the first `keep_tokens`."""
 
     def clear(self) -> None:
         for queue in self._queues:
             queue.clear()
 
     def audit(self) -> None:
-        """Prove that every member is listed at its age; raise `LedgerError` if not."""
+        """Raise `LedgerError` if a member is not listed at its present age."""
         for queue in self._queues:
             queue.audit()

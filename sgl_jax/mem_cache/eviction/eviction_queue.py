@@ -1,7 +1,7 @@
 """A set of evictable items, oldest first.
 
-The order is by the logical clock of the last use, ties by identity number: never by wall time, so
-that several hosts evict alike and a run can be replayed.
+Items are ordered by the logical clock of the last use, then by id. Wall time is not used, so that
+all hosts evict in the same order and a run can be replayed.
 """
 
 import heapq
@@ -21,10 +21,10 @@ T = TypeVar("T", bound=Aged)
 
 
 class EvictionQueue(Generic[T]):
-    """A set with an oldest-first pop: O(log n), membership exact at every moment.
+    """A set that finds its oldest item in O(log n).
 
-    A heap with lazy deletion: an entry counts only if its item is a member and still has the age of
-    the entry. Stale entries are removed once they outnumber the members.
+    It is a heap with lazy deletion: an entry counts only if its item is a member and still has the
+    age of the entry. Stale entries are removed once they outnumber the members.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class EvictionQueue(Generic[T]):
         return item.node_id in self._members
 
     def add(self, item: T) -> None:
-        """Add `item` at its present age; call it again after each change of age."""
+        """Add `item` at its present age. Call this again after each change of age."""
         self._members[item.node_id] = item
         heapq.heappush(self._heap, (item.last_access, item.node_id))
         if len(self._heap) > 64 + 2 * len(self._members):
@@ -48,7 +48,7 @@ class EvictionQueue(Generic[T]):
         self._members.pop(item.node_id, None)
 
     def oldest(self) -> T | None:
-        """The member used longest ago, still a member; None if the set is empty."""
+        """Return the least recently used member, without removing it; None if the set is empty."""
         while self._heap:
             age, node_id = self._heap[0]
             item = self._members.get(node_id)

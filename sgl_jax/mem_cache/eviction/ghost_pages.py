@@ -1,11 +1,11 @@
 """Recently evicted pages: the hashes of their prefixes and records of their use.
 
 A ring of fixed size bounds the memory. Most new edges hold no evicted page, and the hash of their
-first page shows it: the pages behind it left earlier or with it. So the ring is searched only for
-edges whose first page may be in it.
+first page shows it, since the pages after it were evicted before it or with it. So the ring is
+searched only for edges with a first page that may be in it.
 
-Prefixes are distinguished by a 64-bit hash alone, which may collide. So ghosts may affect the order
-of eviction, never a match.
+Prefixes are distinguished only by a 64-bit hash, which may collide. So ghosts may affect the order
+of eviction, but never a match.
 """
 
 from typing import NamedTuple
@@ -25,20 +25,20 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
-_SALTS = (np.uint64(0), _GAMMA)  # of the two halves of the index
-# Cells of each index for every ghost: with fewer cells, more ghosts hide one another.
+_SALTS = (np.uint64(0), _GAMMA)  # for the two halves of the index
+# Index cells per ghost, in each half: with fewer cells, more ghosts overwrite each other.
 _CELLS_PER_GHOST = 4
-# Cells of the quick test: with fewer cells, more searches of the ring find nothing.
+# Cells of the quick test per ghost: with fewer cells, more searches of the ring find nothing.
 _COUNTS_PER_GHOST = 8
 
 
 class RecalledPages(NamedTuple):
-    """Records of some pages; the other arrays have an entry for each True in `is_ghost`."""
+    """Records of looked-up pages. All arrays but `is_ghost` have one entry per True in it."""
 
-    is_ghost: BoolArray  # of each page of the lookup
+    is_ghost: BoolArray  # one entry per looked-up page
     num_uses: Int64Array
-    last_access: Int64Array  # the clock when they were used last
-    left_at: Int64Array  # the clock when they left
+    last_access: Int64Array  # the clock at the last use
+    left_at: Int64Array  # the clock at eviction
 
 
 class PrefixHasher:
@@ -51,9 +51,9 @@ class PrefixHasher:
     def hashes(self, tokens: Int32Array, before: int = 0) -> UInt64Array:
         """Hash the prefix up to the end of each page: uint64[len(tokens) / page_size].
 
-        `tokens`, int32, are whole pages that continue a prefix of hash `before` (0: the empty
-        prefix). A page adds its share to a polynomial in `_GAMMA` modulo 2**64, as in Karp and
-        Rabin (1987) with characters, so the hash does not depend on how a prefix was divided.
+        `tokens`, int32, are whole pages that continue a prefix with hash `before` (0 for the empty
+        prefix). Each page adds its hash to a polynomial in `_GAMMA` modulo 2**64, as characters do
+        in Karp and Rabin (1987), so the result does not depend on how a prefix was divided.
         """
         return _hashes(tokens, self._page_size, self._coefficients, np.uint64(before))
 
@@ -77,7 +77,7 @@ def _mixed(values: UInt64Array) -> UInt64Array:
 def _hashes(
     tokens: Int32Array, page_size: int, coefficients: UInt64Array, before: np.uint64
 ) -> UInt64Array:
-    """See `PrefixHasher.hashes`; `coefficients` are for the tokens of a page."""
+    """Compute `PrefixHasher.hashes`; `coefficients` has one value per token of a page."""
     assert len(tokens) % page_size == 0
     assert len(coefficients) == page_size
     hashes = np.empty(len(tokens) // page_size, np.uint64)
@@ -108,9 +108,9 @@ def _enter(
     by_hash: Int32Array,
     last_left: UInt32Array,
 ) -> None:
-    """Write leaving pages over the oldest entries of the ring, from `first_place` on.
+    """Write evicted pages over the oldest entries of the ring, starting at `first_place`.
 
-    `num_left` pages have left, including these. The last four arguments are columns of
+    `num_left` pages were evicted so far, including these. The last four arguments are columns of
     `GhostPages`.
     """
     num_cells = np.uint64(len(by_hash) // 2)
@@ -125,27 +125,27 @@ def _enter(
 
 
 class GhostPages:
-    """The last `num_ghosts` pages that left, first in, first out."""
+    """The last `num_ghosts` evicted pages, first in, first out."""
 
     def __init__(self, num_ghosts: int) -> None:
         self.num_ghosts = num_ghosts
         self._hashes = np.zeros(num_ghosts, np.uint64)
-        self._history = np.zeros((num_ghosts, 3), np.int64)  # as in `RecalledPages`
+        self._history = np.zeros((num_ghosts, 3), np.int64)  # last three fields of `RecalledPages`
         self._next = 0
-        # By the last bits of a hash: the number of pages that had left when a page with such a hash
-        # left, or slightly more. Counted from `num_ghosts`, so that 0 is too old to be remembered,
-        # and modulo 2**32: if the number is ambiguous, a search finds nothing.
+        # By the last bits of a hash: the number of pages evicted when a page with such a hash was
+        # last evicted, or slightly more. It starts at `num_ghosts`, so that 0 is too old to be
+        # remembered, and is modulo 2**32: if the number is ambiguous, a search finds nothing.
         self._num_left = num_ghosts
         num_bits = (_COUNTS_PER_GHOST * num_ghosts).bit_length()
         self._last_left = np.zeros(1 << num_bits, np.uint32)
         self._last_bits = np.uint64(len(self._last_left) - 1)
-        # A hash is listed in both halves, at independent places: a search fails only if both
+        # Each hash is listed in both halves, at independent places, so a search fails only if both
         # entries were overwritten.
         self._num_cells = _CELLS_PER_GHOST * num_ghosts
         self._by_hash = np.zeros(2 * self._num_cells, np.int32)
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
-        """Record that pages of these prefixes leave now; the oldest entries are overwritten."""
+        """Record the eviction of pages with these prefixes, overwriting the oldest entries."""
         self._num_left += len(hashes)
         _enter(
             hashes,
@@ -174,7 +174,7 @@ class GhostPages:
         return RecalledPages(is_ghost, *self._history[places[is_ghost]].T)
 
     def _may_recall(self, first: np.uint64) -> bool:
-        """Return whether a page of this hash, or one behind it, may be a ghost."""
+        """Return whether the page with this hash, or a page after it, may be a ghost."""
         last_left = int(self._last_left[int(first & self._last_bits)])
         return (self._num_left - last_left) % 2**32 < self.num_ghosts
 
@@ -184,7 +184,7 @@ class GhostPages:
         self._last_left[:] = 0
 
     def _cells(self, hashes: UInt64Array) -> Int64Array:
-        """The cells of each hash in both halves of the index, int64[2, len(hashes)]."""
+        """Return the cells of each hash in both halves of the index, int64[2, len(hashes)]."""
         halves = [
             _mixed(salt ^ hashes) % np.uint64(self._num_cells) + first
             for salt, first in zip(_SALTS, (np.uint64(0), np.uint64(self._num_cells)), strict=True)

@@ -1,17 +1,17 @@
-"""Three caches of hashes, which count the hits of each order of eviction.
+"""Three caches of hashes that count the hits of three eviction orders.
 
-A shadow sees the requests and has the size of the real cache, or, if that is large, of a sample:
-pages whose hash ends in zeros, in a proportionally smaller cache (Waldspurger et al. 2015). The
-adaptive order, LRU and LFU each have one. The shadow with the most hits over the last few turnovers
-becomes the favourite, once it leads clearly.
+A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
+only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
+2015). The shadow with the most hits over the last few turnovers becomes the favourite, once it
+leads clearly.
 
-- `ADAPTIVE`: as `adaptive_policy.py`, with counts and ghosts of its own.
+- `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.
 - `LRU`: least recently used first.
-- `LFU`: least used first since it entered the cache, the least recently used of equals.
+- `LFU`: fewest uses since the page entered the cache first; among equals, least recently used.
 
-All see the same uses, so a page's age is the same in each. A page is admitted whenever it is read.
-Pages of a path are appended from its end, so that the end leaves first; the shadows do not use the
-tree.
+All shadows see the same uses, so a page has the same age in each. Every page read is admitted. The
+pages of a path are appended from its end, so that the end is evicted first; the shadows do not use
+the tree.
 """
 
 from itertools import accumulate
@@ -31,15 +31,15 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
 
 GHOSTS_PER_PAGE = 4
 MAX_SAMPLED = 2048  # pages of a shadow
-UNREAD_PART = 16  # of the cache's pages, which may wait to be read
+UNREAD_PART = 16  # 1 / 16 of the cache's pages may wait to be read
 _NO_HASHES = np.zeros(0, np.int64)
 
 
 class ShadowCaches:
-    """For a cache of `num_pages` pages.
+    """Shadows of a cache with `num_pages` pages.
 
     `favourite`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order with the most hits. `has_changed`
-    becomes True at its first change: until then the cache follows its own order.
+    becomes True at its first change: until then the cache follows its adaptive order.
     """
 
     favourite: int
@@ -55,13 +55,13 @@ class ShadowCaches:
         self._states = np.zeros(1, STATE)
         self._states["size"], self._states["num_ghosts"] = size, num_ghosts
         self._states["num_buckets"] = 1 << num_known.bit_length() - 1
-        # Unread edges, the last of them of an open path. For each ended path: the edges up to its
-        # end, and the time of its use.
+        # Unread edges; the last may belong to an open path. For each ended path: the number of
+        # edges up to its end, and the time of its use.
         self._edges: list[UInt64Array] = []
         self._ends: list[int] = []
         self._times: list[int] = []
         self._num_unread = 0  # pages
-        # So many are read at once, which costs little more than to read few.
+        # Reading this many pages at once costs little more than reading a few.
         self._most_unread = num_pages // UNREAD_PART
         self.path_used_at = 0
         self.clear()
@@ -86,22 +86,19 @@ class ShadowCaches:
         return self._num_unread > self._most_unread
 
     def use(self, hashes: UInt64Array, now: int) -> None:
-        """Extend the open path by pages with these prefixes.
-
-        A path is read as a whole: otherwise LFU would evict its new pages for one another.
-        """
+        """Extend the open path by pages with these prefixes. A path is read as a whole: otherwise
+        LFU would evict some of its new pages for the rest."""
         self._edges.append(hashes)
         self._num_unread += len(hashes)
         self.path_used_at = now
 
     def end_path(self) -> None:
-        """End the open path, which has pages; later pages belong to another path."""
+        """End the open path, which must have pages. Later pages belong to another path."""
         self._ends.append(len(self._edges))
         self._times.append(self.path_used_at)
 
     def read(self) -> Int64Array | None:
-        """Read the ended paths: hashes of pages that left the favourite, None if the favourite has
-        changed."""
+        """Read the ended paths; return hashes that left the favourite, None if it changed."""
         if not self._ends:
             return _NO_HASHES
         num_changes = self._states["num_changes"][0]
@@ -119,11 +116,11 @@ class ShadowCaches:
         return None
 
     def num_uses(self, page_hash: int) -> int | None:
-        """By the favourite's count; None if the page is absent or outside the sample."""
+        """Return the favourite's count; None if the page is absent or outside the sample."""
         num_uses = num_uses_of(page_hash, self.favourite, self._pages, self._states)
         return None if num_uses == NONE else num_uses
 
     def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
-        """Pages up to the last one that the favourite has with more than `num_uses` uses."""
+        """Count the pages up to the last page with more than `num_uses` uses in the favourite."""
         of_path = hashes.view(np.int64)
         return int(num_used_more(of_path, num_uses, self.favourite, self._pages, self._states))

@@ -1,7 +1,7 @@
 """The pages of the shadow caches, as records, and the loops over them (`shadow_caches.py`).
 
-All of them are in two arrays of records, `pages` and the one record `state`: a call from one loop
-to another costs time for each array that it passes.
+There are only two arrays of records, `pages` and `state` (one record), because a call from one loop
+to another costs time for each array argument.
 """
 
 from functools import partial
@@ -15,36 +15,36 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array
 
 ADAPTIVE, LRU, LFU = range(3)
-NUM_CLASSES = 5  # uses after the first: 0, 1, 2, 3, and 4 or more
+NUM_CLASSES = 5  # by uses after the first: 0, 1, 2, 3, and 4 or more
 MAX_USES = 63  # distinguished by LFU
-HALVED_AFTER = 8  # turnovers until hits, and the adaptive shadow's counts, fade by half
-# A new favourite leads by this part of the cache, and by more after each change, up to the last
-# part: equal shadows may hold different pages, and each change costs the hits of a cache that must
-# fill again.
+HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts, are halved
+# A new favourite must lead by the first part of the cache size, and by more after each change, up
+# to the last part. Equal shadows may hold different pages, and each change costs the hits of a
+# cache that must fill again.
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
 NONE = -1
 
 _PAGE_FIELDS = [
     ("hash", np.int64),
-    ("next", np.int64),  # page of its bucket, or of the free list
-    ("last_use", np.int64),  # the time
-    ("last_path", np.int64),  # by number
-    # When the page left the adaptive shadow, how many had left by then, and its class then.
+    ("next", np.int64),  # next page of the bucket or of the free list
+    ("last_use", np.int64),  # time
+    ("last_path", np.int64),  # number of the path
+    # At the page's last eviction from the adaptive shadow: time, number of evicted pages, class.
     *(("left_at", np.int64), ("left_as", np.int64), ("ghost_uses", np.int64)),
-    # For each shadow: its class, or `NONE` if absent, and its neighbours in the class's queue.
+    # By shadow: the page's class, or `NONE` if absent, and its neighbours in the class's queue.
     *(("num_uses", np.int64, 3), ("older", np.int64, 3), ("younger", np.int64, 3)),
-    # Not of the page, but by its index: the first page of a bucket, and a place of the ring.
+    # Not this page's, but at its index: the first page of a bucket, an entry of the ghost ring.
     *(("bucket", np.int64), ("ghost", np.int64)),
 ]
 _STATE_FIELDS = [
     ("queues", np.int64, (3, MAX_USES + 1, 2)),  # by shadow and class: oldest, youngest page
     ("counts", np.float64, (2, NUM_CLASSES)),  # pages used again, and pages evicted
     *(("num_pages", np.int64, 3), ("hits", np.int64, 3)),  # of each shadow
-    ("size", np.int64),  # pages that a shadow holds at most
+    ("size", np.int64),  # maximum pages of a shadow
     *(("num_buckets", np.int64), ("num_ghosts", np.int64)),  # the former is a power of two
     ("free", np.int64),  # the first free page
-    ("num_left", np.int64),  # pages that have left the adaptive shadow
-    ("num_seen", np.int64),  # pages since hits faded
+    ("num_left", np.int64),  # pages evicted from the adaptive shadow
+    ("num_seen", np.int64),  # pages since hits were halved
     *(("num_paths", np.int64), ("favourite", np.int64), ("num_changes", np.int64)),
 ]
 PAGE, STATE = np.dtype((np.record, _PAGE_FIELDS)), np.dtype((np.record, _STATE_FIELDS))
@@ -64,7 +64,7 @@ def _find(page_hash: int, pages: Records, state: Record) -> np.int64:
 
 @_compiled("(int64, int64, page[::1], state[::1])")
 def num_uses_of(page_hash: int, shadow: int, pages: Records, states: Records) -> int:
-    """The class of the page in the shadow; `NONE` if it is absent."""
+    """Return the class of the page in the shadow; `NONE` if it is absent."""
     page = _find(page_hash, pages, states[0])
     return NONE if page == NONE else int(pages[page].num_uses[shadow])
 
@@ -106,7 +106,7 @@ def _is_ghost(page: int, pages: Records, state: Record) -> bool:
 
 @_compiled("(int64, page[::1], state)")
 def _free(page: int, pages: Records, state: Record) -> None:
-    """Free the page if no shadow holds it and it is no ghost."""
+    """Free the page if no shadow holds it and it is not a ghost."""
     for shadow in range(3):
         if pages[page].num_uses[shadow] >= 0:
             return
@@ -155,7 +155,7 @@ def _append(page: int, shadow: int, num_uses: int, pages: Records, state: Record
 
 @_compiled("(int64, int64, page[::1], state)")
 def _victim(shadow: int, now: int, pages: Records, state: Record) -> int:
-    """The page to evict next from the shadow; `NONE` if all were used now."""
+    """Return the page to evict next from the shadow; `NONE` if all were used now."""
     victim, lowest = NONE, 0.0
     for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
         page = state.queues[shadow, num_uses, 0]
@@ -173,10 +173,8 @@ def _victim(shadow: int, now: int, pages: Records, state: Record) -> int:
 
 @_compiled("(int64, int64, page[::1], state)")
 def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
-    """Make room for a page in the shadow; return the evicted page, or `NONE`.
-
-    The adaptive shadow counts it, and makes it a ghost.
-    """
+    """Make room for a page in the shadow; return the evicted page, or `NONE`. The adaptive shadow
+    counts it, and makes it a ghost."""
     if state.num_pages[shadow] < state.size:
         return NONE
     page = _victim(shadow, now, pages, state)
@@ -207,7 +205,7 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 
 @_compiled("(state,)")
 def _choose(state: Record) -> None:
-    """Change the favourite if another leads clearly; hits fade."""
+    """Change the favourite if another order leads clearly; halve the hits after some turnovers."""
     best = state.favourite
     for shadow in range(3):
         if state.hits[shadow] > state.hits[best]:
@@ -231,7 +229,7 @@ def _read(
     pages: Records,
     state: Record,
 ) -> Int64Array:
-    """One shadow reads pages with this time of use; returns hashes of evicted pages."""
+    """Read pages into one shadow at time `now`; return the hashes of the evicted pages."""
     num_uses = np.zeros(len(read), np.int64)
     is_new = np.zeros(len(read), np.bool_)
     for i in range(len(read)):
@@ -256,7 +254,7 @@ def _read(
             num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
     left = np.empty(len(read), np.int64)
     num_left = 0
-    most_uses = 0  # of the new pages from here on
+    most_uses = 0  # among the new pages from here on
     for i in range(len(read) - 1, -1, -1):
         page, uses = read[i], num_uses[i]
         if is_new[i]:
@@ -284,7 +282,11 @@ def read_paths(
     pages: Records,
     states: Records,
 ) -> Int64Array:
-    """See `ShadowCaches.read`; one path after another."""
+    """Read one path after another into all shadows; return hashes of pages that left the favourite.
+
+    `ends` are the ends of the paths in `hashes`, `times` their times of use. A hash with a bit of
+    `mask` set is outside the sample.
+    """
     assert len(ends) == len(times)
     assert ends[-1] == len(hashes)
     state = states[0]

@@ -14,10 +14,8 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex
 class LockedPages:
     """Lock counts over `num_pages` pages. The pages of one call must be distinct.
 
-    Attributes:
-        num_running: distinct pages locked by at least one running request.
-        num_idle: distinct pages locked by at least one idle session.
-        num_locked: distinct pages locked by either.
+    `num_running` counts the pages locked by running requests, `num_idle` by idle sessions, and
+    `num_locked` by either; each page counts once.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -62,13 +60,9 @@ class LockedPages:
     def num_shared(self, table: Int32Array, rows: RowIndex, num_pages: Int32Array) -> Int32Array:
         """Count the shared pages among each row's first `num_pages`; int32[n].
 
-        A page is shared if another lease has locked it too. Locks begin at the root, so the shared
-        pages of a row come first.
-
-        Args:
-            table: int32[num_rows, groups, pages_per_row]; group 0 lists the pages.
-            rows: n rows. Each has locked its pages.
-            num_pages: int32[n], pages of each row to examine.
+        A page is shared if another lease has locked it too. Each row has locked its pages, which
+        group 0 of `table` int32[num_rows, groups, pages_per_row] lists. Locks begin at the root, so
+        a row's shared pages come first.
         """
         return _num_shared(table, rows, num_pages, self._running, self._idle)
 

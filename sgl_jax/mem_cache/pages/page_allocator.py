@@ -84,11 +84,7 @@ class PageAllocator:
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
-        """Take `num_pages` free pages for row `owner`; int32[num_pages].
-
-        Raise `OutOfPagesError`, changing nothing, if fewer pages are free, and `OwnershipError` if
-        `owner` is not a row.
-        """
+        """Take pages for row `owner` by `alloc_each`; int32[num_pages]."""
         return self.alloc_each(np.full(num_pages, owner, np.int32))
 
     def alloc_each(self, owners: Int32Array) -> Int32Array:
@@ -108,7 +104,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Int32Array, owner: int) -> None:
-        """Free pages held by `owner`. Raise `OwnershipError`, changing nothing, if it lacks one."""
+        """Free pages of `owner`. If it lacks one, raise `OwnershipError`, changing nothing."""
         self._move(pages, owner, FREE, "free")
         count = len(pages)
         self._free_stack[self.num_free : self.num_free + count] = pages
@@ -117,10 +113,7 @@ class PageAllocator:
             self.num_tree -= count
 
     def give_to_tree(self, pages: Int32Array, owner: int) -> None:
-        """Move pages from row `owner` to the tree.
-
-        Raise `OwnershipError`, changing nothing, if `owner` does not hold all of them.
-        """
+        """Give pages of row `owner` to the tree, or raise `OwnershipError`, changing nothing."""
         self._move(pages, owner, TREE, "give to the tree")
         self.num_tree += len(pages)
 
@@ -137,8 +130,7 @@ class PageAllocator:
         return self._owner.copy()
 
     def given_before(self, num_moved: int) -> BoolArray:
-        """Return which pages the tree has owned since `num_moved` had that value,
-        bool[num_pages]."""
+        """Return bool[num_pages]: has the tree owned the page since `num_moved` had this value?"""
         is_given: BoolArray = (self._owner == TREE) & (self._stamp < num_moved)
         return is_given
 
@@ -148,10 +140,8 @@ class PageAllocator:
         return owners
 
     def misplaced_pages(self) -> Int32Array:
-        """Return the pages that the free list misplaces, and its entries that are not pages.
-
-        A free page is misplaced unless it is listed exactly once; any other page, if it is listed.
-        """
+        """Return the pages that the free list misplaces, and its entries that are not pages. A free
+        page must be listed exactly once, and no other page may be listed."""
         listed = self._free_stack[: self.num_free]
         exists = (listed >= 0) & (listed < self.num_pages)
         is_listed = np.zeros(self.num_pages, np.bool_)
@@ -249,10 +239,8 @@ def _change_owner(
 
 @compiled("(int32[:], int32[::1], int32[::1])")
 def _pop_each(new_owners: Int32Array, free: Int32Array, owners: Int32Array) -> Int32Array:
-    """Take a page for each of `new_owners` from the end of `free`, and record its owner.
-
-    The last page is taken first. Return the pages, or none if one of `new_owners` is not a row.
-    """
+    """Take a page for each of `new_owners` from the end of `free`, and record its owner. The last
+    page is taken first. Return the pages, or none if one of `new_owners` is not a row."""
     pages = np.empty(len(new_owners), np.int32)
     assert len(pages) <= len(free)
     for owner in new_owners:

@@ -191,10 +191,7 @@ class ReqToTokenPool(RowTables):
         return row
 
     def free(self, row: int) -> None:
-        """Free a row, and clear its lengths, page list and states.
-
-        Raise `LeaseError` if it is not held.
-        """
+        """Free and clear a row. Raise `LeaseError` if it is not held."""
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False

@@ -38,10 +38,8 @@ class TransitionLog:
         self._num_pages = 0
 
     def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
-        """Record a call and its arrays, which must not change afterwards.
-
-        If a call has more than `MAX_PAGES` pages, only the first `MAX_PAGES` are recorded.
-        """
+        """Record a call and its arrays, which must not change afterwards. If a call has more than
+        `MAX_PAGES` pages, only the first `MAX_PAGES` are recorded."""
         self.clock += 1
         if len(pages) > MAX_PAGES:
             pages = pages[:MAX_PAGES]
