@@ -1,1 +1,1 @@
-"""Blocks of KV pages and states in the host's memory, behind the prefix cache of each rank."""
+"""Blocks of KV pages and states in CPU memory: the tier after each rank's prefix cache."""

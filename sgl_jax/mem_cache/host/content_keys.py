@@ -9,17 +9,17 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import Keys
 
 _HASH_BYTES = 16
-KEY_BYTES = _HASH_BYTES + 1  # the last is the number of the group of layers
-# Hashes are kept by pieces of prefixes, of so many tokens, and so many pieces used last.
+KEY_BYTES = _HASH_BYTES + 1  # the last byte is the layer group's number
+# Hashes are cached by pieces of prefixes: this many tokens each, and this many recent pieces.
 _PIECE_TOKENS = 1024
 _NUM_PIECES = 2048
 
 
 class ContentKeys:
-    """Computes keys for pages of `page_size` tokens and `num_groups` groups of layers.
+    """Computes keys for pages of `page_size` tokens and `num_groups` layer groups.
 
-    A key is a BLAKE2b hash, chained from the namespace over the prefix's pages, and the group.
-    Without the namespace, which has a tenant's salt, no key can be computed.
+    A key is a BLAKE2b hash, chained from the namespace over the prefix's pages, and the group
+    number. The namespace contains a tenant's salt, so no key can be computed without it.
     """
 
     def __init__(self, page_size: int, num_groups: int) -> None:
@@ -30,10 +30,7 @@ class ContentKeys:
         self._hash_piece = lru_cache(_NUM_PIECES)(self._hash_pages)
 
     def of(self, tokens: Int32Array, namespace: str) -> Keys:
-        """The key of each group's contents of each whole page of `tokens` int32[n].
-
-        Returns uint8[groups, pages, KEY_BYTES].
-        """
+        """Return a key per group and whole page of `tokens`: uint8[groups, pages, KEY_BYTES]."""
         num_pages = len(tokens) // self._page_size
         data = tokens[: num_pages * self._page_size].astype("<i4").tobytes()
         hashes = [hashlib.blake2b(namespace.encode(), digest_size=_HASH_BYTES).digest()]
@@ -50,7 +47,7 @@ class ContentKeys:
 
 
 def _hash_pages(page_bytes: int, chained: bytes, pages: bytes) -> bytes:
-    """The hashes of `pages`, one after another, behind a prefix with the hash `chained`."""
+    """Return the chained hashes of `pages`, which follow a prefix with hash `chained`."""
     hashes = []
     for first in range(0, len(pages), page_bytes):
         page = pages[first : first + page_bytes]

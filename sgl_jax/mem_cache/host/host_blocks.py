@@ -1,13 +1,14 @@
-"""The blocks of one rank in the host's memory: their owners, and the prefixes that they hold.
+"""The blocks of one rank in CPU memory: their owners, and the prefixes that they hold.
 
-A block holds the contents of a page, or of a state's slot. A `RadixCache` over the blocks keeps the
-prefixes: so lookbacks, namespaces, locks, eviction and healing follow the rules of the device's.
+A block holds the contents of a page or of a state slot. A `RadixCache` over the blocks keeps the
+prefixes, so lookbacks, namespaces, locks, eviction and healing follow the same rules as on the
+device.
 
     free -> arriving (owned by a copy from the device) -> cached (owned by the tree) -> free
 
-A fetch to the device, or a put into the store, locks the cached blocks that it reads: they are
-leaving. Nothing else locks them, except that a copy locks the prefix which it continues. A load
-from the store fills blocks as a copy from the device does.
+A fetch to the device, or a write to the store, locks the cached blocks that it reads: they are
+leaving. A copy locks the prefix that it continues. There are no further locks. A load from the
+store fills blocks in the same way as a copy from the device.
 """
 
 from collections.abc import Sequence
@@ -25,23 +26,23 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class HostCopy(NamedTuple):
-    """A prefix whose end is on its way from the device or store. Its number owns the blocks."""
+    """A prefix with an end in transit from the device or the store; its number owns the blocks."""
 
     tokens: Int32Array  # whole pages
     namespace: str
-    node: TreeNode | None  # locked: the prefix's part that was there before
+    node: TreeNode | None  # locked end of the part that was cached before
     num_before: int  # pages of that part
     blocks: Int32Array  # [groups, pages of the prefix]; 0 for values that are not copied
-    is_wanted: bool = True  # False if it was given up
+    is_wanted: bool = True  # False if the copy was given up
 
 
 class HostBlocks:
-    """The blocks of rank `dp_rank`, of the pools in `sizes.host_blocks`.
+    """The blocks of rank `dp_rank`, in pools with the sizes `sizes.host_blocks`.
 
     Attributes:
-        cache: the prefixes that are there.
-        copies: on their way from the device or the store, by number.
-        leaving: the ends of the prefixes that fetches and puts read, by number: locked.
+        cache: the cached prefixes.
+        copies: prefixes in transit from the device or the store, by transfer number.
+        leaving: locked ends of the prefixes that fetches and writes read, by transfer number.
     """
 
     def __init__(self, dp_rank: int, sizes: EngineSizes, eviction_policy: str) -> None:
@@ -63,14 +64,14 @@ class HostBlocks:
         self.leaving: dict[int, TreeNode] = {}
 
     def by_pool(self, values: Int32Array) -> tuple[Int32Array, ...]:
-        """The values above 0 of `values` int32[groups, n], for each pool."""
+        """Return the values above 0 of `values` int32[groups, n], for each pool."""
         if len(values) == 1:
             return (values[values > 0],)
         in_pools = [values[numbers].reshape(-1) for numbers in self.groups_of]
         return tuple(listed[listed > 0] for listed in in_pools)
 
     def num_locks(self, pool: int) -> Int32Array:
-        """The locks on each block of a pool but the null block, int32[num_blocks]."""
+        """Return the locks on each block of a pool except the null block, int32[num_blocks]."""
         counts = np.zeros(self.allocators[pool].num_pages, np.int32)
         tree = self.cache.tree
         ends = (*self.leaving.values(), *(copy.node for copy in self.copies.values()))
@@ -83,16 +84,16 @@ class HostBlocks:
     def begin_copy(
         self, number: int, tokens: Int32Array, namespace: str, is_offered: BoolArray
     ) -> Int32Array | None:
-        """Take blocks for the offered values of a prefix behind the part that is here.
+        """Take blocks for the offered values of a prefix, after the part that is cached already.
 
         Args:
-            number: of the copy, at least 1 and never used before.
-            tokens: of the prefix, whole pages.
-            namespace: of the prefix.
-            is_offered: bool[groups, pages], the values to copy.
+            number: new number of the copy, at least 1.
+            tokens: whole pages.
+            namespace: namespace of the prefix.
+            is_offered: bool[groups, pages], the values that can be copied.
 
-        Returns the blocks int32[groups, pages], 0 for values that are not copied; None, changing
-        nothing but ages, if the whole prefix is here or room lacks.
+        Return the blocks int32[groups, pages], 0 for values that are not copied. Return None,
+        changing only ages, if the whole prefix is cached or free blocks are short.
         """
         node = self.cache.tree.match(tokens, namespace)
         self.cache.tree.settle()
@@ -112,14 +113,14 @@ class HostBlocks:
         return blocks
 
     def _make_room(self, counts: Sequence[int]) -> bool:
-        """Free blocks for so many values of each group."""
+        """Free blocks for `counts[group]` values of each group; return whether this succeeded."""
         for pool, allocator in enumerate(self.allocators):
             count = sum(counts[group] for group in self.groups_of[pool])
             deficit = count - allocator.num_free
             if deficit > self.cache.num_evictable[pool]:
                 return False
             if deficit > 0:
-                # More than it takes, since each eviction has its own cost on the host.
+                # Free more than the deficit, since each eviction on the host has a fixed cost.
                 self.cache.evict(max(deficit, allocator.num_pages // 64), pool)
             if count > allocator.num_free:
                 return False
@@ -133,17 +134,17 @@ class HostBlocks:
         is_found: BoolArray | None = None,
         lock_for: int | None = None,
     ) -> Int32Array:
-        """The blocks of a copy hold their values now, or never will.
+        """End a copy: either its blocks hold their values now, or it failed.
 
         Args:
-            number: of the copy.
-            succeeded: they hold them.
-            is_found: of a load, bool[groups, n]: the values that the next n pages have got, which
-                alone are kept; by default, all pages have got all.
-            lock_for: the prefix then stays locked as `leaving` under this number.
+            number: number of the copy.
+            succeeded: whether the blocks hold their values.
+            is_found: bool[groups, n], for a load: the values that arrived for the next n pages.
+                Only these are kept. None if all pages have all their values.
+            lock_for: if given, the prefix stays locked in `leaving` under this number.
 
-        Returns the blocks int32[groups, n] of the new pages, 0 for missing values, and for values
-        that are not locked; none if nothing was kept, and nothing is locked.
+        Return the blocks int32[groups, n] of the new pages, 0 for values that are missing or not
+        locked. If nothing was kept, n is 0 and nothing is locked.
         """
         copy = self.copies.pop(number)
         node, before, unused = copy.node, copy.num_before, copy.blocks
@@ -172,31 +173,26 @@ class HostBlocks:
         return added
 
     def reset(self) -> None:
-        """Keep no prefix, and none of the copies in flight; their blocks are free once they end.
-
-        No fetch may hold a lock.
-        """
+        """Drop all prefixes and give up all copies. No fetch may hold a lock."""
         for number in self.copies:
             self.give_up_copy(number)
         self.cache.reset()
 
     def give_up_copy(self, number: int) -> None:
-        """Keep nothing of a copy in flight; its blocks are free once it ends."""
+        """Discard a copy in flight. Its blocks are freed when it ends."""
         copy = self.copies[number]
         if copy.node is not None:
             self.cache.unlock(copy.node)
         self.copies[number] = copy._replace(node=None, is_wanted=False)
 
     def begin_fetch(self, number: int, tokens: Int32Array, namespace: str) -> Int32Array:
-        """Lock the prefix `tokens`, as long as `cache.peek` finds it, until `end_fetch`.
-
-        Returns the blocks int32[groups, pages], 0 for values that its next token does not read.
-        """
+        """Lock the prefix `tokens`, exactly as long as `cache.peek` finds it, until `end_fetch`.
+        Return the blocks int32[groups, pages], 0 for values that its next token does not read."""
         match = self.cache.match_prefix(tokens, namespace)
         assert match.node is not None
         self.leaving[number] = match.node
         return match.pages
 
     def end_fetch(self, number: int) -> None:
-        """Undo the lock of `begin_fetch`, or of `end_copy`."""
+        """Undo the lock of `begin_fetch` or `end_copy`."""
         self.cache.unlock(self.leaving.pop(number))

@@ -1,4 +1,4 @@
-"""Checks the blocks of a rank in the host's memory, as `ledger.py` checks pages. It only reads."""
+"""Checks a rank's blocks in CPU memory, without changing them; `ledger.py` checks device pages."""
 
 from collections.abc import Iterator
 
@@ -15,10 +15,10 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 def check_host_balance(tier: HostTier) -> None:
-    """Prove `free + arriving + cached + reserved == total` for each pool. Raises `LedgerError`.
+    """Verify `free + arriving + cached + reserved == total` for each pool, or raise `LedgerError`.
 
-    Arriving blocks are counted by the copies, cached ones by the tree, whose locks must be the ones
-    of copies and fetches in flight.
+    The copies count the arriving blocks, and the tree counts the cached blocks. The tree's locks
+    must be exactly the locks of copies, fetches and writes in flight.
     """
     blocks = tier.blocks
     arriving = [0] * len(blocks.allocators)
@@ -48,7 +48,7 @@ def check_host_balance(tier: HostTier) -> None:
 
 
 def audit_host(tier: HostTier) -> None:
-    """Prove by a full walk that every block has exactly one owner. Raises `LedgerError`."""
+    """Verify by a full walk that every block has exactly one owner, or raise `LedgerError`."""
     check_host_balance(tier)
     blocks = tier.blocks
     blocks.cache.audit(_locks(blocks))
@@ -57,7 +57,7 @@ def audit_host(tier: HostTier) -> None:
 
 
 def audit_host_slices(tier: HostTier) -> Iterator[None]:
-    """Walk the blocks of a rank in slices, as `ledger_slices.py` walks its pages."""
+    """Walk the blocks of a rank in slices, so that steps can run between them."""
     blocks = tier.blocks
     try:
         for _ in _slices(tier, blocks):
@@ -66,7 +66,7 @@ def audit_host_slices(tier: HostTier) -> Iterator[None]:
                 return
     except LedgerError:
         raise
-    except Exception as error:  # of any type
+    except Exception as error:
         raise _error(blocks, walk_failure(error).what) from error
 
 
@@ -94,8 +94,8 @@ def _locks(blocks: HostBlocks) -> list[tuple[TreeNode, None]]:
 
 
 def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array | None = None) -> None:
-    """Each block must belong to the copy that has it, or to the tree if it is in `tree_blocks` (by
-    default, as recorded), or be free."""
+    """Verify that each block belongs to its copy, to the tree if it is in `tree_blocks`, or is
+    free. By default, `tree_blocks` are the blocks recorded as the tree's."""
     allocator = blocks.allocators[pool]
     owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)

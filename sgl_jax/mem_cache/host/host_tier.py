@@ -1,11 +1,11 @@
-"""Moves prefixes between a rank's pages on the device and its blocks in the host's memory.
+"""Moves prefixes between a rank's pages on the device and its blocks in CPU memory.
 
 Out: a prefix that the cache gains (or uses again, or is about to evict: the write policy) is copied
-beside the steps. In: a *fetch* takes pages under a lease of its own, and gives them to the prefix
-cache when they have arrived, so a request that waits for it then finds them like any cached prefix.
-So pages on the way belong to a lease, and no request ever holds a page without contents.
+while steps run. In: a *fetch* takes pages under a separate lease, and gives them to the prefix
+cache when their contents have arrived. A request that waits for the fetch then finds them as it
+finds any cached prefix. So no request ever holds a page without contents.
 
-Owns the leases of fetches. They end, as all leases do, in `release_kv_cache`.
+This file holds the leases of fetches. They end, as all leases do, in `release_kv_cache`.
 """
 
 from collections import deque
@@ -26,19 +26,19 @@ from sgl_jax.mem_cache.release import let_go_windows, release_kv_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree_node import TreeNode
 
-# Prefixes that wait to be copied; of more, the oldest are not copied.
+# Prefixes that wait to be copied. If there are more, the oldest are dropped.
 _MAX_OFFERS = 256
-# A copy begins only while fewer pages are on their way out.
+# A copy begins only while fewer pages than this are being copied.
 _MAX_LEAVING_PAGES = 256
 MAX_FETCHES = 4
 
 
 class Fetch(NamedTuple):
-    """A prefix on its way to the device. `lease` holds its pages, and the part that was there."""
+    """A prefix in transit to the device. `lease` holds its pages, and the part already there."""
 
     tokens: Int32Array  # whole pages
     lease: KVLease
-    num_tokens: int  # that are fetched
+    num_tokens: int  # fetched tokens
     move: PageTransfer
     is_wanted: bool = True  # False if the prefix was withdrawn
 
@@ -49,15 +49,15 @@ class _Offer(NamedTuple):
 
 
 class HostTier:
-    """The host's memory behind the prefix cache of `memory`.
+    """The CPU memory tier after the prefix cache of `memory`.
 
     Attributes:
-        prices: of its fetches, and of the store's loads.
+        prices: rates of fetches, and of loads from the store.
         blocks: the blocks and the prefixes in them.
-        store: the store behind it, if there is one.
-        fetches: on their way to the device, by number.
-        num_copied_pages, num_fetched_tokens, num_failed: since the start; of the first pool, with
-            their contents there, and transfers that failed.
+        store: the next tier; None if there is none.
+        fetches: prefixes in transit to the device, by transfer number.
+        num_copied_pages: pages of the first pool that were copied since the start.
+        num_fetched_tokens, num_failed: tokens fetched and transfers failed since the start.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class HostTier:
         loads_all: bool = False,
         has_store: bool = False,
     ) -> None:
-        """`write_policy` and `eviction_policy` as in `SchedulerArgs`; with `loads_all`, a load is
-        always sooner; with `has_store`, there is a store behind it."""
+        """Create a tier with policies of `SchedulerArgs`. `loads_all` makes every load win."""
         self.prices = LoadPrices(loads_all=loads_all)
         self._has_store = has_store
         self._memory = memory
@@ -92,8 +91,8 @@ class HostTier:
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
-        self._begun: set[int] = set()  # fetches that the executor has
-        self._dropped: dict[int, PageTransfer] = {}  # of these, the ones whose lease has ended
+        self._begun: set[int] = set()  # fetches that the executor has begun
+        self._dropped: dict[int, PageTransfer] = {}  # begun fetches with an ended lease
         self._placed_now: list[PageTransfer] = []
         self._dropped_now: list[PageTransfer] = []
         self._copies_now: list[PageTransfer] = []
@@ -104,20 +103,18 @@ class HostTier:
     # -- out --------------------------------------------------------------------------------
 
     def gained(self, tokens: Int32Array, namespace: str) -> None:
-        """The device's cache has the prefix `tokens`, whole pages, whose last pages are new."""
+        """Offer a prefix (whole pages) after the device's cache has gained its last pages."""
         if self.write_policy == "write_through":
             self._offer(tokens, namespace)
 
     def used(self, tokens: Int32Array, namespace: str) -> None:
-        """A request has found the prefix `tokens`, whole pages, in the device's cache."""
+        """Offer a prefix (whole pages) that a request has found in the device's cache."""
         if self.write_policy == "write_through_selective":
             self._offer(tokens, namespace)
 
     def before_eviction(self, leaf: TreeNode) -> None:
-        """Pages at the end of `leaf` are about to be freed: write-back copies its path now.
-
-        The step that is being planned may overwrite them, so it is copied before that runs.
-        """
+        """Under write-back, copy the path of `leaf` before pages at its end are freed. The step
+        being planned may overwrite these pages, so the copy precedes that step."""
         if self.write_policy != "write_back":
             return
         path = self._memory.cache.tree.path_to(leaf)
@@ -137,7 +134,7 @@ class HostTier:
         self._may_begin = True
 
     def _begin_copies(self) -> None:
-        """Copy offered prefixes; a prefix whose beginning is being copied waits for that."""
+        """Copy offered prefixes. A prefix waits if its first new page is being copied already."""
         self._may_begin = False  # until a copy ends, or another prefix is offered
         for _ in range(len(self._offers)):
             if sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES:
@@ -149,7 +146,7 @@ class HostTier:
                 self._begin_copy(*offer)
 
     def _is_leaving(self, tokens: Int32Array, namespace: str) -> bool:
-        """Return whether a copy in flight has pages of this prefix."""
+        """Return whether a copy in flight includes pages of this prefix."""
         page_size = self._memory.page_size
         return any(
             copy.namespace == namespace
@@ -158,7 +155,7 @@ class HostTier:
         )
 
     def _begin_copy(self, tokens: Int32Array, namespace: str) -> None:
-        """Copy the prefix to the host, as far as the device still has it."""
+        """Copy the part of the prefix that the device still has."""
         memory = self._memory
         node, length = memory.cache.tree.peek(tokens, namespace)
         if length == 0:
@@ -183,25 +180,26 @@ class HostTier:
     # -- in ---------------------------------------------------------------------------------
 
     def fetch_of(self, tokens: Int32Array, namespace: str, least: int) -> tuple[int, int] | None:
-        """The row of a fetch in flight that brings more than `least` tokens of the prefix, and the
-        number of tokens that it has of it; None without one."""
+        """Find a fetch in flight with more than `least` tokens of the prefix. Return its row and
+        how many tokens of the prefix it has; None if there is no such fetch."""
         page_size = self._memory.page_size
         for fetch in self.fetches.values():
             if fetch.lease.namespace == namespace:
                 shared = common_prefix_len(fetch.tokens, tokens) // page_size * page_size
-                # The lease's part before its committed length was on the device already.
+                # The device already had the lease's part before its committed length.
                 if shared > max(least, fetch.lease.kv_committed_len):
                     return fetch.lease.row, shared
         return None
 
     def num_here(self, tokens: Int32Array, namespace: str) -> int:
-        """The tokens of the longest prefix that the host has."""
+        """Return the number of tokens of the longest prefix in CPU memory."""
         return self.blocks.cache.peek(tokens, namespace)
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
-        """Fetch the longest prefix of `tokens` that the host has and the device lacks.
+        """Fetch the longest prefix of `tokens` in CPU memory, if it is longer than the device's.
 
-        None, changing nothing but ages, if it has no more than the device, or rows or pages lack.
+        Return None, changing only ages, if it is not longer, if `MAX_FETCHES` are in flight, or if
+        there is no free row or too few pages.
         """
         memory = self._memory
         length = self.blocks.cache.peek(tokens, namespace)
@@ -226,7 +224,7 @@ class HostTier:
         return fetch
 
     def _make_room(self, blocks: Int32Array) -> bool:
-        """Free a page of the device for each of `blocks`."""
+        """Free a page of the device for each of `blocks`; return whether there are enough."""
         memory = self._memory
         counts = [len(listed) for listed in self.blocks.by_pool(blocks)]
         for pool, count in enumerate(counts):
@@ -241,7 +239,7 @@ class HostTier:
         )
 
     def _take_pages(self, lease: KVLease, blocks: Int32Array, length: int) -> Int32Array:
-        """Give `lease` a page for each of `blocks` int32[groups, n]; return them likewise."""
+        """Allocate a page to `lease` for each of `blocks`; both are int32[groups, n]."""
         memory, row = self._memory, lease.row
         pages = np.zeros_like(blocks)
         for number, group in enumerate(memory.groups):
@@ -258,7 +256,7 @@ class HostTier:
         return pages
 
     def drop_fetches(self) -> bool:
-        """Free the pages of all fetches; return whether there was any."""
+        """Free the pages of all fetches; return whether there were any."""
         had_any = bool(self.fetches)
         for number, fetch in list(self.fetches.items()):
             self._end_lease(number, insert=False)
@@ -277,11 +275,12 @@ class HostTier:
         release_kv_cache(self._memory, fetch.lease, fetch.tokens, insert=insert)
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """`RadixCache.withdraw` for the prefixes here, and for the copies and fetches in flight.
+        """Withdraw the prefix from page `length // page_size` on: from the cache, copies and
+        fetches.
 
         A copy of pages that an unread step writes is still in flight when the step's result is
-        read, so none of it reaches the store. The store keeps the pages that it has, but they are
-        not loaded again.
+        read, so none of it reaches the store. The store keeps the pages that it has, but does not
+        load them again.
         """
         first = length // self._memory.page_size
         num_shared = (first + 1) * self._memory.page_size
@@ -310,42 +309,36 @@ class HostTier:
 
     @property
     def num_put_blocks(self) -> int:
-        """Blocks that were put into the store."""
         return self.store.num_put_blocks if self.store is not None else 0
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Tokens that were loaded from the store."""
         return self.store.num_loaded_tokens if self.store is not None else 0
 
     @property
     def waiting_fetches(self) -> Sequence[PageTransfer]:
-        """The fetches that the next `take` begins."""
+        """Return the fetches that the next `take` begins."""
         return self._fetches_now
 
     @property
     def num_moving_tokens(self) -> int:
-        """Tokens of the fetches in flight."""
         return sum(fetch.num_tokens for fetch in self.fetches.values())
 
     @property
     def num_waiting_copies(self) -> int:
-        """Prefixes that wait to be copied to the host."""
         return len(self._offers)
 
     @property
     def is_moving_out(self) -> bool:
-        """True while prefixes are copied to the host or put into the store, or wait for it."""
+        """Return whether prefixes wait to be copied, or are in transit to a lower tier."""
         return bool(self._offers or self._moves or self.is_storing)
 
     @property
     def is_storing(self) -> bool:
-        """True while prefixes are on their way to the store."""
         return self.store is not None and bool(self.store.puts)
 
     @property
     def has_work(self) -> bool:
-        """True if `take` may return transfers."""
         return bool(
             (self._offers and self._may_begin)
             or self._placed_now
@@ -356,7 +349,7 @@ class HostTier:
         )
 
     def take(self) -> Transfers:
-        """The transfers to begin before the next step is planned."""
+        """Return the transfers to begin before the next step is planned."""
         self._begin_copies()
         taken = Transfers(
             tuple(self._placed_now),
@@ -371,15 +364,15 @@ class HostTier:
         return taken
 
     def take_saved(self) -> list[PageTransfer]:
-        """The copies of evicted pages, which must precede the step being planned."""
+        """Return the copies of evicted pages, which must precede the step being planned."""
         saved, self._copies_now = self._copies_now, []
         return saved
 
     def ended(self, end: TransferEnd) -> None:
-        """A transfer has ended. One that began before a reset of the device is ignored."""
+        """Handle the end of a transfer, unless it began before a reset of the device."""
         number = end.number
         self.num_failed += not end.succeeded
-        self._may_begin = True  # a prefix may have waited for the end of a copy or a load
+        self._may_begin = True  # a prefix may be waiting for the end of this copy or load
         if number in self._moves:
             move = self._moves.pop(number)
             self.num_copied_pages += len(move.pages[0]) * end.succeeded
@@ -401,7 +394,7 @@ class HostTier:
             self.store.ended(end)
 
     def _end_copy(self, move: PageTransfer, *, succeeded: bool) -> None:
-        """Keep a copied prefix, and put its new pages into the store."""
+        """Keep a copied prefix, and write its new pages to the store."""
         store, copy = self.store, self.blocks.copies[move.number]
         may_put = store is not None and store.can_put(sum(map(len, move.blocks)))
         put = self._next_number() if may_put else None
@@ -410,7 +403,6 @@ class HostTier:
             store.put(put, copy.tokens, copy.namespace, added)
 
     def views(self) -> list[HostPoolView]:
-        """The blocks of each pool by state."""
         cache = self.blocks.cache
         return [
             HostPoolView(
@@ -427,17 +419,15 @@ class HostTier:
     # -- resets -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Keep no prefix; transfers in flight end as if they had failed. No put may still run."""
+        """Drop all prefixes; transfers in flight end as if they had failed. No write may run."""
         self.drop_fetches()
         if self.store is not None:
             self.store.drop_puts()
         self.blocks.reset()
 
     def forget(self) -> None:
-        """The executor was reset: nothing is in flight, and the contents of blocks are lost.
-
-        The leases of fetches must have ended (`drop_fetches`), or been dropped with all memory.
-        """
+        """Start again after a reset of the executor, without transfers or contents of blocks. The
+        leases of fetches must have ended (`drop_fetches`), or all memory was dropped."""
         before = self.store
         self.fetches.clear()
         self._start()

@@ -1,4 +1,4 @@
-"""The prefixes of a host's memory as plain values, to be loaded again by another engine."""
+"""The prefixes in a host's memory as plain values, for another engine to load."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class SavedPrefix(NamedTuple):
 class SavedTree(NamedTuple):
     """The nodes of a tree in columns, parents first.
 
-    `parents` int32[nodes] are indices of nodes, -1 for the root; `ends` int64[nodes] the ends of
-    their own tokens in `tokens` int32[n]; `last_use` int64[nodes], larger is later, and `num_uses`
-    int64[nodes] of each; `namespaces` one of each.
+    All columns but `tokens`, int32[n], have an entry per node; arrays are int64. `parents` are
+    indices of nodes, -1 for the root. `ends` are the ends of the nodes' edges in `tokens`. A larger
+    `last_use` is later.
     """
 
     parents: Int32Array
@@ -34,7 +34,7 @@ class SavedTree(NamedTuple):
 
 
 def save_tree(cache: RadixCache) -> SavedTree:
-    """The tree of `cache` as it is now."""
+    """Return the present tree of `cache`."""
     nodes = cache.nodes()
     index_of = {node.node_id: index for index, node in enumerate(nodes)}
     keys = [node.key for node in nodes]
@@ -49,7 +49,7 @@ def save_tree(cache: RadixCache) -> SavedTree:
 
 
 def tree_of(prefixes: Sequence[SavedPrefix]) -> SavedTree:
-    """These prefixes, the first as the one used last, without a common part."""
+    """Return prefixes without a common part as a tree; the first counts as used last."""
     keys = [prefix.tokens for prefix in prefixes]
     return SavedTree(
         parents=np.full(len(keys), -1, np.int64),
@@ -66,13 +66,12 @@ def _parent_id(node: TreeNode) -> int:
 
 
 def saved_prefixes(trees: Sequence[SavedTree]) -> list[SavedPrefix]:
-    """The paths to the trees' leaves: the ones used more than once first, and of these, and of the
-    others, the ones used last first."""
+    """Return the paths to all leaves: reused paths first, and then by latest use."""
     found: list[tuple[bool, float, SavedPrefix]] = []
     for tree in trees:
         is_leaf = np.ones(len(tree.parents), np.bool_)
         is_leaf[tree.parents[tree.parents >= 0]] = False
-        # Ages of different trees are compared by their share of a tree's life.
+        # Compare ages of different trees as fractions of each tree's life.
         latest = max(int(tree.last_use.max(initial=0)), 1)
         for leaf in np.flatnonzero(is_leaf).tolist():
             path = [leaf]

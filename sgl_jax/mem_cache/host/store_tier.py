@@ -1,11 +1,11 @@
-"""Moves prefixes between a rank's blocks in the host's memory and the store behind it.
+"""Moves prefixes between a rank's blocks in CPU memory and the store.
 
-Out: each prefix that the host gains is put into the store; the prefix stays locked until then. In:
-when a request arrives, its pages that neither the device nor the host has are *searched* in the
-store, and the ones that it has are *loaded* into blocks, whose prefix is then the host's like any
+Out: each prefix that CPU memory gains is written to the store, and stays locked until then. In:
+when a request arrives, the store looks up the request's pages that neither the device nor CPU
+memory has. The found pages are *loaded* into blocks, and their prefix is then cached like any
 other. A request may wait for that (`awaited`).
 
-A key of the store depends on all tokens up to a page's end, so no search needs a tree.
+A key of the store depends on all tokens up to a page's end, so no lookup needs a tree.
 """
 
 from collections import defaultdict, deque
@@ -24,15 +24,15 @@ from sgl_jax.mem_cache.host.load_prices import LoadPrices, PrefixElsewhere
 from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
-# So many blocks may be on their way to the store; further prefixes are put there when they are
-# offered to the host again.
+# Maximum blocks being written to the store. Further prefixes are written when they are offered to
+# CPU memory again.
 _MAX_PUT_BLOCKS = 4096
-# So many pages may wait for that, and so many are withdrawn.
+# Maximum pages that wait for that, and maximum withdrawn pages.
 _MAX_LISTED_PAGES = 1 << 16
-# One in so many loads that are dearer than computing begins all the same, though no request waits
-# for it: so the price of the store stays up to date.
+# Begin one in this many loads that computing would beat, to keep the measured rate of the store
+# current. No request waits for it.
 _MEASURED_REFUSALS = 16
-# Saved prefixes that are loaded at once.
+# Saved prefixes that are loaded at the same time.
 _MAX_RESTORED = 4
 
 
@@ -40,30 +40,29 @@ class Waiter(NamedTuple):
     """A request that waits for its prefix from the store."""
 
     rid: str
-    num_read: int  # tokens of the prefix that the host or the device has
+    num_read: int  # tokens of the prefix in CPU memory or on the device
     prompt_len: int
-    num_ahead: int  # prompt tokens of other requests that would be computed before it
+    num_ahead: int  # prompt tokens of further requests that would be computed before it
 
 
 class _Load(NamedTuple):
-    """A search or a load for a request, or for a saved prefix (without a `waiter`). `keys` begin at
-    page `first`; `is_moved` bool[groups, pages behind it] are the values that it moves."""
+    """A lookup or a load, for a request or (without a `waiter`) for a saved prefix."""
 
     waiter: Waiter | None
     tokens: Int32Array  # whole pages
     namespace: str
-    keys: Keys  # [groups, pages, bytes]
+    keys: Keys  # [groups, pages, bytes], from page `first` on
     first: int
-    is_moved: BoolArray
+    is_moved: BoolArray  # [groups, pages], from page `first` on: the values to move
 
 
 class _Put(NamedTuple):
     num_blocks: int
-    pages: Keys  # of the first group of layers
+    pages: Keys  # keys of the first layer group
 
 
 class _Follower(NamedTuple):
-    """A request that waits for the search or load of another one."""
+    """A request that waits for another request's lookup or load."""
 
     waiter: Waiter
     tokens: Int32Array  # whole pages
@@ -71,12 +70,12 @@ class _Follower(NamedTuple):
 
 
 class StoreTier:
-    """The store behind `blocks`.
+    """The store tier after `blocks`.
 
     Attributes:
-        awaited: the ids of requests for which a search or a load is under way.
-        num_loaded_tokens, num_put_blocks: since the start.
-        is_suspended: whether the store does not answer: nothing new is searched or put.
+        awaited: ids of requests with a pending lookup or load.
+        num_loaded_tokens, num_put_blocks: tokens loaded and blocks written since the start.
+        is_suspended: whether the store does not respond. Then no lookup or write begins.
         withdrawn: keys of pages, oldest first. Their values in the store may not be finite, so no
             load reads them.
     """
@@ -88,12 +87,12 @@ class StoreTier:
         prices: LoadPrices,
         next_number: Callable[[], int],
     ) -> None:
-        """`groups` are the blocks' groups of layers; `next_number` numbers transfers."""
+        """Create a tier for blocks of these layer groups; `next_number` numbers transfers."""
         self._prices = prices
         self._blocks = blocks
         windows = [group.sliding_window for group in groups]
         self._full_groups = [i for i, window in enumerate(windows) if window is None]
-        # The pages before a position that its next token reads, by group.
+        # By group: the number of pages before a position that its next token reads.
         self._lookbacks = {
             i: lookback_pages(window, blocks.page_size)
             for i, window in enumerate(windows)
@@ -109,10 +108,11 @@ class StoreTier:
         self.is_suspended = False
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
-        self._under_way: dict[bytes, int] = {}  # searches and loads, by the key of their first page
-        self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by number
+        self._under_way: dict[bytes, int] = {}  # lookups and loads, by the key of their first page
+        self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by transfer number
         self._puts: dict[int, _Put] = {}
-        # Keys of pages that the store lacks since their put failed or did not begin, oldest first.
+        # Keys of pages that the store lacks because their write failed or did not begin, oldest
+        # first.
         self._left_out: dict[bytes, None] = {}
         self.withdrawn: dict[bytes, None] = {}
         self._num_refused = 0  # loads
@@ -122,7 +122,7 @@ class StoreTier:
         self._restored: deque[SavedPrefix] = deque()
 
     def take_over(self, before: "StoreTier") -> None:
-        """Begin with the counts, and the state of the store, that another tier had."""
+        """Copy the counts and the state of the store from the tier before a reset."""
         self.num_put_blocks = before.num_put_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
         self.is_suspended = before.is_suspended
@@ -130,12 +130,10 @@ class StoreTier:
 
     @property
     def puts(self) -> set[int]:
-        """The numbers of prefixes on their way to the store: locked."""
         return set(self._puts)
 
     @property
     def has_work(self) -> bool:
-        """True if `take` returns transfers."""
         return bool(self._may_restore or self._searches_now or self._loads_now or self._puts_now)
 
     @property
@@ -149,13 +147,13 @@ class StoreTier:
 
     @property
     def is_restoring(self) -> bool:
-        """True until the saved prefixes are loaded."""
+        """Return whether saved prefixes remain to be loaded."""
         moving = (*self._searches.values(), *self._loads.values())
         may_come = self._restored and not self.is_suspended
         return bool(may_come or any(each.waiter is None for each in moving))
 
     def take(self) -> list[tuple[StoreTransfer, ...]]:
-        """The searches, loads and puts to begin now."""
+        """Return the lookups, loads and writes to begin now."""
         self._restore_some()
         lists = [self._searches_now, self._loads_now, self._puts_now]
         taken = [tuple(each) for each in lists]
@@ -166,7 +164,7 @@ class StoreTier:
     # -- out --------------------------------------------------------------------------------
 
     def can_put(self, num_blocks: int) -> bool:
-        """Return whether so many blocks more may be on their way."""
+        """Return whether `num_blocks` more blocks may be written now."""
         if self.is_suspended:
             return False
         num_moving = sum(put.num_blocks for put in self._puts.values())
@@ -175,10 +173,10 @@ class StoreTier:
     def put(
         self, number: int | None, tokens: Int32Array, namespace: str, values: Int32Array
     ) -> None:
-        """Put the last pages of a prefix into the store; `HostBlocks.leaving` has its lock.
+        """Write the last pages of a prefix to the store. `HostBlocks.leaving` holds its lock.
 
-        `values` int32[groups, n] are the blocks of the last n pages, 0 for the ones not put. With
-        no `number`, for lack of room, none is put before `put_again`.
+        `values` int32[groups, n] are the blocks of the last n pages, 0 for values to leave out. If
+        there is no room, `number` is None and the pages are written by a later `put_again`.
         """
         keys = self._keys.of(tokens, namespace)
         behind = keys[:, keys.shape[1] - values.shape[1] :]
@@ -190,7 +188,7 @@ class StoreTier:
             self._puts_now.append(self._transfer(number, behind, values > 0, values))
 
     def put_again(self, tokens: Int32Array, namespace: str) -> None:
-        """Put a prefix's pages that were left out, as far as the host has them."""
+        """Write a prefix's pages that were left out before, as far as CPU memory has them."""
         if not self._left_out or self.is_suspended:
             return
         tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
@@ -212,7 +210,7 @@ class StoreTier:
         _add_keys(self._left_out, put.pages)
 
     def drop_puts(self) -> None:
-        """Undo the locks of all puts, none of which may still run."""
+        """Undo the locks of all writes, none of which may still run."""
         for number in self._puts:
             self._blocks.end_fetch(number)
         self._puts.clear()
@@ -223,12 +221,11 @@ class StoreTier:
     # -- in ---------------------------------------------------------------------------------
 
     def withdraw(self, tokens: Int32Array, namespace: str, first: int) -> None:
-        """Load no page of the prefix `tokens` from page `first` on, until its key is forgotten for
-        newer ones."""
+        """Do not load the prefix `tokens` from page `first` on, until newer keys displace these."""
         _add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
 
     def _may_load(self, search: _Load) -> BoolArray:
-        """Which pages of a search are not withdrawn, bool[pages]."""
+        """Return which pages of a lookup are not withdrawn, bool[pages]."""
         return np.array([key.tobytes() not in self.withdrawn for key in search.keys[0]], np.bool_)
 
     def search(
@@ -240,11 +237,11 @@ class StoreTier:
         *,
         follows: bool = True,
     ) -> None:
-        """Search the pages of a prefix behind the `num_here` tokens that are here, for a request
-        or for none.
+        """Look up the pages of a prefix after its `num_here` cached tokens.
 
-        If it `follows`, and a search or a load under way begins with the first of these pages, it
-        begins after that, so that no page is loaded twice.
+        With `follows`, if a pending lookup or load starts at the same page, this lookup starts
+        after that, so that no page is loaded twice. Without a `waiter`, the lookup is for a saved
+        prefix.
         """
         page_size = self._blocks.page_size
         tokens = tokens[: len(tokens) // page_size * page_size].copy()
@@ -258,7 +255,7 @@ class StoreTier:
                 self.awaited.add(waiter.rid)
                 self._followers[leader].append(_Follower(waiter, tokens, namespace))
                 return
-            # By the rates, the longest or the shortest part is worth the most.
+            # For given rates, either the longest or the shortest part gains the most.
             ends = (first + 1, len(tokens) // page_size)
             if any(self._prices.is_sooner(self._part(waiter, first, end)) for end in ends):
                 self.awaited.add(waiter.rid)
@@ -275,12 +272,12 @@ class StoreTier:
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
-        """The saved prefixes that are not being loaded yet."""
+        """Return the saved prefixes that are not being loaded yet."""
         return list(self._restored)
 
     def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
-        """Load the found values of a search, up to the first page that a prefix lacks; False if
-        there are none, room lacks, or computing them is sooner."""
+        """Load the found values of a lookup, up to the first page that a prefix lacks. Return False
+        if there are none, free blocks are short, or computing them is sooner."""
         page_size = self._blocks.page_size
         is_offered = np.ones((self._num_groups, len(search.tokens) // page_size), np.bool_)
         is_offered[:, search.first :] = is_found
@@ -290,7 +287,7 @@ class StoreTier:
         is_offered[:, : search.first] = False
         for group, lookback in self._lookbacks.items():
             is_offered[group, : max(end - lookback, 0)] = False
-        # The host may have more or less of the prefix by now: without its beginning, nothing of
+        # CPU memory may have more or less of the prefix by now. Without its beginning, nothing of
         # the end can be kept.
         num_here = self._blocks.cache.peek(tokens, search.namespace) // page_size
         if not search.first <= num_here < end:
@@ -313,12 +310,12 @@ class StoreTier:
         return True
 
     def _measures_anew(self) -> bool:
-        """A load was refused; return whether it begins all the same."""
+        """Count a load that computing would beat; return whether to begin it for measurement."""
         self._num_refused += 1
         return self._num_refused % _MEASURED_REFUSALS == 0
 
     def _part(self, waiter: Waiter, num_here: int, end: int) -> PrefixElsewhere:
-        """Pages `num_here` to `end` of a prefix, behind the loads under way."""
+        """Return pages `num_here` to `end` of a prefix, to be loaded after the pending loads."""
         page_size = self._blocks.page_size
         _, num_read, prompt_len, num_ahead = waiter
         start = max(num_read, num_here * page_size)
@@ -328,18 +325,17 @@ class StoreTier:
 
     @property
     def num_loading_tokens(self) -> int:
-        """Tokens of the loads that requests await."""
         loads = filter(self._is_awaited, self._loads.values())
         return sum(len(load.tokens) - load.first * self._blocks.page_size for load in loads)
 
     @property
     def waiting_loads(self) -> Sequence[StoreTransfer]:
-        """The loads that the next `take` begins."""
+        """Return the loads that the next `take` begins."""
         return self._loads_now
 
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
-        """The last position in bool[groups, pages], in pages and not before `first`, that has all
-        values which its next token reads."""
+        """Return the last position in bool[groups, pages], at least `first`, with all values that
+        its next token reads. It is counted in pages."""
         end = self._num_whole(is_there)
         while end > first and not all(
             is_there[group, max(end - lookback, 0) : end].all()
@@ -349,12 +345,12 @@ class StoreTier:
         return max(end, first)
 
     def _num_whole(self, is_found: BoolArray) -> int:
-        """The number of leading pages bool[groups, pages] with all values that tokens need."""
+        """Count the leading pages of bool[groups, pages] with all full-attention values."""
         is_whole = is_found[self._full_groups].all(axis=0)
         return int(np.argmin(np.append(is_whole, False)))
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
-        """Load these prefixes, first to last, beside the requests' own, until blocks lack."""
+        """Load these prefixes in order, in addition to requests' loads, while blocks are free."""
         self._restored.extend(prefixes)
 
     def _restore_some(self) -> None:
@@ -362,14 +358,14 @@ class StoreTier:
             tokens, namespace = self._restored.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
-            # Mostly, nothing that has been cached since gives way.
+            # Usually, do not evict prefixes cached since the start.
             if self._blocks.allocators[0].num_free >= num_pages:
                 self.search(None, tokens, namespace, num_here)
 
     # -- ends -------------------------------------------------------------------------------
 
     def ended(self, end: TransferEnd) -> None:
-        """A search, a load or a put has ended. One from before a reset is ignored."""
+        """Handle the end of a lookup, load or write. Ignore a transfer from before a reset."""
         number = end.number
         if number in self._puts:
             put = self._puts.pop(number)
@@ -402,21 +398,21 @@ class StoreTier:
             del self._under_way[page]
 
     def _measure(self, load: _Load, is_found: BoolArray, seconds: float) -> None:
-        """A load has moved the found values, maybe not all for lack of time."""
+        """Measure a load, which may have moved only some of its values in time."""
         share = np.count_nonzero(is_found) / np.count_nonzero(load.is_moved)
         num_tokens = len(load.tokens) - load.first * self._blocks.page_size
         if share:
             self._prices.store.add(seconds, share * num_tokens)
 
     def overdue(self, number: int) -> None:
-        """A search or load has taken too long: its request waits no more."""
+        """Handle a lookup or load that takes too long: stop the wait of its requests."""
         late = self._searches.get(number) or self._loads.get(number)
         if late is not None:
             self._waits_no_more(late)
             self._take_followers(number)
 
     def _take_followers(self, number: int) -> list[_Follower]:
-        """The requests that wait for this search or load; they wait no more."""
+        """Return the requests that wait for this lookup or load, and end their wait."""
         followers = self._followers.pop(number, [])
         for each in followers:
             self._release(each.waiter)
@@ -425,7 +421,7 @@ class StoreTier:
     def _search_for_followers(self, number: int, *, follows: bool) -> None:
         for waiter, tokens, namespace in self._take_followers(number):
             num_here = self._blocks.cache.peek(tokens, namespace)
-            # The prompts before it have been computed meanwhile.
+            # The prompts ahead have been computed in the meantime.
             waiter = waiter._replace(num_ahead=0)
             self.search(waiter, tokens, namespace, num_here, follows=follows)
 
@@ -438,7 +434,7 @@ class StoreTier:
         self._released.append(waiter.rid)
 
     def take_released(self) -> list[str]:
-        """The ids that have left `awaited` since the last call; they may be there again."""
+        """Return the ids that have left `awaited` since the last call. They may be in it again."""
         released, self._released = self._released, []
         return released
 
@@ -446,7 +442,7 @@ class StoreTier:
         return load.waiter is not None and load.waiter.rid in self.awaited
 
     def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
-        """The flags of an end as bool[groups, pages], False for values that were not moved."""
+        """Return an end's flags as bool[groups, pages], False for values that were not moved."""
         flags = np.zeros(load.is_moved.shape, np.bool_)
         if end.succeeded:
             for numbers, found in zip(self._blocks.groups_of, end.found, strict=True):
@@ -470,13 +466,13 @@ class StoreTier:
 
 
 def _add_keys(listed: dict[bytes, None], keys: Keys) -> None:
-    """Add keys [n, bytes] to `listed`, of which the oldest leave when there are too many."""
+    """Add keys [n, bytes] to `listed`, and remove the oldest keys above the limit."""
     listed.update(dict.fromkeys(key.tobytes() for key in keys))
     for key in list(islice(listed, max(len(listed) - _MAX_LISTED_PAGES, 0))):
         del listed[key]
 
 
 def _first_page(each: _Load) -> bytes:
-    """The key of the first page that a search or a load is for."""
+    """Return the key of the first page of a lookup or load."""
     key: bytes = each.keys[0, 0].tobytes()
     return key
