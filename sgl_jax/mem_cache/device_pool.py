@@ -1,7 +1,7 @@
 """The pools of all ranks as device arrays: KV pages, and states of recurrent layers.
 
-Owns the arrays' shapes, shardings and sizes in bytes. Never decides the owner of a page or slot.
-The only file of this room that imports jax.
+This file defines the arrays' shapes, shardings and sizes in bytes. It does not record the owner of
+a page or slot. It is the only file of this room that imports jax.
 """
 
 import math
@@ -27,23 +27,23 @@ _LANES = 128
 
 
 class KVPoolLayout(NamedTuple):
-    """The contents of one KV page, over all the chips of a rank."""
+    """The contents of one KV page, over all chips of a rank."""
 
     num_layers: int
     num_kv_heads: int  # over all chips of a rank, including copies if chips outnumber heads
     page_size: int  # tokens
     head_dim: int
-    dtype: jnp.dtype  # of the array; int8 holds the bits of 8-bit floats
-    # One row a token for all heads of a chip, in place of K and V: `head_dim` is the row's size,
-    # and `num_kv_heads` counts the chips, each of which has the row.
+    dtype: jnp.dtype  # dtype of the array; int8 holds the bits of 8-bit floats
+    # One row per token for all heads of a chip, in place of K and V: `head_dim` is the row's size,
+    # and `num_kv_heads` is the number of chips, each with a copy of the row.
     is_latent: bool = False
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
-        """One layer of a page: [2 * kv_heads, page_size, head_dim], K heads then V heads.
+        """Return one layer's shape: [2 * kv_heads, page_size, head_dim], K heads then V heads.
 
         If K and V of a head together fill a memory row, they share it on every platform: [kv_heads,
-        page_size, 2 * head_dim]. Latents are [chips, page_size, row size].
+        page_size, 2 * head_dim]. The shape for latents is [chips, page_size, row size].
         """
         if self.is_latent:
             return self.num_kv_heads, self.page_size, self.head_dim
@@ -53,15 +53,15 @@ class KVPoolLayout(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all layers."""
+        """Return the bytes of one page in all layers."""
         return self.num_layers * math.prod(self.page_shape) * self.dtype.itemsize
 
 
 def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape of the pool: [layers, dp * num_pages, *page_shape].
+    """Return the shape of the pool: [layers, dp * num_pages, *page_shape].
 
-    Each chip sees [layers, num_pages, ...] with its own heads: K heads then V heads, or K and V
-    side by side. One page of one layer is contiguous. `num_pages` counts one rank's pages,
+    Each chip has [layers, num_pages, ...] with its heads: K heads then V heads, or K and V of each
+    head in one row. One page of one layer is contiguous. `num_pages` counts one rank's pages,
     including the null page.
     """
     shape = (layout.num_layers, mesh.shape["data"] * num_pages, *layout.page_shape)
@@ -70,7 +70,7 @@ def kv_pool_shape(layout: KVPoolLayout, num_pages: int, mesh: Mesh) -> jax.Shape
 
 
 def make_zeros(shapes: _Tree) -> _Tree:
-    """Zeros of a tree of shapes with shardings, made on the devices: the host never holds them."""
+    """Create zeros for a tree of shapes with shardings, on the devices and not on the host."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
@@ -81,16 +81,14 @@ def make_zeros(shapes: _Tree) -> _Tree:
 
 
 class LayerStates(NamedTuple):
-    """The states of all recurrent layers and sequences, by slot; or their specs or shapes.
+    """The states of all recurrent layers and sequences, by slot; or their specs or shapes. A rank's
+    slots are contiguous, so slot numbers are local to the rank under shard_map."""
 
-    A rank's slots are contiguous, so slot numbers are local to the rank under shard_map.
-    """
-
-    conv: Any  # [layers, slots, rows, row size], the last K - 1 inputs of the convolution
+    conv: Any  # [layers, slots, rows, row size], last K - 1 inputs of the convolution
     recurrent: Any  # [layers, slots, value_heads, key_dim, value_dim]
 
     def copied(self, source: jax.Array, target: jax.Array) -> "LayerStates":
-        """Copy slot `source`, int32[], to slot `target`, for all layers."""
+        """Copy slot `source`, int32[], to slot `target`, int32[], in all layers."""
 
         def copy(states: jax.Array) -> jax.Array:
             own = lax.dynamic_slice_in_dim(states, source, 1, axis=1)
@@ -105,15 +103,15 @@ STATE_POOL_SPECS = LayerStates(
 
 
 class StatePoolLayout(NamedTuple):
-    """The contents of one slot, over all the chips of a rank."""
+    """The contents of one slot, over all chips of a rank."""
 
     num_layers: int
-    recurrence: GatedDeltaConfig  # of each recurrent layer
-    conv_dtype: jnp.dtype  # of the convolution's states, as of activations
-    dtype: jnp.dtype  # of the recurrence's
+    recurrence: GatedDeltaConfig  # config of each recurrent layer
+    conv_dtype: jnp.dtype  # dtype of convolution states, equal to that of activations
+    dtype: jnp.dtype  # dtype of recurrent states
 
     def slot_shapes(self, tp_size: int) -> LayerStates:
-        """One layer of a slot: the parts of `tp_size` chips, one after the other."""
+        """Return one layer's shapes: the parts of `tp_size` chips, one after another."""
         own = self.recurrence
         rows, row_size = conv_state_shape(own.conv_size, own.channels // tp_size)
         return LayerStates(
@@ -130,8 +128,8 @@ class StatePoolLayout(NamedTuple):
 
 
 def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
-    """The shapes of the states, [layers, dp * num_slots, ...] each; `num_slots` counts one rank's
-    slots, including the null slot."""
+    """Return shapes [layers, dp * num_slots, ...]; one rank has `num_slots`, including the null
+    slot."""
     slots = layout.num_layers, mesh.shape["data"] * num_slots
     shapes, dtypes = layout.slot_shapes(mesh.shape["tensor"]), (layout.conv_dtype, layout.dtype)
     return LayerStates(
@@ -143,10 +141,10 @@ def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> La
 
 
 def kv_absmax(pool: jax.Array, layout: KVPoolLayout, mesh: Mesh) -> jax.Array:
-    """The greatest |K| and |V| in the pool, float32 [2, layers, kv_heads].
+    """Return the maximum |K| and |V| in the pool, float32 [2, layers, kv_heads].
 
-    Covers all pages but the null pages. Free pages hold zeros, or K and V of earlier tokens. Not
-    for an 8-bit pool, whose stored numbers need scales.
+    All pages count except the null pages. Free pages hold zeros, or K and V of earlier tokens. Do
+    not use this for an 8-bit pool: its stored numbers need scales.
     """
     found: jax.Array = _absmax(pool, layout, mesh.shape["data"], mesh.shape["tensor"])
     return found

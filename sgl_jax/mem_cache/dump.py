@@ -1,7 +1,7 @@
 """A JSON dump of the memory records of an engine's ranks, to explain a defect.
 
-It only reads, and works on inconsistent records: an unreadable part is replaced by the error. It
-omits tokens, since prompts are private, and shortens namespaces, which may be secrets, to hashes.
+It works on inconsistent records: an unreadable part is replaced by the error. It omits tokens,
+because prompts are private, and hashes namespaces, because they may be secrets.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 def write_dump(
     path: Path, memories: Sequence[RankMemory], reason: str, context: dict[str, Any]
 ) -> None:
-    """Write the dump of all ranks to `path`, readable by this user only.
+    """Write the dump of all ranks to `path`, readable only by this user.
 
-    `reason` is the error's text, `context` holds further facts about it. Raises OSError if the file
+    `reason` is the error's text; `context` holds further facts about it. Raise OSError if the file
     exists or cannot be written.
     """
     dump = {"reason": reason, "context": context, "ranks": [dump_rank(each) for each in memories]}
@@ -32,7 +32,7 @@ def write_dump(
 
 
 def dump_rank(memory: RankMemory) -> dict[str, Any]:
-    """All memory records of one rank as JSON values, and the defects found by a walk."""
+    """Return all memory records of one rank as JSON values, and the defects found by a walk."""
     parts: dict[str, Callable[[RankMemory], Any]] = {
         "view": lambda memory: memory.view().as_dict(),
         "findings": lambda memory: [
@@ -70,7 +70,7 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
-    """Sessions that hold a row of this rank: idle sessions first, used longest ago first."""
+    """List the sessions that hold a row: idle sessions first, least recently used first."""
     sessions = memory.sessions
     idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
     lent = [(session_id, row, False) for session_id, row in sessions.lent()]
@@ -81,7 +81,7 @@ def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _rows(memory: RankMemory) -> list[dict[str, Any]]:
-    """Every row that is held, or that is free but not clean."""
+    """List the rows that are held, or free but not clean."""
     rows = memory.rows
     held = set(rows.held_rows().tolist())
     return [
@@ -120,7 +120,7 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
                 "start": node.end - len(node.key),
                 "end": node.end,
                 "children": [child.node_id for child in node.children.values()],
-                # By cache group, FULL first; window locks are counted by page.
+                # By cache group, FULL first. Window locks are counted by page.
                 "locks": [np.asarray(locks).tolist() for locks in node.locks],
                 "pages": [pages.tolist() for pages in node.values],
                 "last_access": node.last_access,
@@ -131,13 +131,13 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
 
 
 def namespace_hash(namespace: str) -> str:
-    """The first eight hexadecimal digits of its SHA-256; "" for the default namespace."""
+    """Return the first eight hex digits of the SHA-256; "" for the default namespace."""
     return hashlib.sha256(namespace.encode()).hexdigest()[:8] if namespace else ""
 
 
 def _pool(allocator: PageAllocator) -> dict[str, Any]:
-    """The pages of each owner, the free pages, and the latest moves, oldest first: at tick `clock`,
-    each owner did the action to its page."""
+    """Return the pages of each owner, the free pages, and the latest moves, oldest first. At tick
+    `clock`, each owner performed the action on its page."""
     owners: dict[str, list[int]] = {}
     for page, owner in enumerate(allocator.owners().tolist()):
         if owner != FREE:

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 
 class MemoryDefectError(RuntimeError):
-    """The memory records of a rank are wrong or were misused. `engine/` handles it."""
+    """A rank's memory records are wrong or were misused. `engine/` handles this error."""
 
 
 class OwnershipError(MemoryDefectError):
-    """A page was freed twice, freed or moved in the name of another owner, or does not exist."""
+    """A page was freed twice, was freed or moved under another owner's name, or does not exist."""
 
 
 class OutOfPagesError(MemoryDefectError):
-    """More pages were requested than are free; the caller must evict or retract first."""
+    """More pages were requested than are free. The caller must evict or retract first."""
 
 
 class LeaseError(MemoryDefectError):
@@ -21,7 +21,7 @@ class LeaseError(MemoryDefectError):
 
 class LedgerError(MemoryDefectError):
     """The ledger of a rank does not balance. The text names the rank, the pages, their owners and
-    their last transitions; `pages` are the affected pages, if found."""
+    their last transitions. `pages` are the affected pages, if found."""
 
     def __init__(self, message: str, pages: Sequence[int] = ()) -> None:
         super().__init__(message)

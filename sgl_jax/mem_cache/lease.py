@@ -1,14 +1,14 @@
 """The right to a row and its pages: one value with exactly one holder.
 
     0            protected          committed     allocated
-    |  tree's pages  |  the row's own pages, written  |  reserved, not yet written  |
+    |  tree's pages  |  the row's pages, written  |  reserved, not yet written  |
 
-`cache_protected_len` is page-aligned: pages before it belong to the tree, and the lock on `node`
-keeps them from eviction. From there to `kv_allocated_len` pages belong to the row. The lengths stay
-in the order of the diagram and apply to all cache groups; the row does not list pages behind a
-group's window, neither its own nor the tree's.
+`cache_protected_len` is page-aligned. Pages before it belong to the tree, and the lock on `node`
+protects them from eviction. From there to `kv_allocated_len`, pages belong to the row. The lengths
+stay in the order of the diagram and apply to all cache groups. The row does not list pages that a
+group's window has passed, whether they are the row's or the tree's.
 
-`namespace` is set when the lease is opened, and its prefixes are published under it: no later call
+`namespace` is set when the lease is opened, and its prefixes are published under it. No later call
 takes a namespace, so none can use another.
 """
 
@@ -20,10 +20,8 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class KVLease:
-    """A lease on `row` of one rank. The lengths live in the row pool's arrays, in tokens.
-
-    Made by `RankMemory.open_lease`, ended by `release_kv_cache`, and by nothing else.
-    """
+    """A lease on `row` of one rank. The row pool's arrays store the lengths, in tokens. Only
+    `RankMemory.open_lease` creates a lease, and only `release_kv_cache` ends it."""
 
     __slots__ = ("_rows", "dp_rank", "namespace", "node", "released", "row")
 
@@ -31,7 +29,7 @@ class KVLease:
         self.dp_rank = dp_rank
         self.row = row
         self.namespace = namespace
-        self.node: TreeNode | None = None  # deepest locked node; None while nothing is locked
+        self.node: TreeNode | None = None  # deepest locked node; None if nothing is locked
         self.released = False
         self._rows = rows
 
@@ -49,26 +47,26 @@ class KVLease:
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV has been written by a launched step."""
+        """Return the number of tokens with KV written by a launched step."""
         return int(self._rows.kv_committed_len[self.row])
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens for which slots are reserved."""
+        """Return the number of tokens with reserved slots."""
         return int(self._rows.kv_allocated_len[self.row])
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens whose pages the tree owns and this lease has locked."""
+        """Return the number of tokens on pages that the tree owns and this lease has locked."""
         return int(self._rows.cache_protected_len[self.row])
 
     @property
     def first_pages(self) -> Int32Array:
-        """The first page that the row lists of each cache group, int32[groups]; a copy."""
+        """Return the first page that the row lists of each cache group, int32[groups]; a copy."""
         return self._rows.first_pages[:, self.row].copy()
 
     def set_lengths(self, *, protected: int, committed: int, allocated: int) -> None:
-        """Set all three lengths. Raises `LeaseError` if they are out of order."""
+        """Set all three lengths. Raise `LeaseError` if they are out of order."""
         self.require_live()
         if not 0 <= protected <= committed <= allocated:
             raise LeaseError(
@@ -82,8 +80,8 @@ class KVLease:
     def change_holder(self, num_tokens: int) -> None:
         """Pass the lease to another holder, which has its first `num_tokens` tokens.
 
-        Results of unread steps belong to the former holder and are dropped: the row's epoch grows,
-        as if the row had been freed.
+        The row's epoch grows, as if the row had been freed, so results of unread steps are dropped:
+        they belong to the former holder.
         """
         self.require_live()
         self._rows.epoch[self.row] += 1
@@ -95,10 +93,11 @@ class KVLease:
         )
 
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
-        """Copy the page ids that hold tokens [start, end), end = allocated by default.
+        """Copy the page ids that hold tokens [start, end); `end` is the allocated length by
+        default.
 
-        int32[groups, n], 0 behind a window. `start` must be page-aligned; the last page may be
-        partly outside [start, end).
+        Return int32[groups, n], 0 for pages that a window has passed. `start` must be page-aligned.
+        The last page may be partly outside [start, end).
         """
         self.require_live()
         stop = self.kv_allocated_len if end is None else end
@@ -106,12 +105,12 @@ class KVLease:
 
 
 def first_page_of(window: int, page_size: int, num_tokens: int) -> int:
-    """The first page that the token after `num_tokens` reads through a window."""
+    """Return the first page that the token after `num_tokens` reads through a window."""
     return max(num_tokens - window + 1, 0) // page_size
 
 
 def num_pages_read(group: CacheGroup, page_size: int, num_tokens: int) -> int:
-    """The pages, or the one state, of a prefix of whole pages that its next token reads."""
+    """Count the pages (or the state) of a prefix of whole pages that its next token reads."""
     if group.is_recurrent:
         return 1
     num_pages = num_tokens // page_size

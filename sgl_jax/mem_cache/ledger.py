@@ -1,7 +1,7 @@
-"""Checks the memory of a rank: `check_balance` every step, `audit` by a full walk.
+"""Checks the memory of a rank: `check_balance` on every step, `audit` by a full walk.
 
 The compared counts come from independent sources: the allocator's stack and owner array, the
-lengths of the rows, and the tree's own counters. The ledger only reads.
+lengths of the rows, and the tree's counters. The ledger changes nothing.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ _FINDINGS_SHOWN = 6
 
 
 def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
-    """Prove that counts agree, in time that does not grow with the pool. Raises `LedgerError`.
+    """Verify that counts agree, in time that does not grow with the pool, or raise `LedgerError`.
 
-    `num_running`, if given, counts the requests that hold a lease: all other leases must belong to
-    idle sessions, so that each lease has exactly one holder.
+    `free + leased + cached + session_held + reserved == total` must hold, with leased pages counted
+    by the rows and cached pages by the tree. The tree's locks must equal the rows' locks in number,
+    tokens and pages, so that an extra lock cannot hide in "protected". Without idle sessions, no
+    pages may be held for them. Free and held rows must add up to all rows, and each held row must
+    have a lease. If counts differ, a walk finds the pages and their owners for the error's text.
 
-    Proved: `free + leased + cached + session_held + reserved == total`, with leased counted by the
-    rows and cached by the tree; the tree's locks equal the rows' locks in number, tokens and pages,
-    so that an extra lock cannot hide in "protected"; without idle sessions nothing is held for
-    them; rows likewise. On a difference, a walk finds the pages and their owners for the error's
-    text.
+    If `num_running`, the number of requests with a lease, is given, every other lease must belong
+    to an idle session, so that each lease has exactly one holder.
     """
     imbalance = find_imbalance(memory, num_running)
     if imbalance is not None:
@@ -35,15 +35,15 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
 
 
 def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | None:
-    """Describe the counts that disagree, as `check_balance` compares them; None if they balance."""
+    """Describe the counts that disagree in `check_balance`; return None if they balance."""
     return _imbalance(memory) or _ownerless(memory, num_running)
 
 
 def audit(memory: RankMemory, num_running: int | None = None) -> None:
-    """Prove by a full walk that every page has exactly one owner and every lock a live lease.
+    """Verify by a full walk that every page has exactly one owner and every lock a live lease.
 
-    O(pages + nodes). Raises `LedgerError` that names the rank, the pages, their owners and their
-    last moves.
+    This takes O(pages + nodes). Raise `LedgerError` with the rank, the pages, their owners and
+    their last moves if not.
     """
     check_balance(memory, num_running)
     findings = find_suspects(memory)
@@ -52,8 +52,7 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
 
 
 def _imbalance(memory: RankMemory) -> str | None:
-    """Describe the counts that disagree; None if they balance. Runs every step: each call
-    counts."""
+    """Describe the counts that disagree; return None if they balance. This runs on every step."""
     rows, cache, page_size = memory.rows, memory.cache, memory.page_size
     protected, num_locking, held_pages = _row_totals(
         rows.cache_protected_len, rows.kv_committed_len, rows.kv_allocated_len, page_size
@@ -98,10 +97,8 @@ def _imbalance(memory: RankMemory) -> str | None:
 def _row_totals(
     protected_len: Int32Array, committed_len: Int32Array, allocated_len: Int32Array, page_size: int
 ) -> tuple[int, int, int]:
-    """Sum over all rows: protected tokens, rows with any, and pages held.
-
-    The first is -1 if the lengths of a row are out of order.
-    """
+    """Sum over rows: protected tokens (-1 if lengths are out of order), rows with any, pages
+    held."""
     protected = num_locking = num_pages = 0
     assert len(protected_len) == len(committed_len) == len(allocated_len)
     for row in range(len(protected_len)):
@@ -116,7 +113,7 @@ def _row_totals(
 
 @compiled("(int32[:, :], int32[::1], int32)")
 def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: int) -> int:
-    """The snapshots that all rows list past their protected tokens."""
+    """Count the snapshots that all rows list past their protected tokens."""
     assert len(pages) == len(protected_len)
     count = 0
     for row in range(len(pages)):
@@ -126,7 +123,7 @@ def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: 
 
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
-    """Describe a wrong number of leases; None if it is right."""
+    """Describe a wrong number of leases; return None if it is right."""
     num_idle = memory.sessions.num_idle
     if num_running is None or len(memory.leases) == num_running + num_idle:
         return None
@@ -147,7 +144,7 @@ def find_suspects(memory: RankMemory) -> list[Finding]:
 
 
 def defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
-    """Make the error that describes `findings`, at least one."""
+    """Create the error that describes `findings`, at least one."""
     shown = []
     for what, pages, pool in findings[:_FINDINGS_SHOWN]:
         allocator = memory.allocators[pool]

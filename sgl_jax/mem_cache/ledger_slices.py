@@ -1,15 +1,15 @@
-"""The walk of `ledger.py` in slices, for an engine that is never idle. It only reads.
+"""The walk of `ledger.py` in slices, for an engine that is never idle. It changes nothing.
 
-A slice compares records of one moment, between two steps, so it is exact although steps run between
-slices. Slices are bounded in entries, and each takes a few milliseconds at most:
+A slice compares records between two steps, so it is exact although steps run between slices. Each
+slice is bounded in entries and takes a few milliseconds at most:
 
-- once: the counts, the holders of rows and leases, the pages that leases have locked, and, for each
-  pool, the free list and the pages of rows (vectorized);
+- once: the counts, the holders of rows and leases, the pages locked by leases, and, for each pool,
+  the free list and the pages of rows (vectorized);
 - some rows at a time: their columns;
-- some leases at a time: their prefix, against the path that they have locked;
+- some leases at a time: their prefix, compared with the path that they have locked;
 - some nodes at a time: `CacheWalk`.
 
-Left to `audit`: the cursors of waiting requests, and the sums and order of the eviction sets.
+Only `audit` checks the cursors of waiting requests, and the sums and order of the eviction sets.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,23 +30,22 @@ from sgl_jax.mem_cache.ledger_walk import (
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 
-# Entries of a slice.
+# Entries per slice.
 _LEASES = 16
 _ROW_CELLS = 1 << 17
 
 
 def audit_slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[None]:
-    """Walk the memory of a rank, and pause after each slice; the memory may change meanwhile.
+    """Walk the memory of a rank, and pause after each slice. The memory may change in between.
 
-    `num_running` returns the number of requests that hold a lease. A slice that finds a defect
-    raises `LedgerError` with the findings of a full walk. The walk ends early if the memory is
-    rebuilt.
+    `num_running` returns the number of requests with a lease. A slice that finds a defect raises
+    `LedgerError` with the findings of a full walk. The walk ends early if the memory is rebuilt.
     """
     cache = memory.cache
     for findings in _slices(memory, num_running):
         try:
             found = list(findings)
-        except Exception as error:  # of any type
+        except Exception as error:
             found = [walk_failure(error)]
         if found:
             raise defect_error(memory, [*found, *find_suspects(memory)])
@@ -56,7 +55,7 @@ def audit_slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator
 
 
 def _slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[Iterable[Finding]]:
-    """The slices, each computed when its findings are taken."""
+    """Yield the slices. Each is computed when its findings are taken."""
     yield _check_counts(memory, num_running)
     yield check_holders(memory)
     num_rows = memory.rows.num_rows

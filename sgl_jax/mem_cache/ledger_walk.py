@@ -1,6 +1,6 @@
-"""The full walk of a rank's memory records: all defects, page by page. It only reads.
+"""The full walk of a rank's memory records: all defects, page by page. It changes nothing.
 
-It must work on inconsistent records, since it also names the suspects when counts disagree: so it
+It must work on inconsistent records, since it also names the suspects when counts disagree. So it
 continues after the first finding.
 """
 
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def walk_failure(error: Exception) -> Finding:
-    """Return the finding of a walk that an error ended; inconsistent records may raise anything."""
+    """Return the finding for an error that ended a walk; inconsistent records may raise any."""
     if isinstance(error, LedgerError):
         return Finding(str(error), np.array(error.pages, np.int32))
     return Finding(f"the walk itself failed: {type(error).__name__}: {error}")
@@ -64,13 +64,13 @@ def live_leases(memory: RankMemory) -> list[KVLease]:
 
 
 def locks_of(memory: RankMemory) -> list[tuple[TreeNode, FirstPages]]:
-    """The lock of each live lease, with its first pages."""
+    """Return the lock of each live lease, with its first pages."""
     leases = live_leases(memory)
     return [(lease.node, lease.first_pages) for lease in leases if lease.node is not None]
 
 
 def check_holders(memory: RankMemory) -> Iterator[Finding]:
-    """A row must be free or have one lease, and a lease one request or session."""
+    """Check that each row is free or has one lease, and each lease one request or session."""
     rows = memory.rows
     free, held = rows.free_rows(), rows.held_rows()
     listed = np.sort(np.concatenate([free, held]))
@@ -85,7 +85,7 @@ def check_holders(memory: RankMemory) -> Iterator[Finding]:
 
 
 def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
-    """The columns of rows [first, end) must agree with each other."""
+    """Check that the columns of rows [first, end) agree with each other."""
     rows, page_size = memory.rows, memory.page_size
     for row in np.setdiff1d(np.arange(first, end), rows.held_rows()).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
@@ -118,7 +118,7 @@ def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
 
 
 def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
-    """A row's states must follow tokens of launched steps."""
+    """Check that each row's states follow tokens of launched steps."""
     rows = memory.rows
     is_ahead = (rows.state_lens > rows.kv_committed_len)[:, first:end].any(axis=0)
     for row in (first + np.flatnonzero(is_ahead)).tolist():
@@ -128,7 +128,7 @@ def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]
 
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
-    """A session must have one lease, idle or lent, listed and shared with no other session."""
+    """Check that each session has one lease, idle or lent, listed, and not shared."""
     holders = {row: session_id for session_id, row in memory.sessions.lent()}
     sessions = set(holders.values())
     if len(sessions) < len(holders):
@@ -151,7 +151,7 @@ def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
 
 
 def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
-    """A lease's first pages must be exactly the pages of its locked path."""
+    """Check that a lease's first pages are exactly the pages of its locked path."""
     protected = lease.cache_protected_len
     locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
     if lease.node is not None:
@@ -163,7 +163,7 @@ def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
         return
     prefix = lease.pages(memory.page_size, 0, protected)
     for number, group in enumerate(memory.groups):
-        # Pages behind a window are no longer locked.
+        # Pages that a window has passed are no longer locked.
         first = memory.rows.first_pages[number, lease.row]
         listed, held = prefix[number, first:], path[number, first:]
         if len(listed) != len(held):
@@ -176,7 +176,7 @@ def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
 
 
 def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
-    """Recompute the counts that leases update as they lock, lend and end."""
+    """Recompute the lock counts that leases update when they lock, change their holder, and end."""
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     for pool, allocator in enumerate(memory.allocators):
         expected, num_held = LockedPages(allocator.num_pages), 0
@@ -208,10 +208,8 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
 def check_owners(
     memory: RankMemory, leases: list[KVLease], pool: int, tree_pages: Int32Array | None = None
 ) -> Iterator[Finding]:
-    """Each claimed page must belong to the one owner that claims it; the rest must be free.
-
-    The tree claims `tree_pages`; by default, all that it is recorded to own.
-    """
+    """Check that each claimed page belongs to its only claimant, and that all other pages are free.
+    The tree claims `tree_pages`; by default, all pages recorded as the tree's."""
     allocator = memory.allocators[pool]
     owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)

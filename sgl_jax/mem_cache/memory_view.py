@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple
 class PoolView(NamedTuple):
     """The pages of a pool by state: total = free + leased + cached + session_held + reserved.
 
-    `protected_pages` are the cached pages locked by live leases, including idle sessions.
-    `sliding_windows` lists the window of each cache group in the pool, None for a group that keeps
-    every token. A pool of "states" holds snapshots instead of pages and has no window; `own_slots`
-    counts the rows' own slots for their current states.
+    `protected_pages` are the cached pages locked by live leases, including leases of idle sessions.
+    `sliding_windows` has the window of each cache group in the pool, None if the group keeps every
+    token. A pool of "states" holds snapshots instead of pages and has no window; `own_slots` counts
+    the slots for the current states of rows.
     """
 
     kind: Literal["pages", "states"]
@@ -25,11 +25,8 @@ class PoolView(NamedTuple):
 
 
 class HostPoolView(NamedTuple):
-    """The blocks of a pool in the host's memory by state: total = free + arriving + cached +
-    reserved.
-
-    `leaving_blocks` are the cached blocks that fetches and copies in flight have locked.
-    """
+    """The blocks of a pool in CPU memory: total = free + arriving + cached + reserved.
+    `leaving_blocks` are the cached blocks locked by fetches and copies in flight."""
 
     total_blocks: int
     free_blocks: int
@@ -43,8 +40,8 @@ PAGE_COUNTS = PoolView._fields[3:]
 
 
 class MemoryView(NamedTuple):
-    """The pages and rows of a rank by state. Pages count all `pools` of pages together, as in
-    `PoolView`. A row is free, held by a running request, or by an idle session."""
+    """The pages and rows of a rank by state. Page counts are sums over all `pools` of pages. A row
+    is free, or held by a running request or an idle session."""
 
     dp_rank: int
     page_size: int

@@ -1,12 +1,12 @@
 """All KV memory of one data-parallel rank: rows, pages, prefix cache, and the leases on them.
 
-Layers that need the same tokens form a cache group; each group has a page table of every row, and
-its pages belong to one pool. Admission counts pages of the first pool: any other pool holds windows
-only, and has enough pages for all rows at once.
+Layers that need the same tokens form a cache group. Each row has a page table per group, and the
+group's pages belong to one pool. Admission counts pages of the first pool: any other pool holds
+only windows, and has enough pages for all rows at once.
 
 The scheduler holds one `RankMemory` per rank; no method takes a rank. Leases begin here
-(`open_lease`), grow here, and end in `release.py`, nowhere else. `row_growth.py` grows and commits
-the rows of all ranks at once; `grow_rows` and `commit_rows` here do so for one rank.
+(`open_lease`), grow here, and end only in `release.py`. `row_growth.py` grows and commits the rows
+of all ranks at once; `grow_rows` and `commit_rows` here do so for one rank.
 """
 
 import numpy as np
@@ -22,36 +22,35 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class RankMemory(RankRecords):
-    """The memory of a rank; constructed as `RankRecords`."""
+    """The memory of a rank, with the arguments of `RankRecords`."""
 
     @property
     def num_session_pages(self) -> int:
-        """Pages of the first pool that only idle sessions hold, each counted once."""
+        """Count the pages of the first pool that only idle sessions hold, each once."""
         return self.session_held[0] + self.locked[0].num_idle
 
     @property
     def num_reclaimable_pages(self) -> int:
-        """Pages available if every idle session were evicted: O(1)."""
+        """Return the pages available if every idle session were evicted, in O(1)."""
         num_parked = self.cache.num_protected[0] - self.locked[0].num_running
         return self.num_available_pages + num_parked + self.session_held[0]
 
     @property
     def can_keep_state(self) -> bool:
-        """Return whether a slot is available for another recurrent state; True without recurrent
-        layers."""
+        """Return whether one more recurrent state can be stored; True without recurrent layers."""
         pool = self.state_pool
         return (
             pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
         )
 
     def request_pages(self, num_tokens: int) -> int:
-        """The most pages of the first pool that a request of `num_tokens` holds."""
+        """Return the maximum pages of the first pool that a request of `num_tokens` holds."""
         if self.lists_all:
             return self.pages_for(num_tokens)
         return self.sizes.request_pages(num_tokens)
 
     def num_held(self, lease: KVLease) -> int:
-        """Pages of the first pool that `lease` lists, including the tree's."""
+        """Count the pages of the first pool that `lease` lists, including the tree's."""
         num_pages = self.pages_for(lease.kv_allocated_len)
         if self.lists_all:
             return num_pages
@@ -59,7 +58,7 @@ class RankMemory(RankRecords):
         return int((num_pages - firsts).sum())
 
     def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Return whether `lease` could resume from its first `length` tokens or, with recurrent
+        """Return whether `lease` can resume from its first `length` tokens or, with recurrent
         layers, from the last state within them."""
         if self.state_group is not None:
             return resumable_len(self, lease, length) >= 0
@@ -68,8 +67,8 @@ class RankMemory(RankRecords):
     def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
         """Take a row with the longest prefix of `prefix` cached under `namespace`.
 
-        `prefix` must leave out at least the request's last token: its logits are always recomputed.
-        Raises `LeaseError` if no row is free.
+        `prefix` must leave out at least the request's last token, because its logits are always
+        recomputed. Raise `LeaseError` if no row is free.
         """
         row = self.rows.alloc()
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
@@ -92,15 +91,15 @@ class RankMemory(RankRecords):
                 self.rows.first_pages[number, lease.row] = first
 
     def num_pages_in_use(self, cursor: PrefixCursor) -> int:
-        """Pages of the cursor's prefix that running requests have locked, too.
+        """Count the pages of the cursor's prefix that running requests have locked too.
 
-        A request that starts on the prefix takes all its other pages from the reclaimable pages.
+        A request that starts on the prefix takes its further pages from the reclaimable pages.
         Locks begin at the root and hold whole edges, so this is O(edges without locks).
         """
         return min(cursor.length, self.in_use_len(cursor.node)) // self.page_size
 
     def prefix_pages(self, cursor: PrefixCursor) -> Int32Array:
-        """The tree's pages of the cursor's prefix, of full attention alone: int32[n]."""
+        """Return the tree's full-attention pages of the cursor's prefix, int32[n]."""
         node, length = cursor.node, cursor.length
         if self.groups[0].sliding_window is not None or node is None or not length:
             return np.zeros(0, np.int32)
@@ -108,7 +107,7 @@ class RankMemory(RankRecords):
         return pages
 
     def in_use_len(self, node: TreeNode | None) -> int:
-        """Tokens of the path to `node`, from the root, that running requests have locked."""
+        """Count the tokens from the root to `node` that running requests have locked."""
         if self.groups[0].sliding_window is not None:
             return 0  # windows are locked separately
         while node is not None and node.parent is not None:
@@ -118,7 +117,7 @@ class RankMemory(RankRecords):
         return 0
 
     def park(self, lease: KVLease) -> None:
-        """Count `lease` as an idle session's, not a running request's."""
+        """Count `lease` as an idle session's instead of a running request's."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
             locked.park(listed)
         self._count_held(lease, 1)
@@ -137,8 +136,7 @@ class RankMemory(RankRecords):
             self.session_held[pool] += sign * len(listed)
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
-        """The pages of the first pool that each row lacks for `allocated_lens` tokens;
-        int32[len(rows)]."""
+        """Return the first pool's pages that each row lacks for these lengths, int32[len(rows)]."""
         rows = np.asarray(rows, np.intp)
         lens = np.empty((1, len(rows)), np.int32)
         lens[0] = allocated_lens
@@ -146,17 +144,17 @@ class RankMemory(RankRecords):
         return lacking
 
     def tokens_that_fit(self, row: int) -> int:
-        """Tokens that `row` could hold with all free and evictable pages."""
+        """Return how many tokens `row` could hold with all free and evictable pages."""
         held = self.pages_for(int(self.rows.kv_allocated_len[row]))
         return (held + self.num_available_pages // self._num_tables[0]) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
-        """Grow rows of this rank alone; return whether memory sufficed."""
+        """Grow rows of this rank; return whether memory was sufficient."""
         rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
         return grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0]
 
     def grow_row(self, row: int, allocated_len: int) -> bool:
-        """`grow_rows` of one row, without the cost of arrays of one."""
+        """Grow one row, without the cost of arrays; return whether memory was sufficient."""
         held_len = int(self.rows.kv_allocated_len[row])
         held, wanted = self.pages_for(held_len), self.pages_for(allocated_len)
         if wanted > held:
@@ -169,7 +167,6 @@ class RankMemory(RankRecords):
         return True
 
     def commit_rows(self, rows: RowIndex, committed_lens: Int32Array) -> None:
-        """Commit rows of this rank alone."""
         rows, lens = np.asarray(rows, np.intp), np.asarray(committed_lens, np.int32)
         commit_rows(self.rows, [self], rows, lens)
 

@@ -1,7 +1,7 @@
 """The records of one data-parallel rank: rows, pages, prefix cache, leases, and locks.
 
-`rank_memory.py` begins and grows leases on them, `release.py` ends leases. `pages/row_growth.py`
-and `row_states.py` work on these records, too.
+`rank_memory.py` begins and grows leases on them, and `release.py` ends leases. `row_growth.py` and
+`row_states.py` work on these records too.
 """
 
 from functools import partial
@@ -19,14 +19,14 @@ from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 
-# If pages must be evicted: the number of pages for each page evicted ahead of need, and the most
-# pages evicted ahead.
+# When pages must be evicted, further pages are evicted ahead of need: one per this many pages of
+# the pool, and at most this many.
 _PAGES_PER_EVICTED = 512
 _MAX_EVICTED_AHEAD = 256
 
 
 class CacheWatcher(Protocol):
-    """Gets the prefixes that a rank's cache gains and that its requests find there."""
+    """Receives the prefixes that a rank's cache gains and that its requests find there."""
 
     def gained(self, tokens: Int32Array, namespace: str) -> None: ...
 
@@ -34,10 +34,8 @@ class CacheWatcher(Protocol):
 
 
 class RankRecords:
-    """The records of rank `dp_rank`, of the given sizes; `eviction_policy` is `RadixCache`'s.
-
-    `tables`, if given, hold the rows' columns: views of all ranks' columns.
-    """
+    """The records of rank `dp_rank`, with the given sizes and eviction policy (of `RadixCache`). If
+    given, `tables` holds the rows' columns: views of all ranks' columns."""
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class RankRecords:
         self.sizes = sizes
         self.page_size = sizes.page_size
         self.groups = sizes.groups
-        # Every row lists every page up to its allocated length.
+        # Whether every row lists every page up to its allocated length.
         self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
         # The numbers of the recurrent group and of its pool of states; None without recurrent
         # layers.
@@ -64,7 +62,7 @@ class RankRecords:
         self.rows = ReqToTokenPool(
             tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
         )
-        # For each pool, the numbers of the groups in it.
+        # The numbers of each pool's groups.
         self.groups_of = [
             [number for number, group in enumerate(sizes.groups) if group.pool == pool]
             for pool in range(num_pools)
@@ -72,11 +70,11 @@ class RankRecords:
         self._paged_groups = [
             number for number, group in enumerate(sizes.groups) if not group.is_recurrent
         ]
-        # For the first pool: its groups, and the pages that a row may list of each.
+        # The first pool's groups, and how many pages of each a row may list.
         first = self.groups_of[0]
         most = [sizes.row_pages(sizes.groups[number]) for number in first]
         self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
-        # For each pool, the pages that a row takes for a page of tokens.
+        # By pool: the pages that a row takes per page of tokens.
         self._num_tables = [
             sum(not sizes.groups[number].is_recurrent for number in numbers)
             for numbers in self.groups_of
@@ -85,7 +83,7 @@ class RankRecords:
             PageAllocator(num_pages, self._pool_name(pool))
             for pool, num_pages in enumerate(sizes.pool_pages)
         )
-        self.allocator = self.allocators[0]  # of the pool that limits admission
+        self.allocator = self.allocators[0]  # the pool that limits admission
         self._make_cache = partial(
             RadixCache if use_radix_cache else ChunkCache,
             sizes.groups,
@@ -102,7 +100,7 @@ class RankRecords:
             min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
             for num_pages in sizes.pool_pages
         ]
-        # Pages that idle sessions own, by pool, excluding the tree's pages.
+        # By pool: pages that idle sessions own, excluding the tree's pages.
         self.session_held = [0] * num_pools
 
     def _pool_name(self, pool: int) -> str:
@@ -118,11 +116,10 @@ class RankRecords:
         return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
 
     def rebuild(self) -> None:
-        """Reset all memory records without freeing pages one by one, since records may be
-        inconsistent.
+        """Reset all memory records without reading them, since they may be inconsistent.
 
-        Every page and row is free afterwards and every lease released; the old records are not
-        read. No step launched before may still run on the device.
+        Afterwards every page and row is free and every lease released. No step launched before may
+        still run on the device.
         """
         for lease in self.leases.values():
             lease.released, lease.node = True, None
@@ -140,18 +137,17 @@ class RankRecords:
         self.session_held = [0] * len(self.allocators)
 
     def log_blocks(self) -> BlockLog:
-        """Return a log of each page of tokens that enters or leaves the prefix cache from now on.
-        Call it before the first lease."""
+        """Log all pages that enter or leave the cache; call this before the first lease."""
         log = self.cache.tree.block_log = BlockLog()
         return log
 
     @property
     def num_available_pages(self) -> int:
-        """Pages of the first pool that are free or can be made free by eviction."""
+        """Return the pages of the first pool that are free or can be freed by eviction."""
         return self.allocator.num_free + self.cache.num_evictable[0]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages of a group that hold `num_tokens` tokens."""
+        """Return the pages of a group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def sees_windows(self, lease: KVLease, length: int) -> bool:
@@ -165,7 +161,7 @@ class RankRecords:
         )
 
     def by_pool(self, pages: Int32Array) -> list[Int32Array]:
-        """The listed pages of `pages` int32[groups, n], for each pool."""
+        """Return the listed pages of `pages` int32[groups, n], for each pool."""
         if self.lists_all:
             return [pages[0]]
         in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
@@ -181,11 +177,11 @@ class RankRecords:
             locked.unlock(listed)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until so many pages are free for each group; False, evicting nothing, if
+        """Evict until `num_pages` pages are free for each group; return False, evicting nothing, if
         impossible.
 
-        Evicts a few pages more than needed: a decode step takes a few pages, and evicting many at
-        once costs the host little more than evicting few.
+        A few pages more than needed are evicted: a decode step takes a few pages, and evicting many
+        at once costs the host little more than evicting few.
         """
         for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
             if num_pages * num_tables > allocator.num_free:

@@ -3,8 +3,8 @@
 - `publish_prefix` offers written pages to the prefix cache while the request continues.
 - `free_tail` frees slots that were reserved ahead but are not needed.
 - `let_go_windows` frees pages that windows have passed.
-- `adopt_prefix` frees pages whose tokens the tree also holds.
-- `release_kv_cache` publishes likewise and frees all the rest. Finish, stop, abort, retract,
+- `adopt_prefix` frees pages with tokens that the tree also holds.
+- `release_kv_cache` publishes a prefix too, and frees all the rest. Finish, stop, abort, retract,
   disconnect, error and shutdown all end a lease here.
 
 If the lease is a session's, the session keeps the part that its next turn can resume:
@@ -39,27 +39,26 @@ _NO_TOKENS = np.zeros(0, np.int32)
 def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
     """Offer the committed whole pages of `tokens` to the cache; the lease continues.
 
-    `tokens` start at position 0 and end at the request's last known token; tokens past
+    `tokens` start at position 0 and end at the request's last known token. Tokens past
     `kv_committed_len` are not offered. Afterwards the tree owns every page up to the new
-    `cache_protected_len`: accepted pages, or its own, in which case the lease's duplicates are
+    `cache_protected_len`. If it had a page already, the lease uses that page, and its duplicate is
     freed.
     """
     lease.require_live()
     memory.lock(_hand_to_tree(memory, lease, tokens))
-    if not memory.lists_all:  # else it is offered to the host once, at the lease's end
+    if not memory.lists_all:  # else the host tier gets one offer, at the lease's end
         _offer_to_host(memory, lease, tokens)
 
 
 def _offer_to_host(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
-    """Report the prefix that the cache has of a lease. Pages that windows pass are gone by the
-    lease's end, so such a lease reports each publication."""
+    """Report the cached prefix of a lease to the host tier. Pages that windows pass are gone by the
+    lease's end, so a lease with windows reports each publication."""
     if memory.watcher is not None and lease.cache_protected_len:
         memory.watcher.gained(tokens[: lease.cache_protected_len], lease.namespace)
 
 
 def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
-    """Publish without counting new locks in `memory.locked`; return the newly locked pages,
-    int32[groups, n]."""
+    """Publish a prefix, except in `memory.locked`; return newly locked pages, int32[groups, n]."""
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
     protected = lease.cache_protected_len
@@ -74,7 +73,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     lease.node = kept.node
     first = protected // page_size
     rows.cache_protected_len[lease.row] = length
-    if firsts is not None:  # pages behind windows are not read again
+    if firsts is not None:  # pages before a window are not read again
         for number, passed in enumerate(firsts.tolist()):
             kept.pages[number, : max(passed - first, 0)] = 0
     fresh = offered[:, first:]
@@ -88,8 +87,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
 
 
 def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first: int) -> Int32Array:
-    """After publishing `pages` int32[groups, n], numbered from `first` on, keep only the window
-    locks needed at the lease's end. Returns the pages still locked."""
+    """After `pages` int32[groups, n] are published from page `first` on, keep only the window locks
+    needed at the lease's end. Return the pages still locked."""
     rows, row = memory.rows, lease.row
     end = lease.cache_protected_len // memory.page_size
     for number, group in enumerate(memory.groups):
@@ -112,21 +111,21 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
 
 
 def _first_pages(memory: RankMemory, lease: KVLease) -> Int32Array | None:
-    """The first window pages that `lease` still has locked; None if it has all of them."""
+    """Return the first window pages that `lease` still has locked; None if it has all of them."""
     return None if memory.lists_all else lease.first_pages
 
 
 def release_kv_cache(
     memory: RankMemory, lease: KVLease, tokens: Int32Array, *, insert: bool
 ) -> None:
-    """End a lease: publish its pages if `insert`, free all others, free the row.
+    """End a lease: publish its pages if `insert`, free all other pages, and free the row.
 
     Args:
-        memory: of the lease's rank.
-        lease: live; afterwards released, and using it raises `LeaseError`.
-        tokens: the request's known tokens from position 0, int32; KV beyond them (of a token
-            sampled but not read yet, or past a stop) is freed, never offered.
-        insert: False if the written KV must not be reused (a failed step); then no session keeps
+        memory: memory of the lease's rank.
+        lease: a live lease. Any later use of it raises `LeaseError`.
+        tokens: int32, the request's known tokens from position 0. KV after them (of a sampled but
+            unread token, or past a stop) is freed and never offered.
+        insert: False if the written KV must not be reused (a failed step). Then no session keeps
             the lease either.
     """
     lease.require_live()
@@ -140,7 +139,7 @@ def release_kv_cache(
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if lease.node is not None:
-        # The pages handed over just now were not counted.
+        # The pages published just now were not counted as locked.
         memory.unlock(lease.pages(memory.page_size, 0, protected))
         memory.cache.unlock(lease.node, _first_pages(memory, lease))
         lease.node = None
@@ -152,11 +151,11 @@ def release_kv_cache(
 def _keep_for_session(
     memory: RankMemory, lease: KVLease, added: Int32Array, num_tokens: int
 ) -> bool:
-    """Keep the part of the first `num_tokens` tokens that the session's next turn can resume; False
-    if there is none, or its prefix is withdrawn: the next turn shares another copy of that.
+    """Keep the part of the first `num_tokens` tokens that the session's next turn can resume.
 
-    All other pages are freed: a pool of windows has pages for the windows of idle rows and for the
-    chunk of one step. `added` is the result of `_hand_to_tree`.
+    Return False if there is none, or if its prefix is withdrawn: then the next turn shares another
+    copy of it. All other pages are freed, because a pool of windows has pages only for the windows
+    of idle rows and for the chunk of one step. `added` is the result of `_hand_to_tree`.
     """
     length = resumable_len(memory, lease, num_tokens)
     if length < 1 or not memory.cache.finds(lease.node):
@@ -175,15 +174,15 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
     """Start a session's next turn on the lease that the session keeps.
 
     Args:
-        memory: of the rank that holds the session.
-        session_id: of an idle session.
-        num_tokens: prefix of the turn's tokens whose KV may be reused; later tokens are computed.
-            At least the lease's protected length: turns only append.
+        memory: memory of the rank that holds the session.
+        session_id: an idle session.
+        num_tokens: length of the prefix of the turn's tokens with reusable KV; later tokens are
+            computed. At least the lease's protected length, since turns only append.
 
-    Returns the lease, with its committed and allocated length set to the available prefix: with
-    recurrent layers, the part before the last usable state. Raises `LeaseError`, changing nothing,
-    if `resumable_len` returns -1: the caller must then release the lease, and match the tree for
-    the turn.
+    Return the lease. Its committed and allocated lengths equal the available prefix: with recurrent
+    layers, the part before the last usable state. Raise `LeaseError`, changing nothing, if
+    `resumable_len` returns -1. Then the caller must release the lease and match the tree for the
+    turn.
     """
     idle = memory.sessions.idle_lease(session_id)
     length = num_tokens if idle is None else resumable_len(memory, idle, num_tokens)
@@ -203,12 +202,12 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
     """Switch to the tree's pages if it has more of `tokens` than `lease`; the lease continues.
 
     Args:
-        memory: of the lease's rank.
-        lease: without slots past its committed length. Its lock moves down to the end of the tree's
-            prefix, and its own pages, duplicates of the tree's, are freed.
-        tokens: that a cache may serve, int32. They begin with the lease's tokens.
+        memory: memory of the lease's rank.
+        lease: has no slots past its committed length. Its lock moves down to the end of the tree's
+            prefix, and its pages that duplicate the tree's are freed.
+        tokens: int32, tokens that a cache may serve. They begin with the lease's tokens.
 
-    Returns whether the tree had more; all three lengths then equal its prefix's.
+    Return whether the tree had more. Then all three lengths equal the length of its prefix.
     """
     lease.require_live()
     if memory.cache.peek(tokens, lease.namespace, lease.node) <= lease.kv_allocated_len:
@@ -230,7 +229,7 @@ def adopt_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> bool
 
 
 def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
-    """List the pages that `lease` reads of a prefix that it has locked in place of another."""
+    """List the pages that `lease` reads of its new locked prefix, instead of the old one's."""
     assert match.node is not None
     memory.unlock(lease.pages(memory.page_size, 0, lease.cache_protected_len))
     memory.rows.unlist_pages(lease.row)
@@ -243,12 +242,12 @@ def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
 
 
 def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
-    """End any lease that an idle session holds; the tree keeps its own pages."""
+    """End an idle session's lease, if any, but keep the tree's pages; return whether it existed."""
     lease = memory.sessions.remove(session_id)
     if lease is None:
         return False
     memory.unpark(lease)
-    # The session published all it could when it took the lease over.
+    # The session published all it could when it took the lease.
     release_kv_cache(memory, lease, _NO_TOKENS, insert=False)
     return True
 
@@ -258,7 +257,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
 
     Later pages are freed; with recurrent layers, also pages past the last state within these
     tokens. If the tree owns more of the lease, or a window has passed pages needed from there, the
-    lease ends: the next turn matches the tree.
+    lease ends, and the next turn matches the tree.
     """
     lease = memory.sessions.idle_lease(session_id)
     if lease is None:
@@ -279,7 +278,7 @@ def let_go_windows(
 
     Args:
         tables: the columns of all `memories`, one after another.
-        memories: of the ranks, each with as many rows.
+        memories: the memories of all ranks, with equal numbers of rows.
         rows: indices into `tables`, distinct and leased.
         lens: int32[len(rows)], tokens that no row drops again. Rounded down to a page, since
             published prefixes and matches end there.
@@ -297,8 +296,7 @@ def let_go_windows(
 
 
 def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> None:
-    """Move the window of `lease` to page `first`: free its own pages before it, and unlock the
-    tree's."""
+    """Free the row's pages before page `first`, where the window now begins; unlock the tree's."""
     rows, row, pool = memory.rows, lease.row, memory.groups[group].pool
     passed, listed = int(rows.first_pages[group, row]), rows.pages[row, group]
     protected = lease.cache_protected_len // memory.page_size
@@ -313,11 +311,11 @@ def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> N
 
 
 def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
-    """Free whole pages past the first `length` tokens; return the number freed of each pool.
+    """Free whole pages past the first `length` tokens; return the number freed in each pool.
 
-    The lease continues. Slots for drafts are reserved before their number of accepted tokens is
+    The lease continues. Slots for drafts are reserved before the number of accepted drafts is
     available, so a lease may hold more than it needs. A partial page at `length` stays and is
-    filled further.
+    filled further. Raise `LeaseError` if the lease cannot resume from `length`.
     """
     lease.require_live()
     if length >= lease.kv_allocated_len:
@@ -335,7 +333,7 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 
 
 def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
-    """`free_tail` for a lease that can resume from `length`."""
+    """Free whole pages past `length`, from which the lease can resume."""
     page_size, row = memory.page_size, lease.row
     num_snapshots = drop_snapshots_past(memory, lease, length)
     first = -(-length // page_size)
@@ -353,7 +351,7 @@ def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 
 
 def _free(memory: RankMemory, pages: Int32Array, row: int) -> list[int]:
-    """Free the pages that `row` owns, int32[groups, n]; return the number freed of each pool."""
+    """Free pages of `row`, int32[groups, n]; return the number freed in each pool."""
     listed = memory.by_pool(pages)
     for allocator, of_pool in zip(memory.allocators, listed, strict=True):
         allocator.free(of_pool, row)

@@ -1,7 +1,7 @@
 """Growing and committing the rows of all ranks at once: pages for new tokens, and the lengths
 written by launched steps.
 
-`tables` holds the columns of all ranks' rows, rank after rank; row numbers are indices into them.
+`tables` holds the columns of all ranks' rows, rank after rank. Row numbers are indices into them.
 The loops are compiled (`core/compiled.py`).
 """
 
@@ -30,13 +30,12 @@ def grow_rows(
 
     Args:
         tables: the columns of all `memories`, one after another.
-        memories: of the ranks, each with as many rows.
+        memories: the memories of all ranks, with equal numbers of rows.
         rows: indices into `tables`, distinct and leased, rank by rank.
         allocated_lens: int32[len(rows)].
         bounds: rank i has the rows `rows[bounds[i] : bounds[i + 1]]`.
 
-    Returns whether each rank's rows fit. All or nothing: if they do not fit even after eviction,
-    the rank is unchanged.
+    Return whether each rank's rows fit. If they do not, even after eviction, the rank is unchanged.
     """
     bounds, fits = np.asarray(bounds), [True] * len(memories)
     lacking, num_lacking = _lacking_pages(
@@ -70,9 +69,9 @@ def grow_rows(
 # A page that a row lacks.
 _LACKING = np.dtype(
     [
-        ("row", np.int64),  # of all ranks' rows
-        ("owner", np.int32),  # the row within its rank
-        ("column", np.int32),  # of the row's page table
+        ("row", np.int64),  # index among all ranks' rows
+        ("owner", np.int32),  # index of the row within its rank
+        ("column", np.int32),  # column of the row's page table
     ]
 )
 
@@ -86,15 +85,15 @@ def _lacking_pages(
     page_size: int,
     num_rows: int,
 ) -> tuple[NDArray[Any], IntpArray]:
-    """The pages that `rows` lack to hold `lens` tokens, `_LACKING` records row by row; and the
-    number of each rank's, int64[ranks].
+    """List the pages that `rows` lack to hold `lens` tokens.
 
-    `bounds` delimit the ranks' rows, of which each rank has `num_rows`; `allocated_len` covers the
-    rows of all ranks.
+    Return `_LACKING` records, row by row, and the number of each rank's records, int64[ranks].
+    `bounds` delimit the ranks' rows; each rank has `num_rows` rows. `allocated_len` covers the rows
+    of all ranks.
     """
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]
     num_lacking = np.zeros(len(bounds) - 1, np.int64)
-    growing = np.empty(len(rows), np.int64)  # indices of rows that lack any
+    growing = np.empty(len(rows), np.int64)  # indices of rows that lack a page
     num_growing = 0
     for rank in range(len(num_lacking)):
         for i in range(bounds[rank], bounds[rank + 1]):
@@ -139,7 +138,7 @@ def commit_rows(
 ) -> None:
     """Record that a launched step writes rows' KV up to `committed_lens` tokens.
 
-    `rows` are indices into `tables`, the columns of all `memories`. Raises `LeaseError`, changing
+    `rows` are indices into `tables`, the columns of all `memories`. Raise `LeaseError`, changing
     nothing, if a row has too few slots.
     """
     beyond = _commit(rows, committed_lens, tables.kv_allocated_len, tables.kv_committed_len)
@@ -173,12 +172,8 @@ def pages_held_and_lacking(
 ) -> Int32Array:
     """Count the pages of the first pool that each row lists, and lacks for `lens` tokens.
 
-    Args:
-        memory: of any rank.
-        tables: columns that `rows`, int64[n], are indices of.
-        lens: int32[k, n] tokens.
-
-    Returns int32[1 + k, n].
+    `memory` may be any rank's. `rows` int64[n] are indices into `tables`; `lens` is int32[k, n].
+    Return int32[1 + k, n].
     """
     numbers, most = memory.first_tables
     pages: Int32Array = _held_and_lacking(
@@ -197,7 +192,7 @@ def _held_and_lacking(
     most: IntpArray,
     page_size: int,
 ) -> Int32Array:
-    """`pages_held_and_lacking` for `groups`, in each of which a row lists at most `most` pages."""
+    """Count the pages for `groups`; a row lists at most `most[k]` pages of group `groups[k]`."""
     num_lens, num_rows = lens.shape
     pages = np.zeros((1 + num_lens, num_rows), np.int32)
     assert len(rows) == num_rows

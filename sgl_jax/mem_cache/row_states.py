@@ -1,14 +1,14 @@
 """The states of recurrent layers from which a row can continue, and its snapshots.
 
-A row has its own slots, in two halves: a step reads the previous step's half and writes the other
-(`EngineSizes.own_slot`). No allocator manages them: they belong to the row. With drafts, a half
-holds the states after each token of its step, from `state_lens` on; the start of the next step's
+A row has fixed slots, in two halves: a step reads the previous step's half and writes to the other
+(`EngineSizes.own_slot`). They belong to the row; no allocator manages them. With drafts, a half
+holds the states after each token of its step, from `state_lens` on. The start of the next step's
 half shows how many drafts were accepted.
 
-A snapshot is a copy in the pool of states, for other requests. The row's page table lists it, in
-the column of the page that ends at its position. From `cache_protected_len` on the row owns the
-snapshots; before it the tree does, and the row lists only the one it has locked. Snapshots are
-optional: if no slot is available, none is kept.
+A snapshot is a copy in the pool of states, for further requests. The row's page table lists it in
+the column of the page that ends at its position. From `cache_protected_len` on, the row owns the
+snapshots. Before that the tree owns them, and the row lists only the snapshot that it has locked.
+Snapshots are optional: if no slot is available, none is taken.
 
 Only this file and `release.py` free snapshots.
 """
@@ -21,12 +21,15 @@ from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_records import RankRecords
 
-NULL_SLOT = 0  # of the state before the first token
+NULL_SLOT = 0  # slot of the state before the first token
 
 
 def state_source(memory: RankRecords, lease: KVLease) -> int:
-    """The slot of the state after the committed tokens of `lease`: the row's own, a snapshot's, or
-    the null slot if there are no tokens yet. Raises `LeaseError` if there is no such state."""
+    """Return the slot of the state after the committed tokens of `lease`.
+
+    It is a slot of the row or a snapshot, or the null slot if there are no tokens yet. Raise
+    `LeaseError` if there is no such state.
+    """
     lease.require_live()
     length = lease.kv_committed_len
     if length == 0:
@@ -43,9 +46,9 @@ def state_source(memory: RankRecords, lease: KVLease) -> int:
 
 
 def resumable_len(memory: RankRecords, lease: KVLease, length: int) -> int:
-    """The longest prefix of the first `length` tokens that `lease` can resume from; -1 if none.
+    """Return the longest prefix of the first `length` tokens that `lease` can resume from, or -1.
 
-    Without recurrent layers, this is the committed part, unless the tree owns more, or a window has
+    Without recurrent layers, this is the committed part, unless the tree owns more or a window has
     passed the pages needed from there. Recurrent layers also need a state.
     """
     lease.require_live()
@@ -65,15 +68,10 @@ def has_snapshot(memory: RankRecords, row: int, length: int) -> bool:
 def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
     """Return a pool slot for the state of `row` after `length` tokens, listed in its page table.
 
-    Evicts if none is free. Returns the row's own slot if it already has one there: a step that may
-    pass `length` only through its drafts takes a slot, and so does the next step. 0 if none is
-    available.
-
-    Args:
-        memory: of the row's rank.
-        row: leased.
-        length: a multiple of the page size, above the published length and at most the allocated
-            length. Raises `LeaseError` otherwise.
+    Evict a state if no slot is free. If the row already has a slot there, return that: a step that
+    may pass `length` only through its drafts takes a slot, and so does the next step. Return 0 if
+    none is available. Raise `LeaseError` unless `length` is a multiple of the page size, above the
+    published length and at most the allocated length.
     """
     rows = memory.rows
     lease, column = memory.leases[row], length // memory.page_size - 1
@@ -92,11 +90,11 @@ def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
 
 
 def let_go_snapshots(memory: RankRecords, row: int, certain_len: int) -> None:
-    """Release the snapshots of `row` before its last one within `certain_len` tokens.
+    """Release the snapshots of `row` before its last snapshot within `certain_len` tokens.
 
-    Its own snapshots are freed, except at multiples of the snapshot interval, which will be
-    published; the tree's snapshot is unlocked. No result can take the first `certain_len` tokens
-    from the row, so it never goes back behind the last of them.
+    The row's snapshots are freed, except at multiples of the snapshot interval, which will be
+    published. The tree's snapshot is unlocked. No result can take the first `certain_len` tokens
+    from the row, so it never goes back past the last snapshot within them.
     """
     group, page_size = _group(memory), memory.page_size
     lease, listed = memory.leases[row], _listed(memory, row)
@@ -128,10 +126,8 @@ def _let_go_of_tree(memory: RankRecords, lease: KVLease, protected: int) -> None
 
 
 def drop_snapshots_past(memory: RankRecords, lease: KVLease, length: int) -> int:
-    """Free the snapshots that `lease` owns and that hold more than `length` tokens.
-
-    `length` is at least the length of the lease's prefix in the tree. Returns the number freed.
-    """
+    """Free the snapshots that `lease` owns after more than `length` tokens; return their number.
+    `length` must be at least the length of the lease's prefix in the tree."""
     if memory.state_group is None:
         return 0
     first, firsts = length // memory.page_size, memory.rows.first_pages[memory.state_group]
@@ -147,13 +143,13 @@ def forget_states_past(memory: RankRecords, lease: KVLease, length: int) -> None
     rows, row = memory.rows, lease.row
     state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
     if state_lens[latest] > length:
-        # The earlier half is valid up to the start of the later one.
+        # The earlier half is valid up to the start of the later half.
         rows.state_half[row] = 1 - latest
     state_lens[state_lens > length] = NO_STATE
 
 
 def go_back(memory: RankRecords, lease: KVLease, length: int) -> None:
-    """Continue `lease` from its first `length` tokens; its own later states become unreadable."""
+    """Continue `lease` from its first `length` tokens. The row's later states become unreadable."""
     rows, row = memory.rows, lease.row
     holding = [
         half for half, (first, last) in _states_held(memory, row).items() if first <= length <= last
@@ -174,12 +170,12 @@ def go_back(memory: RankRecords, lease: KVLease, length: int) -> None:
 
 
 def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
-    """The readable halves of `row`, the latest first, with the token counts of their first and last
-    states.
+    """Return the readable halves of `row`, the latest first, with the token counts of their first
+    and last states.
 
-    Both may claim the same state: then the earlier half's follows rejected drafts. This holds
-    because a generating row computes no chunk again before it goes back (`go_back`): a step after
-    one with drafts begins at its end, and its first state follows one more token.
+    If both seem to hold the same state, that of the earlier half follows rejected drafts. This
+    holds because a generating row computes no chunk again before it goes back (`go_back`): a step
+    after one with drafts begins at its end, and its first state follows one more token.
     """
     rows = memory.rows
     latest, resumed_len = int(rows.state_half[row]), int(rows.resumed_len[row])
@@ -197,7 +193,7 @@ def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
 
 
 def _deepest_state(memory: RankRecords, row: int, length: int) -> int:
-    """The most of the first `length` tokens after which `row` has a state; `NO_STATE` if none."""
+    """Return the most tokens, up to `length`, after which `row` has a state; `NO_STATE` if none."""
     lengths = [
         min(last, length) for first, last in _states_held(memory, row).values() if first <= length
     ]
@@ -218,7 +214,7 @@ def _pool(memory: RankRecords) -> int:
 
 
 def _listed(memory: RankRecords, row: int) -> Int32Array:
-    """The snapshots that `row` lists, by page."""
+    """Return the snapshots that `row` lists, by page."""
     listed: Int32Array = memory.rows.pages[row, _group(memory)]
     return listed
 

@@ -1,11 +1,11 @@
 """The leases that streaming sessions keep between their turns, on one rank.
 
-While a turn runs, its request holds the lease and only the loan is recorded here. At the end of the
-turn the session keeps the lease (`take_over`, called by `release_kv_cache`): row, pages, locks and
-all. So the next turn starts at the end of the last one.
+While a turn runs, its request holds the lease, and only the loan is recorded here. At the end of
+the turn the session takes the lease back (`take_over`, called by `release_kv_cache`), including
+row, pages and locks. So the next turn starts at the end of the last one.
 
-Owns the map from sessions to leases, and the order of their last use. Never frees a page, and never
-reads tokens or turns.
+This file owns the map from sessions to leases, and the order of their last use. It never frees a
+page, and never reads tokens or turns.
 """
 
 from collections import OrderedDict
@@ -19,29 +19,29 @@ class SessionLeases:
     """A lease for each streaming session of this rank, idle or lent to its running turn."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[str, KVLease] = OrderedDict()  # used longest ago first
+        self._idle: OrderedDict[str, KVLease] = OrderedDict()  # least recently used first
         self._lent: dict[int, str] = {}  # row of the lease that a running turn holds -> session
-        self._lent_rows: dict[str, int] = {}  # the same, from session to row
+        self._lent_rows: dict[str, int] = {}  # the inverse: session -> row
 
     @property
     def num_idle(self) -> int:
-        """Sessions that hold a lease and run nothing."""
+        """Return how many sessions hold a lease and run nothing."""
         return len(self._idle)
 
     def idle(self) -> Iterator[tuple[str, KVLease]]:
-        """Idle sessions and their leases, used longest ago first."""
+        """Iterate over idle sessions and their leases, least recently used first."""
         return iter(self._idle.items())
 
     def lent(self) -> Iterator[tuple[str, int]]:
-        """Sessions with a running turn, and the row of its lease."""
+        """Iterate over the sessions with a running turn, and the row of its lease."""
         return ((session_id, row) for row, session_id in self._lent.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
-        """The lease of an idle session; None if it runs, was evicted, or is not on this rank."""
+        """Return an idle session's lease; None if it runs, was evicted, or is not on this rank."""
         return self._idle.get(session_id)
 
     def lent_row(self, session_id: str) -> int | None:
-        """The row of the lease of the session's running turn; None if none runs here."""
+        """Return the row of the session's running turn; None if no turn runs here."""
         return self._lent_rows.get(session_id)
 
     def oldest_idle(self) -> str | None:
@@ -55,7 +55,8 @@ class SessionLeases:
         return lease.row in self._lent
 
     def bind(self, session_id: str, lease: KVLease) -> None:
-        """A turn of the session runs on `lease`, newly opened, which the session will keep."""
+        """Record that a turn of the session runs on the new `lease`, which the session will keep.
+        Raise `LeaseError` if the session has a lease, or the lease a session."""
         lease.require_live()
         if self.holds(session_id):
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
@@ -64,7 +65,8 @@ class SessionLeases:
         self._lend(session_id, lease)
 
     def lend(self, session_id: str) -> KVLease:
-        """Start the next turn: its request becomes the holder of the session's lease."""
+        """Start the next turn: make its request the holder of the session's lease. Raise
+        `LeaseError` if the session is not idle here."""
         if session_id not in self._idle:
             raise LeaseError(f"session {session_id!r} has no lease to lend")
         lease = self._idle.pop(session_id)
@@ -72,17 +74,12 @@ class SessionLeases:
         return lease
 
     def unbind(self, lease: KVLease) -> None:
-        """Give up the session's claim: `lease` will end as any other. No effect without a claim.
-
-        After a retract, an error, or when the session was closed meanwhile.
-        """
+        """Drop the session's claim to `lease`, if any, so that the lease ends without it. Used
+        after a retract or an error, or if the session was closed in the meantime."""
         self._take_back(lease)
 
     def take_over(self, lease: KVLease, num_tokens: int) -> None:
-        """Keep a finished turn's lease for the session, with its first `num_tokens` tokens.
-
-        Raises `LeaseError` if no session lends it.
-        """
+        """Keep a turn's lease, up to `num_tokens`. Raise `LeaseError` if no session lends it."""
         session_id = self._take_back(lease)
         if session_id is None:
             raise LeaseError(f"{lease!r} is no session's to keep")
@@ -90,11 +87,11 @@ class SessionLeases:
         self._idle[session_id] = lease
 
     def remove(self, session_id: str) -> KVLease | None:
-        """Remove an idle session and return its lease, if any; the caller releases it."""
+        """Remove an idle session and return its lease, if any. The caller releases the lease."""
         return self._idle.pop(session_id, None)
 
     def touch(self, session_id: str) -> None:
-        """Mark the session, which has a waiting turn, as used last, so that it is evicted last."""
+        """Mark an idle session as just used, so that it is evicted last: a turn of it waits."""
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
 
@@ -103,7 +100,7 @@ class SessionLeases:
         self._lent_rows[session_id] = lease.row
 
     def _take_back(self, lease: KVLease) -> str | None:
-        """End the loan of `lease` and return its session; None if it is no turn's."""
+        """End the loan of `lease` and return its session; None if no session lends it."""
         session_id = self._lent.pop(lease.row, None)
         if session_id is not None:
             del self._lent_rows[session_id]

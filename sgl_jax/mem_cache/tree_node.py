@@ -1,4 +1,4 @@
-"""A node of the prefix tree, as the tree core and the components see it."""
+"""A node of the prefix tree, used by the tree core and the components."""
 
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
-    """The first `count` of an edge's values, one-dimensional; a view of `values` or a copy.
+    """Return the first `count` of an edge's values, one-dimensional; a view of `values` or a copy.
 
     Most leaves are shortened page by page. So the values are copied only if they need less than
     half of the memory that a view would keep.
@@ -29,9 +29,7 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
 
 class ReadTime:
     """The time, by the tree's clock, when a node's windows were last read; eviction lists it.
-
-    `num_uses` is the node's number when it was listed.
-    """
+    `num_uses` is the node's number of uses when it was listed."""
 
     __slots__ = ("last_access", "node", "node_id", "num_uses")
 
@@ -46,14 +44,15 @@ class ReadTime:
 
 
 class TreeNode:
-    """A node and the edge that leads to it. `end` counts tokens from the root to the node.
+    """A node and the edge that leads to it.
 
-    `child_key` is its key in its parent's `children`. `namespace` applies to its whole path.
-    `page_hashes` has a hash for each page of the edge: of the prefix to the page's end. The
-    eviction policy owns `num_uses`; `last_access` is the tree's clock. Walks end before a node that
-    `is_withdrawn`, as are all nodes below it. The components own `values` and `locks`, each at its
-    index. With windows, `resumable.py` owns `read`, `is_usable` (whether the end of each page of
-    the edge is resumable) and `runs`.
+    `end` counts tokens from the root to the node. `child_key` is its key in its parent's
+    `children`. `namespace` applies to its whole path. `page_hashes` has, for each page of the edge,
+    the hash of the prefix up to the page's end. The eviction policy owns `num_uses`; `last_access`
+    is a time of the tree's clock. Walks end before a node with `is_withdrawn`; all nodes below it
+    are withdrawn too. The components own `values` and `locks`, each at its index. With windows,
+    `resumable.py` owns `read`, `runs` and `is_usable` (whether the end of each page of the edge is
+    resumable).
     """
 
     __slots__ = (
@@ -112,14 +111,14 @@ class TreeNode:
 
 
 def parent_of(node: TreeNode) -> TreeNode:
-    """The parent of a node that must not be the root: it has no edge to split or to shorten."""
+    """Return the parent of a node. Raise `LedgerError` for the root, which has no edge."""
     if node.parent is None:
         raise LedgerError(f"{node!r} is the root, which is never split, locked or evicted")
     return node.parent
 
 
 def is_on_tree(node: TreeNode) -> bool:
-    """Return whether a node, not the root, was neither removed nor merged into its child."""
+    """Return whether a node (not the root) was neither removed nor merged into its child."""
     return node.parent is not None and node.parent.children.get(node.child_key) is node
 
 
