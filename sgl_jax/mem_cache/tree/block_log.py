@@ -1,7 +1,7 @@
-"""The pages of tokens that enter and leave a prefix tree, for routers outside of the process.
+"""The pages of tokens that enter and leave a prefix tree, for routers outside the process.
 
-A block is a page of tokens with all tokens before it. It is named by the hash of these
-(`TreeNode.page_hashes`), which depends on the namespace, too.
+A block is a page of tokens together with all tokens before it. Its name is the hash of these tokens
+(`TreeNode.page_hashes`), which also depends on the namespace.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -13,8 +13,8 @@ from sgl_jax.core.step_plan import Int32Array
 
 
 class BlocksStored(NamedTuple):
-    """Consecutive blocks that the tree now has behind the block `parent`, if any; `tokens`
-    int32[n * page_size] are theirs."""
+    """Consecutive blocks stored in the tree after the block `parent`, if any. `tokens` int32[n *
+    page_size] are the tokens of their pages."""
 
     parent: int | None
     hashes: NDArray[np.uint64]
@@ -22,13 +22,13 @@ class BlocksStored(NamedTuple):
 
 
 class BlocksRemoved(NamedTuple):
-    """Blocks that the tree no longer has."""
+    """Blocks removed from the tree."""
 
     hashes: NDArray[np.uint64]
 
 
 class BlocksCleared(NamedTuple):
-    """The tree has no block any more."""
+    """All blocks were removed from the tree."""
 
 
 BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
@@ -47,7 +47,7 @@ class BlockLog:
         self._events.append(BlocksRemoved(hashes))
 
     def cleared(self) -> None:
-        """Record that all blocks left at once."""
+        """Record the removal of all blocks at once."""
         self._events.append(BlocksCleared())
 
     def take(self) -> list[BlockEvent]:

@@ -1,14 +1,14 @@
-"""A walk over a prefix cache in slices, between which the cache may change. It only reads.
+"""A walk over a prefix cache in slices, between which the cache may change. It changes nothing.
 
 A slice compares only records that it reads at one moment: the locks and the place of each of its
 nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a
-page, and that each page of the tree is in some node. For these the walk notes which node had a
-page. A note of an earlier slice is compared only after the node was found to have the page still,
-and a page is missed only if the tree has owned it since before the walk. So no change of the cache
+page, and that each page of the tree is in some node. For these, the walk notes which node had a
+page. A note of an earlier slice is compared only if the node still has the page, and a page is
+reported as missing only if the tree has owned it since before the walk. So no change of the cache
 is reported as a defect.
 
 Parents are visited before their children. A page moves within the tree only with a split, upwards
-to a new node, or with a merge, downwards to a child; so none can move from a node that the walk has
+to a new node, or with a merge, downwards to a child. So none can move from a node that the walk has
 yet to visit to a node that it has visited.
 """
 
@@ -23,19 +23,19 @@ from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree, parent_of
 
-_NODES = 128  # of a slice
+_NODES = 128  # per slice
 
 _NOT_SEEN = 0
 
 
 class CacheWalk:
-    """One walk over the nodes of `cache`, whose pages are in `allocators`."""
+    """One walk over the nodes of `cache`, with pages in `allocators`."""
 
     def __init__(self, cache: RadixCache, allocators: Sequence[PageAllocator]) -> None:
         self._cache = cache
         self._allocators = allocators
         self._num_moved = [allocator.num_moved for allocator in allocators]
-        # By pool and page: the number of the component of a visited node that had the page.
+        # By pool and page: a number for the component and the visited node that had the page.
         self._seen: list[IntpArray] = [
             np.zeros(allocator.num_pages, np.intp) for allocator in allocators
         ]
@@ -45,11 +45,11 @@ class CacheWalk:
 
     @property
     def has_nodes(self) -> bool:
-        """True until all nodes were checked."""
+        """Return True until all nodes were checked."""
         return bool(self._next)
 
     def check_some(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
-        """Check the next nodes; `locks` has each lease's present lock. Raises `LedgerError`."""
+        """Check the next nodes, or raise `LedgerError`. `locks` has each lease's present lock."""
         first = len(self._visited)
         for _ in range(min(_NODES, len(self._next))):
             self._visit(self._next.pop())
@@ -66,8 +66,7 @@ class CacheWalk:
         self._refuse(is_missed.nonzero()[0], pool, "the tree owns pages that no node has")
 
     def _visit(self, node: TreeNode) -> None:
-        """Visit `node`, or the highest of the nodes above it that are new, and list its
-        children."""
+        """Visit `node`, or the highest unvisited node above it, and list its children."""
         if node.node_id in self._visited_ids:
             return
         if not is_on_tree(node):
@@ -83,10 +82,8 @@ class CacheWalk:
         self._next.extend(node.children.values())
 
     def _check_pages(self, component: TreeComponent, nodes: Sequence[TreeNode], first: int) -> None:
-        """Check that the tree owns each page of `nodes`, and that no other node has it.
-
-        `first` is the place of the first of `nodes` among the visited ones.
-        """
+        """Check that the tree owns each page of `nodes`, and that no other node has it. `first` is
+        the index of the first of `nodes` in the list of visited nodes."""
         pool, seen = component.pool, self._seen[component.pool]
         pages = component.pages_of(nodes)
         lens = [len(node.values[component.index]) for node in nodes]

@@ -1,12 +1,13 @@
 """Cursors on a prefix tree that changes.
 
-A waiting request is tried in many steps, and the tree rarely changes near its prefix between two
-tries. So the tree keeps a cursor at the end of each request's walk instead of repeating the lookup,
-and moves the cursor when the walk would end elsewhere. A change of the tree costs time for the live
-stems (`prefix_cursor.py`) on the changed nodes, however many prompts continue them.
+The scheduler tries to admit a waiting request in many steps, and the tree rarely changes near its
+prefix between two tries. So the tree keeps a cursor at the end of each request's walk instead of
+repeating the lookup, and moves the cursor when the walk would end elsewhere. A change of the tree
+costs time for the live stems (`prefix_cursor.py`) on the changed nodes, however many prompts
+continue them.
 
-With windows, the usable length may be shorter than the match. A live cursor then also watches the
-nodes between the end of its usable prefix and the end of its walk. It is measured again when the
+With windows, the usable length may be shorter than the match. Then a live cursor also watches the
+nodes between the end of its usable prefix and the end of its walk, and is measured again when the
 resumable positions of one of these nodes change.
 """
 
@@ -31,13 +32,13 @@ class CursorIndex:
     """All cursors of one tree. The tree reports each change of its shape.
 
     Args:
-        page_size: tokens.
-        root: of the tree.
-        walk: `walk(tokens, namespace, below)` returns the node in whose edge the walk from a node
-            on its path ends, and the tokens matched from the root.
+        page_size: page size in tokens.
+        root: root of the tree.
+        walk: `walk(tokens, namespace, below)` walks from a node on the path. It returns the node
+            with the edge in which the walk ends, and the tokens matched from the root.
         key_at: returns the key of a child.
         usable_len: `usable_len(node, matched)` returns the resumable length of a walk of that
-            length, and the nodes searched. None: the whole walk is always resumable.
+            length, and the nodes searched. None if the whole walk is always resumable.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class CursorIndex:
         self._key_at = key_at
         self._usable_len = usable_len
         self._watchers: dict[int, dict[int, PrefixCursor]] = {}  # by node id, by number
-        self._unmeasured: dict[int, PrefixCursor] = {}  # whose walk ends elsewhere now
+        self._unmeasured: dict[int, PrefixCursor] = {}  # their walks end elsewhere now
         self._stops = CursorStops()
-        self.nodes = self._stops.nodes  # where live cursors stand, by place
+        self.nodes = self._stops.nodes  # the nodes of live cursors, by place
         self.columns = CursorColumns()
         self._has_moved = False
         # The empty stem, shared by all namespaces; the key of the next stem holds the namespace.
@@ -70,10 +71,10 @@ class CursorIndex:
     def follow(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> PrefixCursor:
-        """Return the cursor of a prompt of `tokens`; call `unfollow` once for each call.
+        """Return the cursor of a prompt of `tokens`. Call `unfollow` once for each call.
 
-        `below` is a locked node on the walk: the search starts there. The cursors of other prompts
-        do not move.
+        `below` is a locked node on the walk, from which the search starts. The cursors of other
+        prompts do not move.
         """
         tokens = tokens[: len(tokens) // self._page_size * self._page_size]
         cursor = self._first
@@ -108,21 +109,19 @@ class CursorIndex:
         return has_moved
 
     def has_filed(self, node: TreeNode, key: bytes | None) -> bool:
-        """Return whether a child added to `node` under `key`, which it lacks, would move a
-        cursor."""
+        """Return whether a new child of `node` under `key` would move a cursor."""
         return key is not None and self._waiting_for(node, key) is not None
 
     def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
-        """Return at most `most` followed cursors that a child of `node` under `key`, which it
-        lacks, would move."""
+        """Return up to `most` followed cursors that a new child of `node` would move."""
         stem = None if key is None else self._waiting_for(node, key)
         if stem is None:
             return []
         return list(islice((each for each in stem.stems() if each.num_followers), most))
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
-        """Count prompts, `most` at most, that would continue from `node` through a child under
-        `key`; if that child exists, prompts that need more of it to be resumable."""
+        """Count up to `most` prompts that would continue from `node` through a child under `key`;
+        if it exists, prompts that need more of it to be resumable."""
         child = node.children.get(key)
         if child is not None:
             watching = self._watchers.get(child.node_id, {}).values()
@@ -140,27 +139,27 @@ class CursorIndex:
     # -- reports from the tree ---------------------------------------------------------------
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:
-        """`parent` has a new child without children: stems may continue into its edge."""
+        """Continue stems into the edge of `child`, a new leaf below `parent`."""
         cursor = self._waiting_for(parent, child.child_key)
         if cursor is not None:
             self._has_moved = True
             self._go_along(cursor, child, parent.end)
 
     def node_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """The new `upper` took the start of `lower`'s edge: move the cursors that ended there."""
+        """Move the cursors that ended in the start of `lower`'s edge, which `upper` took."""
         for cursor in self._moving_from(lower):
             if cursor.reached <= upper.end:
                 self._file(cursor, upper, cursor.reached)
         self._measure_watchers(lower)
 
     def nodes_merged(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`upper` became the start of its only child's edge: its cursors end within that edge."""
+        """Move the cursors of `upper` to its only child `lower`, which got its edge."""
         for cursor in self._moving_from(upper):
             self._file(cursor, lower, cursor.reached)
         self._measure_watchers(upper)
 
     def leaf_trimmed(self, leaf: TreeNode, end: TreeNode) -> None:
-        """The path to `leaf` now ends at `end`: at `leaf`, shortened, or at its parent."""
+        """Move the cursors of `leaf` back to `end`, the new end of its path."""
         for cursor in self._moving_from(leaf):
             if cursor.start < end.end:
                 self._file(cursor, end, min(cursor.reached, end.end))
@@ -168,7 +167,7 @@ class CursorIndex:
                 self._rest(cursor)
 
     def measure(self, nodes: Iterable[TreeNode]) -> None:
-        """Measure the cursors affected by changed positions in `nodes` or by moved walks. Call it
+        """Measure the cursors affected by changed positions in `nodes` or by moved walks. Call this
         at the end of each change of a tree with windows."""
         for node in nodes:
             self._measure_watchers(node)
@@ -176,7 +175,7 @@ class CursorIndex:
             self._has_moved = True
 
     def audit(self) -> None:
-        """Prove that each cursor is where a fresh walk ends. Raises `LedgerError`."""
+        """Verify that each cursor is where a fresh walk ends, or raise `LedgerError`."""
         stems = list(self._first.stems())
         for cursor in stems:
             self._audit_walk(cursor)
@@ -198,7 +197,7 @@ class CursorIndex:
         namespace: str,
         below: TreeNode | None,
     ) -> PrefixCursor:
-        """Add a stem behind `parent`, which has no stem with this beginning."""
+        """Add a stem after `parent`, which has no stem with this beginning."""
         cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         self._attach(cursor, parent, key)
         self.columns.above[cursor.number] = parent.number
@@ -218,7 +217,7 @@ class CursorIndex:
         return cursor
 
     def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
-        """Divide the stem of `lower` at `end`; the new stem is its parent."""
+        """Divide the stem of `lower` at `end`. The new stem is its parent."""
         parent, key = lower.parent, lower.key
         assert parent is not None
         tokens, namespace = lower.tokens[:end], lower.namespace
@@ -240,7 +239,7 @@ class CursorIndex:
     def _remove(
         self, cursor: PrefixCursor, parent: PrefixCursor, rest: PrefixCursor | None
     ) -> None:
-        """Remove a stem at which no prompt ends; `rest` is its only continuation, if any."""
+        """Remove a stem at which no prompt ends. `rest` is its only continuation, if any."""
         if rest is None:
             del parent.children[cursor.key]
         else:
@@ -263,12 +262,12 @@ class CursorIndex:
         node, reached = live.at, live.reached
         assert node is not None
         self._rest(live)
-        self._file(cursor, node, reached)  # at the same place: the last one freed is taken first
+        self._file(cursor, node, reached)  # at the same place: the last place freed is taken first
 
     # -- places of cursors --------------------------------------------------------------------
 
     def _waiting_for(self, node: TreeNode, key: bytes) -> PrefixCursor | None:
-        """The stem that a child of `node` under `key` would continue."""
+        """Return the stem that a child of `node` under `key` would continue."""
         cursor = self._stops.at_end(node)
         if cursor is None:
             return None
@@ -287,7 +286,7 @@ class CursorIndex:
             cursor = cursor.children.get(self._key_at(start, edge, cursor.namespace))
 
     def _num_common(self, a: Int32Array, b: Int32Array) -> int:
-        """Tokens of the whole pages with which both begin."""
+        """Count the tokens of the whole pages with which both begin."""
         return common_prefix_len(a, b) // self._page_size * self._page_size
 
     def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
@@ -310,7 +309,7 @@ class CursorIndex:
         self.columns.above[cursor.number] = cursor.parent.number
 
     def _moving_from(self, node: TreeNode) -> list[PrefixCursor]:
-        """Return the cursors on a changing node; they count as moved."""
+        """Return the cursors on a changing node, and count them as moved."""
         cursors = self._stops.cursors(node)
         if cursors:
             self._has_moved = True
@@ -378,8 +377,7 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r}: its columns hold {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:
-        """Check that a live cursor is listed at its place, has the length last measured, and
-        watches every node that can change it."""
+        """Check a live cursor's place, its length, and that it watches the searched nodes."""
         node = cursor.node
         length = cursor.reached
         seen: list[TreeNode] = []

@@ -1,7 +1,7 @@
 """The places of live cursors on a prefix tree: by node, and by index in a column.
 
-At most one cursor stands at the end of a node, because the walks that continue from there are its
-children; any number stand within the node's edge.
+At most one cursor is at the end of a node, because the walks that continue from there are its
+children. Any number of cursors may be within the node's edge.
 """
 
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
@@ -9,10 +9,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class _Stop:
-    """A node with live cursors: at most one at its end, others within its edge, by number.
-
-    `place` is its index in `CursorStops.nodes`.
-    """
+    """A node, at `place` in `CursorStops.nodes`, with live cursors at its end or in its edge."""
 
     __slots__ = ("at_end", "node", "place", "within")
 
@@ -28,7 +25,7 @@ class _Stop:
 
 
 class CursorStops:
-    """The stops of a tree's cursors; `nodes` holds their nodes by place, None in unused places.
+    """The places of a tree's cursors. `nodes` holds the node of each place, None if it is unused.
 
     It moves no cursor: take a cursor out before changing its `at` or `reached`, and put it back
     after.
@@ -40,11 +37,10 @@ class CursorStops:
         self._by_node: dict[int, _Stop] = {}  # by node id
 
     def __len__(self) -> int:
-        """The number of live cursors."""
         return sum(len(stop.cursors()) for stop in self._by_node.values())
 
     def put(self, cursor: PrefixCursor, node: TreeNode) -> int:
-        """Place the cursor on `node`, at the length it has reached; return that node's place."""
+        """Put the cursor on `node`, at its length `reached`; return the node's place."""
         stop = self._by_node.get(node.node_id) or self._new_stop(node)
         if cursor.reached == node.end:
             stop.at_end = cursor
@@ -73,7 +69,7 @@ class CursorStops:
         return [] if stop is None else stop.cursors()
 
     def place(self, cursor: PrefixCursor) -> int | None:
-        """The place of a live cursor; None if it is not listed at its node."""
+        """Return the place of a live cursor; None if it is not listed at its node."""
         node = cursor.node
         stop = self._by_node.get(node.node_id)
         if stop is None or self.nodes[stop.place] is not node:

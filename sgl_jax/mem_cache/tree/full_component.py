@@ -23,7 +23,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 
 class FullComponent(TreeComponent):
-    """Pages of full-attention layers; `policy` holds the evictable leaves and their order."""
+    """Pages of full-attention layers. `policy` holds the evictable leaves and their order."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class FullComponent(TreeComponent):
         self._policy = policy
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """Take a new node's pages from the offer; an old node has its pages."""
+        """Take a new node's pages from the offer. An old node has its pages."""
         if node.values[self.index] is not None:
             return
         start = (node.end - len(node.key)) // self._page_size
@@ -49,7 +49,7 @@ class FullComponent(TreeComponent):
         self.num_evictable += len(pages)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide the pages. `upper` gets as many locks: each lock of `lower` includes `upper`."""
+        """Divide the pages and copy the locks: each lock of `lower` includes `upper`."""
         cut = len(upper.key) // self._page_size
         pages = lower.values[self.index]
         upper.values[self.index] = pages[:cut].copy()
@@ -72,8 +72,7 @@ class FullComponent(TreeComponent):
         self._count_locks(node, None, -1)
 
     def _count_locks(self, node: TreeNode, above: TreeNode | None, change: int) -> None:
-        """Add `change`, 1 or -1, to the locks of the nodes from `node` up to `above` (excluded), or
-        up to the root."""
+        """Add `change`, 1 or -1, to the locks from `node` up to `above` (excluded) or the root."""
         step: TreeNode | None = node
         while step is not above and step is not None and step.parent is not None:
             before = step.locks[self.index]
@@ -87,11 +86,11 @@ class FullComponent(TreeComponent):
             step = step.parent
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
-        """Visit only the nodes below `old`: locks above it stay as they are."""
+        """Move a lock by visiting only the nodes below `old`: locks above it do not change."""
         self._count_locks(new, old, 1)
 
     def refresh(self, node: TreeNode) -> None:
-        """A leaf without locks can be evicted."""
+        """Add the node to the evictable leaves, or remove it. A leaf without locks is evictable."""
         if self._is_evictable(node):
             self._policy.add(node)
         else:
@@ -107,7 +106,7 @@ class FullComponent(TreeComponent):
             self._policy.discard(node)
 
     def pages_to_keep(self, leaf: TreeNode, num_pages: int) -> int:
-        """Pages of the edge that stay when the caller needs `num_pages` of it."""
+        """Return how many pages of the edge stay when the caller needs `num_pages` of it."""
         return max(len(leaf.values[self.index]) - num_pages, 0)
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
@@ -147,10 +146,8 @@ class FullComponent(TreeComponent):
 
 
 class BareTokens(FullComponent):
-    """Component 0 of models without a full layer: paths, their locks and their order, no pages.
-
-    An edge's values are zeros. Its counts are pages of tokens, which take no pool pages.
-    """
+    """Component 0 of models without a full layer: paths, their locks and their order, without
+    pages. An edge's values are zeros. Its counts are pages of tokens, which take no pool pages."""
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
         if node.values[self.index] is None:

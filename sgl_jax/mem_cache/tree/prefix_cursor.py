@@ -1,10 +1,10 @@
 """The matched prefixes of waiting prompts on the prefix tree: one cursor for all equal beginnings.
 
-Prompts with equal beginnings share cursors, which form a tree of their own. Each cursor is a stem:
-a path up to `end` that some prompts share; its children are the stems that continue it. A cursor is
-live if the walk along its path goes past its parent; it then stands on a node of the prefix tree.
-Any other cursor stands at its parent's place, since the walk ends before the two differ.
-`cursor_index.py` keeps cursors up to date.
+Prompts with equal beginnings share cursors, which form a separate tree. Each cursor is a stem: a
+path up to `end` that some prompts share. Its children are the stems that continue it. A cursor is
+live if the walk along its path goes past its parent; it is then at a node of the prefix tree. Any
+other cursor is at its parent's place, since the walk ends before the two differ. `cursor_index.py`
+keeps cursors up to date.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -16,8 +16,8 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree_node import TreeNode
 
-LIVE = -1  # in the column `above`
-NO_CURSOR = -1  # in the column `parent`
+LIVE = -1  # value in the column `above`
+NO_CURSOR = -1  # value in the column `parent`
 
 # `key_at(start, tokens, namespace)` returns the key under which a node that ends at `start` lists
 # the child that continues with `tokens`.
@@ -27,10 +27,9 @@ KeyAt: TypeAlias = Callable[[int, Int32Array, str], bytes]
 class PrefixCursor:
     """The walk along `tokens`, whole pages, for all prompts that begin with them.
 
-    `num_followers` prompts end there, except for a partial page; with none, prompts diverge there.
-    `number` is its line in the index's columns. The properties give the end of the walk; a live
-    cursor stores it in the fields `at`, `reached` and `usable`, and `at` is None for any other
-    cursor.
+    `num_followers` prompts end there, except for a partial page; if it is 0, prompts diverge there.
+    `number` is its index in the columns. The properties give the end of the walk. A live cursor
+    stores it in the fields `at`, `reached` and `usable`; in any other cursor, `at` is None.
     """
 
     __slots__ = (
@@ -54,7 +53,7 @@ class PrefixCursor:
         self.tokens = tokens
         self.namespace = namespace
         self.end = len(tokens)
-        self.children: dict[bytes, PrefixCursor] = {}  # by the first page behind `end`
+        self.children: dict[bytes, PrefixCursor] = {}  # by the first page after `end`
         self.num_followers = 0
         self.at: TreeNode | None = None
         self.reached = 0
@@ -63,12 +62,12 @@ class PrefixCursor:
 
     @property
     def start(self) -> int:
-        """Tokens shared with its siblings."""
+        """Return the number of tokens shared with its siblings."""
         return 0 if self.parent is None else self.parent.end
 
     @property
     def live(self) -> "PrefixCursor":
-        """The live cursor at the end of this walk."""
+        """Return the live cursor at the end of this walk."""
         cursor = self
         while cursor.at is None:
             assert cursor.parent is not None, "the first cursor is live"
@@ -77,24 +76,24 @@ class PrefixCursor:
 
     @property
     def node(self) -> TreeNode:
-        """The last node on the walk; the root if none matched."""
+        """Return the last node on the walk; the root if none matched."""
         node = self.live.at
         assert node is not None
         return node
 
     @property
     def matched(self) -> int:
-        """Tokens matched by the walk, whole pages."""
+        """Return the number of tokens matched by the walk, whole pages."""
         return self.live.reached
 
     @property
     def length(self) -> int:
-        """Tokens that a match would find, whole pages; at most `matched`."""
+        """Return the number of tokens that a match would find, whole pages; at most `matched`."""
         return self.live.usable
 
     @property
     def next_key(self) -> bytes | None:
-        """The key of the child of `node` that would continue the walk, if one can."""
+        """Return the key of the child of `node` that would continue the walk, if one can."""
         cursor: PrefixCursor | None = None
         above = self
         while above.at is None:
@@ -108,11 +107,11 @@ class PrefixCursor:
         return None if cursor is None else cursor.key
 
     def places(self, node_ids: Container[int]) -> list[tuple[TreeNode, bytes]]:
-        """The nodes with these ids, with keys, behind which a new child would extend the walk or
-        its resumable part.
+        """Return the nodes with these ids, with keys, after which a new child would extend the walk
+        or its resumable part.
 
-        They lie between the end of the walk and the end of its resumable prefix, since gaps lie
-        between the two.
+        They are between the end of the resumable prefix and the end of the walk, since gaps are
+        there.
         """
         live = self.live
         node, below, places = live.at, None, []
@@ -132,7 +131,7 @@ class PrefixCursor:
             stack.extend(cursor.children.values())
 
     def resting(self) -> "Iterator[PrefixCursor]":
-        """This live cursor and the cursors at its place that are not live."""
+        """Iterate over this live cursor and the cursors at its place that are not live."""
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -144,10 +143,10 @@ class PrefixCursor:
 
 
 class CursorColumns:
-    """A line for each cursor, for loops over many: int32 arrays, longer than the used part.
+    """Columns with an entry for each cursor, for loops: int32 arrays, longer than the used part.
 
     `above` is the parent's number if the cursor is not live, else `LIVE`. For live cursors,
-    `usable_pages` counts the pages of `length`, and `place` is the stop's. For all cursors,
+    `usable_pages` counts the pages of `length`, and `place` is the node's place. For all cursors,
     `parent` is the parent's number, and `end_pages` counts the pages of `end`.
     """
 

@@ -1,12 +1,12 @@
 """The prefix cache of a rank: it keeps the KV of token prefixes between requests.
 
-`peek` only reads (routing, admission); `match_prefix` locks its match and needs one `unlock` for
-each call. A prefix is kept under a namespace, "" by default, and found under that namespace alone.
-`ChunkCache` keeps nothing.
+`peek` is read-only (for routing and admission). `match_prefix` locks its match and needs one
+`unlock` for each call. A prefix is stored under a namespace, "" by default, and found only under
+that namespace. `ChunkCache` keeps nothing.
 
 Pages are int32[groups, n], a row for each cache group of the model. A match ends at a resumable
 position: FULL groups have all its pages, a window the pages that the next token reads. A lease
-locks these, and unlocks a window's pages as its own tokens fill the window (`let_go`). Its
+locks these, and unlocks a window's pages as its tokens fill the window (`let_go`). Its
 `first_pages` give, for each group, the first page that its row still lists.
 """
 
@@ -32,35 +32,36 @@ _IN_NO_POOL = -1
 
 
 class PrefixMatch(NamedTuple):
-    """A locked prefix: its length in tokens (whole pages), its pages, and the node locked.
+    """A locked prefix: its length in tokens (whole pages), its pages, and the locked node.
 
-    If a lock moved there from a node on the way, `pages` are the pages behind that node. For
-    windows, `match_prefix` returns the locked pages and 0 before them, `accept` all pages present.
+    If a lock moved there from a node on the path, `pages` are the pages after that node. For
+    windows, `match_prefix` returns the locked pages, with 0 before them; `accept` returns all
+    present pages.
     """
 
     length: int
     pages: Int32Array  # [groups, length / page_size], excluding pages before that node
-    node: TreeNode | None  # None if length is 0: then nothing is locked
+    node: TreeNode | None  # None if length is 0: nothing is locked
 
 
 class RadixCache:
-    """A radix tree with a component for each cache group, at most one of which is FULL.
+    """A radix tree with a component for each cache group, at most one of them FULL.
 
-    Counts are pages. A `start` is a node that the calling lease has locked, on the path of the
-    tokens: only nodes below it are visited.
+    Counts are in pages. A `start` argument is a node on the path of the tokens that the calling
+    lease has locked: only nodes below it are visited.
 
     Args:
-        groups: of the model, at least one.
-        allocators: by pool number; groups may share one.
-        page_size: tokens.
-        num_evicted: above 0 if the cache replaces another.
-        eviction_policy: one of `EVICTION_POLICIES`; raises `ValueError` otherwise, or for
-            invalid `groups`.
+        groups: cache groups of the model, at least one.
+        allocators: allocators by pool number. Groups may share one.
+        page_size: page size in tokens.
+        num_evicted: initial count; above 0 if the cache replaces another.
+        eviction_policy: one of `EVICTION_POLICIES`. Raise `ValueError` otherwise, or for invalid
+            `groups`.
 
     Attributes:
         tree: the core, which counts the locks taken and not yet undone.
         cursors: track the cached length of waiting prompts.
-        num_evicted: pages evicted since the start, of all pools.
+        num_evicted: pages evicted since the start, in all pools.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> list[int]:
-        """Pages of each pool that the cache could free now."""
+        """Return how many pages of each pool the cache could free now."""
         if not self._windows:
             return [self._full.num_evictable]
         return [self.tree.num_evictable(pool) for pool in range(self._num_pools)]
 
     @property
     def num_protected(self) -> list[int]:
-        """Pages of each pool that the cache holds and live leases have locked."""
+        """Return how many pages of each pool the cache holds and live leases have locked."""
         if not self._windows:
             return [self._full.num_protected]
         components = self.tree.components
@@ -138,21 +139,19 @@ class RadixCache:
         ]
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
-        """Return the number of tokens that `match_prefix` would find. Changes nothing, not even
-        ages."""
+        """Return how many tokens `match_prefix` would find, without changing even ages."""
         _, length = self.tree.peek(_contiguous(tokens), namespace, start)
         return length
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
-        """The `next_key` of a cursor that ends at `node` (None: nothing matched), if `tokens`, at
-        least a page, come next."""
+        """Return the key of `node`'s (None: the root's) child for `tokens`, a page or more."""
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        """Return whether a child under `next_key` behind `node` would be useful if accepted.
+        """Return whether a child under `next_key` after `node` would be useful if accepted.
 
-        It is if the walk of a cursor ends there for lack of it, or if the cache has it by now from
-        another request.
+        It is useful if a cursor's walk ends there because the child is missing, or if another
+        request has cached it by now.
         """
         parent = node or self.tree.root
         if parent.is_withdrawn:
@@ -162,9 +161,10 @@ class RadixCache:
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """The number of `tokens` behind `node` that other prompts await, as in `is_awaited`.
+        """Return, for each of at most `most` cursors, how many of `tokens` after `node` it awaits.
 
-        In whole pages, for at most `most` prompts.
+        The cursors' walks end there because the child under `next_key` is missing. Counts are
+        tokens of whole pages.
         """
         parent = node or self.tree.root
         return [
@@ -181,8 +181,8 @@ class RadixCache:
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> PrefixMatch:
-        """Lock the longest resumable prefix of `tokens`; a lock of `start`, with the lease's
-        `first_pages`, moves there."""
+        """Lock the longest resumable prefix of `tokens`; any lock of `start` moves to its end.
+        `first_pages` are the lease's first pages for that lock."""
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
         node = self.tree.match(_contiguous(tokens), namespace, start, first_pages)
@@ -194,8 +194,8 @@ class RadixCache:
         return PrefixMatch(length, pages, node)
 
     def drop_unread(self, pages: Int32Array) -> None:
-        """Of `pages` int32[groups, n], the last ones of a prefix, zero the ones that its next token
-        does not read: a lock does not cover them."""
+        """Zero the pages that the token after a prefix does not read, since no lock covers them.
+        `pages` int32[groups, n] are the prefix's last pages."""
         for window in self._windows:
             num_unread = pages.shape[1] - window.num_pages
             pages[window.group, : max(num_unread, 0)] = 0
@@ -203,9 +203,9 @@ class RadixCache:
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
 
-        Returns the prefix as the cache now holds it, or None if it keeps nothing, since it cannot,
+        Return the prefix as the cache now holds it, or None if it keeps nothing, because it cannot
         or `offer.node` is withdrawn. The prefix is locked: any lock of `offer.node` moves there,
-        and `pages` are the pages behind that node. If the returned page differs from the offered
+        and `pages` are the pages after that node. If the returned page differs from the offered
         page, or is 0, the offered page stays with the lease.
         """
         start = offer.node
@@ -222,8 +222,10 @@ class RadixCache:
         return PrefixMatch(node.end, self._pages_behind(node, first), node)
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Let no match find more than the first `length` tokens of the prefix `tokens`, in whole
-        pages. Pages behind them, and of all longer prefixes, are freed once no lease locks them.
+        """Withdraw the prefix `tokens` past its first `length` tokens, in whole pages.
+
+        No match finds more of it afterwards. Pages after that, and of all longer prefixes, are
+        freed once no lease locks them.
         """
         page_size = self.tree.page_size
         self.tree.withdraw(_contiguous(tokens), namespace, length // page_size * page_size)
@@ -234,8 +236,7 @@ class RadixCache:
         return node is None or not node.is_withdrawn
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock taken by `match_prefix` or `accept`, except pages unlocked since by
-        `let_go`."""
+        """Undo one lock of `match_prefix` or `accept`, except pages unlocked since by `let_go`."""
         self.tree.unlock(node, first_pages)
         self.tree.settle()
 
@@ -252,10 +253,10 @@ class RadixCache:
         self.tree.settle()
 
     def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all unlocked pages; returns the number freed.
+        """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
 
-        May free up to one more page of tokens, and tokens that become not resumable. Exact for a
-        model without windows.
+        For a model without windows the number is exact. With windows, up to one more page of tokens
+        may be freed, and tokens that are not resumable any more.
         """
         before = sum(self.num_evictable)
         evicted = self.tree.evict(num_pages, pool)
@@ -263,10 +264,10 @@ class RadixCache:
         return evicted
 
     def reset(self) -> None:
-        """Evict everything and reset the policy. Raises `LedgerError` if a lock is held."""
+        """Evict everything and reset the policy. Raise `LedgerError` if a lock is held."""
         if self.tree.num_locks:
             raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
-        # The pages are not wanted any more, so nothing saves them.
+        # Do not save these pages to a lower tier.
         before_eviction, self.tree.before_eviction = self.tree.before_eviction, None
         for pool, num_pages in enumerate(self.num_evictable):
             self.evict(num_pages, pool)
@@ -276,8 +277,7 @@ class RadixCache:
             self.tree.block_log.cleared()
 
     def pages_to(self, node: TreeNode) -> Int32Array:
-        """The pages of the prefix that ends at `node`, in token order: int32[groups, n], 0 for
-        absent pages."""
+        """Return the prefix's pages up to `node` in token order: int32[groups, n], 0 if absent."""
         return self._pages_of(self.tree.path_to(node))
 
     def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
@@ -301,16 +301,16 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Sequence[TreeNode]:
-        """All nodes but the root, parents before children."""
+        """Return all nodes but the root, parents before children."""
         return list(self.tree.nodes())
 
     def held_blocks(self) -> set[int]:
-        """The hashes of all pages of tokens that matches find, as in `BlockLog`."""
+        """Return the hashes of all pages of tokens that matches find, as named in `BlockLog`."""
         found = (node for node in self.nodes() if not node.is_withdrawn)
         return {block for node in found for block in node.page_hashes.tolist()}
 
     def held_pages(self, pool: int = 0) -> Int32Array:
-        """All pages of the pool that the cache holds, in no particular order."""
+        """Return all pages of the pool that the cache holds, in no particular order."""
         nodes = self.nodes()
         parts = [each.pages_of(nodes) for each in self.tree.components if each.pool == pool]
         pages = np.concatenate([np.zeros(0, np.int32), *parts])
@@ -321,9 +321,9 @@ class RadixCache:
         """Raise `LedgerError` unless counts, locks and the eviction set are right, edges are
         contiguous, and no two nodes should be merged.
 
-        Each path must belong to one namespace, and its edges be listed under the keys of lookups.
-        Only locks may keep tokens that are not resumable. `locks` has an entry, with first pages,
-        for each lock of the live leases.
+        Each path must belong to one namespace, and its edges must be listed under the keys of
+        lookups. Only locks may keep tokens that are not resumable. `locks` has an entry, with first
+        pages, for each lock of the live leases.
         """
         nodes, ends = self.nodes(), [LockedEnd(*lock) for lock in locks]
         for component in self.tree.components:
@@ -334,7 +334,7 @@ class RadixCache:
     def audit_nodes(
         self, nodes: Sequence[TreeNode], locks: Sequence[tuple[TreeNode, FirstPages]]
     ) -> None:
-        """Check these nodes of the tree, as `audit` does all, without the sums over all nodes."""
+        """Check only these nodes in the way of `audit`, without the sums over all nodes."""
         ends = [LockedEnd(*lock) for lock in locks]
         for component in self.tree.components:
             component.audit_nodes(nodes, ends)
@@ -374,7 +374,7 @@ class ChunkCache(RadixCache):
         return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
-        """Keep nothing, and return None: the lease still owns all pages that it offered."""
+        """Return None and keep nothing: the lease still owns all pages that it offered."""
         return None
 
 

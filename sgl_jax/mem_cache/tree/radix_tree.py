@@ -1,8 +1,8 @@
-"""A compressed, page-aligned radix tree of token sequences: the core under every prefix cache.
+"""A compressed, page-aligned radix tree of token sequences: the core of every prefix cache.
 
 It matches, locks, inserts and evicts paths of a `TreeShape`. It never touches an allocator:
 components own the values of edges, their locks and the freed pages. With windows, `resumable.py`
-determines the resumable positions; without them, every position is resumable.
+determines the resumable positions; without windows, every position is resumable.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, parent_of
 
 
 class RadixTree(TreeShape):
-    """A tree whose paths leases lock; constructed as `TreeShape`.
+    """A tree with paths that leases lock. The arguments are those of `TreeShape`.
 
-    `num_locks` counts the locks not yet undone, `num_locked_tokens` the tokens from the root to
-    each locked node, summed over the locks: both must equal the sums over the live leases. The
-    `block_log`, if set, gets each page of tokens that enters or leaves the tree; `before_eviction`,
-    if set, each leaf that is about to lose pages to `evict`.
+    `num_locks` counts the locks not yet undone. `num_locked_tokens` sums, over these locks, the
+    tokens from the root to the locked node. Both must equal the sums over the live leases. If set,
+    `block_log` gets each page of tokens that enters or leaves the tree, and `before_eviction` gets
+    each leaf about to lose pages to `evict`.
     """
 
     num_locks = 0
@@ -35,11 +35,8 @@ class RadixTree(TreeShape):
     def peek(
         self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
     ) -> tuple[TreeNode, int]:
-        """Return the length of the longest resumable prefix, and a node that its path leads to or
-        through. Read-only.
-
-        `start` is a locked node on that path: the search begins below it.
-        """
+        """Return a node with the longest resumable prefix on its path, and the prefix's length.
+        Read-only. `start` is a locked node on that path; the search begins below it."""
         node, length = self._walk(tokens, namespace, start)
         if self.resumable is not None:
             length, _ = self.resumable.usable_len(node, length, start.end if start else 0)
@@ -52,11 +49,12 @@ class RadixTree(TreeShape):
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> TreeNode | None:
-        """Lock the longest usable prefix of `tokens` and return its last node.
+        """Lock the longest usable prefix of `tokens` and return its last node; undo it with
+        `unlock`.
 
-        None if nothing matches: then nothing is locked. Needs one `unlock`. With `start`, as in
-        `peek`, a lock moves from there to the returned node, which is `start` if nothing below
-        matches; `first_pages` are the lease's. `settle` ends the change.
+        Return None, locking nothing, if nothing matches. If `start`, a locked node on the path, is
+        given, a lock moves from there to the returned node, which is `start` if nothing below it
+        matches; `first_pages` are the lease's. Call `settle` to end the change.
         """
         node, length = self.peek(tokens, namespace, start)
         if length == 0:
@@ -78,14 +76,14 @@ class RadixTree(TreeShape):
     # -- locks ----------------------------------------------------------------------------
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Lock all pages that a lease ending at `node` reads. Undone by `unlock`."""
+        """Lock all pages that a lease ending at `node` reads, until `unlock`."""
         self.num_locks += 1
         self.num_locked_tokens += node.end
         for component in self.components:
             component.lock(node, first_pages)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `node`, which may then be removed. `settle` ends the change."""
+        """Undo one lock of `node`, which may then be removed. Call `settle` to end the change."""
         for component in self.components:
             component.unlock(node, first_pages)
         self.num_locks -= 1
@@ -95,10 +93,8 @@ class RadixTree(TreeShape):
         self._merge_into_only_child(node)
 
     def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
-        """Move one lock from `old` to `new`, which is `old` or lies below it.
-
-        `old` may then be removed, if the lock was its last. `settle` ends the change.
-        """
+        """Move one lock from `old` to `new`, which is `old` or below it. If the lock was its last,
+        `old` may then be removed. Call `settle` to end the change."""
         self.num_locked_tokens += new.end - old.end
         for component in self.components:
             component.move_lock(old, new, first_pages)
@@ -107,12 +103,12 @@ class RadixTree(TreeShape):
         self._merge_into_only_child(old)
 
     def let_go(self, node: TreeNode) -> None:
-        """A lease that ends at `node` has unlocked window pages. `settle` ends the change."""
+        """Record that a lease at `node` unlocked window pages. Call `settle` to end the change."""
         if self.resumable is not None:
             self.resumable.released(node)
 
     def settle(self) -> None:
-        """Free withdrawn and dead pages and update the cursors, at the end of each change."""
+        """End a change: free withdrawn and dead pages, and update the cursors."""
         if self._withdrawn:
             self._drop_withdrawn()
         if self.resumable is None:
@@ -129,10 +125,10 @@ class RadixTree(TreeShape):
     ) -> TreeNode | None:
         """Make `tokens` (whole pages, at least one) a path of the offer's namespace.
 
-        Components take the pages they lack. `start` is a locked node on that path: only nodes below
-        it are visited, so a long conversation costs no more to continue than a short one. Returns
-        the node that ends exactly at len(tokens), not locked. `settle` ends the change, after a
-        lock. Returns None, changing nothing, if `start` is withdrawn.
+        Components take the pages that they lack. `start` is a locked node on that path. Only nodes
+        below it are visited, so a long conversation costs no more to continue than a short one.
+        Return the node that ends exactly at len(tokens), not locked; or None, changing nothing, if
+        `start` is withdrawn. Lock the node if needed, then call `settle` to end the change.
         """
         start = start or self.root
         if start.is_withdrawn:
@@ -146,7 +142,7 @@ class RadixTree(TreeShape):
             if self.block_log is not None:
                 parent = self.hash_before(node) if len(parent_of(node).key) else None
                 self.block_log.stored(parent, node.page_hashes, node.key)
-        # An old node may lack window pages only.
+        # An old node may lack only window pages.
         added = [node] if self.resumable is None else self.path_to(node, start)
         for step in added:
             for component in self.components:
@@ -159,10 +155,11 @@ class RadixTree(TreeShape):
         return node
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Let no walk find the path of `tokens` past its first `length`, whole pages.
+        """Hide the path of `tokens` past its first `length` tokens, whole pages, from all walks.
 
-        Nodes there, and below, stay only while leases have them locked, under a key that no lookup
-        has: another path of the same tokens may take their place. `settle` ends the change.
+        Nodes after that point stay only while leases have them locked, under a key that no lookup
+        uses, so another path of the same tokens may take their place. Call `settle` to end the
+        change.
         """
         node, matched = self._walk(tokens, namespace)
         if matched <= length:
@@ -200,8 +197,8 @@ class RadixTree(TreeShape):
     def evict(self, num_pages: int, pool: int = 0) -> int:
         """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
 
-        The last victim's edge is shortened, so without windows the number is exact. A page of
-        tokens takes its window pages along, and tokens that become not resumable are freed too.
+        The last victim's edge is shortened, so without windows the number is exact. With a page of
+        tokens, its window pages are freed too, and so are tokens that are not resumable any more.
         """
         before = self.num_evictable(pool)
         target = max(before - num_pages, 0)
@@ -214,7 +211,7 @@ class RadixTree(TreeShape):
         return before - self.num_evictable(pool)
 
     def _evict_some(self, num_pages: int, pool: int) -> bool:
-        """Free up to `num_pages` of the least useful pages; False if there are none."""
+        """Free up to `num_pages` of the least useful pages; return False if there are none."""
         leaf = self._policy.next_victim(self._clock)
         if self.resumable is not None:
             # A pool of windows has no ages of tokens.
@@ -242,7 +239,7 @@ class RadixTree(TreeShape):
         for component in self.components:
             component.drop(leaf, keep_tokens)
         keep_pages = keep_tokens // self.page_size
-        if not leaf.is_withdrawn:  # else another node may have these tokens by now
+        if not leaf.is_withdrawn:  # otherwise another node may have these tokens by now
             self._policy.drop(leaf, keep_tokens, self._clock)
             if self.block_log is not None:
                 self.block_log.removed(leaf.page_hashes[keep_pages:])
@@ -258,8 +255,8 @@ class RadixTree(TreeShape):
         if self.resumable is not None:
             self.resumable.left(leaf, parent)
         self.cursors.leaf_trimmed(leaf, parent)
-        # An insert below a lock does not update the use of the nodes above: they get it once it
-        # matters, as they become leaves.
+        # An insert below a lock does not update the use of the nodes above. They get it once it
+        # matters: when they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
         self._refresh(parent)
         if parent is not self.root:
@@ -278,8 +275,7 @@ class RadixTree(TreeShape):
                 self.resumable.used(step)
 
     def _recall_uses(self, node: TreeNode) -> None:
-        """The new edge to `node` may hold pages cached before: make a node for each number of
-        uses."""
+        """Split a new edge by its pages' numbers of uses: some may have been cached before."""
         runs = self._policy.begin(node)
         if self.resumable is not None:
             self.resumable.used(node)

@@ -1,15 +1,15 @@
-"""The resumable positions of the tree with windows, and the pages they need.
+"""The resumable positions of a tree with windows, and the pages that they need.
 
 The end of a page is resumable if, for every window, all pages of its lookback are present, or all
-pages since the root; FULL has all of its pages on every path. A window's page that no resumable
-position reads is dead, and so are tokens behind a path's last resumable position. Dead pages are
-freed at once unless a lease has locked them: after each call of the cache, only leases keep dead
-pages on the tree.
+pages since the root; FULL has all of its pages on every path. A window's page is dead if no
+resumable position reads it, and so are tokens after a path's last resumable position. Dead pages
+are freed at once unless a lease has locked them: after each call of the cache, only leases keep
+dead pages on the tree.
 
 Each node stores its resumable positions and, for each window, the run: the number of pages without
-a gap before the node's end, at most the lookback; the root's run is the full lookback. So a change
-of a node's pages affects that node, nodes below it within a window's reach, and, for dead pages,
-nodes above it within that reach; never more of the tree.
+a gap before the node's end, at most the lookback. The root's run is the full lookback. So a change
+of a node's pages affects only that node, nodes below it within a window's reach, and, for dead
+pages, nodes above it within that reach.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,8 @@ from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree
 
 
 class Resumable:
-    """Keeps `is_usable` and `runs` of all nodes; frees dead pages in `sweep`.
-
-    Args:
-        windows: at least one.
-        root: of the tree.
-        page_size: tokens.
-    """
+    """Keeps `is_usable` and `runs` of all nodes, and frees dead pages in `sweep`. `windows` has at
+    least one window; `root` is the root of the tree; `page_size` is in tokens."""
 
     def __init__(self, windows: Sequence[WindowComponent], root: TreeNode, page_size: int) -> None:
         self.windows = tuple(windows)
@@ -47,10 +42,10 @@ class Resumable:
     # -- reading ----------------------------------------------------------------------------
 
     def usable_len(self, node: TreeNode, length: int, above: int = 0) -> tuple[int, list[TreeNode]]:
-        """The length of the longest resumable prefix of at most `length` tokens, and the searched
-        nodes, from `node` up to the node where the prefix ends.
+        """Return the length of the longest resumable prefix of at most `length` tokens, and the
+        searched nodes, from `node` up to the node where the prefix ends.
 
-        `length` lies in the edge of `node`. The search ends at `above` tokens.
+        `length` is within the edge of `node`. The search ends at `above` tokens.
         """
         seen = []
         step: TreeNode | None = node
@@ -70,7 +65,7 @@ class Resumable:
     # -- reports from the tree -------------------------------------------------------------
 
     def added(self, nodes: Sequence[TreeNode]) -> None:
-        """`nodes`, consecutive from above, are new or have taken pages."""
+        """Update `nodes`, consecutive from above, after they were created or took pages."""
         for node in nodes:
             self._recompute(node)
             self._changed[node.node_id] = node
@@ -93,12 +88,12 @@ class Resumable:
             window.refresh(node)
 
     def released(self, node: TreeNode) -> None:
-        """A lease that ends at `node` has unlocked pages, which may be dead."""
+        """Record that a lease at `node` has unlocked pages, which may be dead."""
         if node.end and not self.can_resume(node):
             self._changed[node.node_id] = node
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`lower` lost the start of its edge to the new `upper`."""
+        """Divide the positions of `lower`, which lost the start of its edge to the new `upper`."""
         cut = len(upper.key) // self._page_size
         upper.is_usable = lower.is_usable[:cut].copy()
         lower.is_usable = lower.is_usable[cut:].copy()
@@ -123,7 +118,7 @@ class Resumable:
         self._changed[leaf.node_id] = leaf
 
     def left(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """`leaf`, a child of `parent`, was removed."""
+        """Record the removal of `leaf`, a child of `parent`."""
         self._changed.pop(leaf.node_id, None)
         self._remarked.pop(leaf.node_id, None)
         if parent is not self._root:
@@ -134,7 +129,7 @@ class Resumable:
         self._changed[node.node_id] = node
 
     def take_remarked(self) -> list[TreeNode]:
-        """The nodes whose usable positions have changed since the last call."""
+        """Return the nodes with usable positions that changed since the last call."""
         remarked = list(self._remarked.values())
         self._remarked.clear()
         return remarked
@@ -144,8 +139,8 @@ class Resumable:
     def least_useful(
         self, pool: int, leaf: TreeNode | None, policy: EvictionPolicy, now: int
     ) -> tuple[WindowComponent, TreeNode, int] | None:
-        """Choose a window, a node and a level to take pages of `pool` from; None to take them from
-        `leaf`, the eviction policy's choice."""
+        """Choose a window, a node and a level to take pages of `pool` from. Return None to take
+        them from `leaf`, the eviction policy's choice."""
         least = None
         lowest = None if leaf is None else policy.rate(leaf.num_uses, leaf.last_access, now)
         for window in self.windows:
@@ -158,7 +153,7 @@ class Resumable:
         return least
 
     def pages_to_keep(self, leaf: TreeNode, num_pages: int, pool: int, full: FullComponent) -> int:
-        """Pages of the edge that stay when the caller needs `num_pages` of the pool."""
+        """Return how many pages of the edge stay when the caller needs `num_pages` of the pool."""
         count = len(leaf.key) // self._page_size
         held = np.full(count, int(full.pool == pool))
         for window in self.windows:
@@ -170,10 +165,8 @@ class Resumable:
     # -- dead pages ------------------------------------------------------------------------
 
     def sweep(self, trim: Callable[[TreeNode, int], None]) -> None:
-        """Free all dead pages without locks in changed nodes.
-
-        `trim(leaf, keep_tokens)` shortens the edge of a leaf; it reports that here.
-        """
+        """Free all dead pages without locks in changed nodes. `trim(leaf, keep_tokens)` shortens
+        the edge of a leaf and reports that here."""
         while self._changed:
             _, node = self._changed.popitem()
             if not is_on_tree(node):
@@ -184,7 +177,7 @@ class Resumable:
                 trim(node, self._last_usable(node))
 
     def _with_those_above(self, node: TreeNode) -> list[TreeNode]:
-        """The node, and the nodes above it within reach of a window from its edge."""
+        """Return the node, and the nodes above it within reach of a window from its edge."""
         nodes, start = [node], node.end - len(node.key)
         step = node.parent
         reach = start - self._longest * self._page_size
@@ -208,7 +201,7 @@ class Resumable:
             self._recompute(node)
 
     def is_dead(self, window: WindowComponent, node: TreeNode) -> BoolArray:
-        """For each page of the edge: it is present, and no resumable position reads it."""
+        """Return which pages of the edge are present but read by no resumable position."""
         has_page = node.values[window.index] != 0
         count = len(has_page)
         ends = node.is_usable.nonzero()[0] + 1  # in pages of the edge
@@ -223,8 +216,8 @@ class Resumable:
         return is_dead
 
     def _pages_to_usable(self, node: TreeNode, limit: int) -> int:
-        """Pages from the end of `node` to the next resumable position below it; above `limit` if
-        none is so near."""
+        """Count the pages from the end of `node` to the next resumable position below it. The count
+        is above `limit` if there is none within `limit`."""
         nearest = limit + 1
         stack = [(child, 0) for child in node.children.values()]
         while stack:
@@ -273,8 +266,8 @@ class Resumable:
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode]) -> None:
-        """Raise `LedgerError` unless a fresh computation finds the same for `nodes`, and only locks
-        keep dead pages in them."""
+        """Raise `LedgerError` if recomputed positions of `nodes` differ, or a dead page has no
+        lock."""
         if self._changed:
             raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
         for node in nodes:

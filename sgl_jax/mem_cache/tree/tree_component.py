@@ -1,10 +1,10 @@
 """The pages of one cache group on the prefix tree.
 
-The tree core (`tree_shape.py`, `radix_tree.py`) owns tokens, edges and splits. Components, one for
-each cache group, own the values of edges: FULL attention needs every page before a position, a
-window only its lookback. Each component has its own index in `TreeNode.values` and
-`TreeNode.locks`. Component 0 is always FULL's or, for models without a full layer, `BareTokens`
-(`full_component.py`): its locks hold the path itself.
+The tree core (`tree_shape.py`, `radix_tree.py`) owns tokens, edges and splits. Components, one per
+cache group, own the values of edges: FULL attention needs every page before a position, a window
+only its lookback. Each component has an index in `TreeNode.values` and `TreeNode.locks`. Component
+0 is always FULL's or, for models without a full layer, `BareTokens` (`full_component.py`): its
+locks hold the path itself.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +24,14 @@ FirstPages = Sequence[int] | Int32Array | None
 
 
 class LeaseOffer(NamedTuple):
-    """The pages that a lease offers for the prefix [0, len(tokens)): components take missing
-    ones."""
+    """A lease's pages for the prefix [0, len(tokens)), from which components take missing pages."""
 
     owner: int  # row that owns the pages from `owned_from` on
     owned_from: int  # tokens; before it the pages already belong to the tree
     pages: Int32Array  # [groups, len(tokens) / page_size]; 0 for pages the lease has released
     node: TreeNode | None = None  # locked by the lease; `owned_from` is its end
-    namespace: str = ""  # the lease's
-    first_pages: FirstPages = None  # the first pages locked at `node`, and needed below it
+    namespace: str = ""  # namespace of the lease
+    first_pages: FirstPages = None  # first pages locked at `node`, and needed below it
 
 
 class LockedEnd(NamedTuple):
@@ -46,14 +45,14 @@ class TreeComponent(ABC):
     """The pages of one cache group on the tree.
 
     Args:
-        index: of the component in `values` and `locks` of nodes.
-        allocator: of the pages' pool, which has the number `pool`.
-        page_size: tokens.
-        group: the number of the cache group in offers and results.
+        index: index of the component in `values` and `locks` of nodes.
+        allocator: allocator of the pages' pool.
+        page_size: page size in tokens.
+        group: number of the cache group in offers and results.
+        pool: number of the pages' pool.
 
     Attributes:
-        num_evictable: pages on the tree that no lease has locked.
-        num_protected: pages on the tree that a lease has locked.
+        num_evictable, num_protected: pages on the tree without locks, and with locks of leases.
     """
 
     def __init__(
@@ -69,37 +68,32 @@ class TreeComponent(ABC):
         self._dropped: list[Int32Array] = []
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        """The values along `nodes`, in token order: a page each, 0 for absent pages."""
+        """Return the values along `nodes`, in token order: a page each, 0 for absent pages."""
         if not nodes:
             return np.zeros(0, np.int32)
         return np.concatenate([node.values[self.index] for node in nodes])
 
     def _count_locked(self, num_pages: int) -> None:
-        """So many pages on the tree have a lock now; below 0: have none now."""
+        """Count `num_pages` more pages on the tree as locked; if negative, as unlocked."""
         self.num_protected += num_pages
         self.num_evictable -= num_pages
 
     @abstractmethod
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """Take missing pages of `node` from `offer`; the node ends at token `node.end` of the
-        offer."""
+        """Take missing pages of `node`; it ends at token `node.end` of the offer."""
 
     @abstractmethod
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide the values and locks of `lower`, whose edge was cut in two.
-
-        The new parent `upper` has taken over the first `len(upper.key)` tokens of the edge.
-        """
+        """Divide the values and locks of `lower`, after its edge was cut in two. The first
+        `len(upper.key)` tokens of the edge belong to the new parent `upper`."""
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Return whether nothing in the component distinguishes `upper` from its only child
-        `lower`."""
+        """Return whether the component cannot distinguish `upper` from its only child `lower`."""
         return True
 
     @abstractmethod
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Join the values of both in `lower`, whose edge is about to be extended by `upper`'s in
-        front."""
+        """Join the values of both in `lower`, before `upper`'s edge is prepended to its edge."""
 
     @abstractmethod
     def lock(self, node: TreeNode, first_pages: FirstPages) -> None:
@@ -115,11 +109,11 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def refresh(self, node: TreeNode) -> None:
-        """`node`'s age, lock or children changed: update the eviction sets."""
+        """Update the eviction sets after a change of `node`'s age, lock or children."""
 
     @abstractmethod
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
-        """Drop the pages past `keep_tokens` of the edge; `flush_dropped` frees them."""
+        """Drop the pages past `keep_tokens` of the edge. `flush_dropped` frees them."""
 
     def flush_dropped(self) -> None:
         """Free all dropped pages, in one call to the allocator."""
@@ -129,15 +123,12 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
-        """Recompute every count and lock from scratch; raise `LedgerError` on a difference.
-
-        `nodes` are all nodes; `locks` lists the lock of every live lease, with repeats.
-        """
+        """Recompute every count and lock from scratch. Raise `LedgerError` if one differs. `nodes`
+        are all nodes; `locks` lists the lock of every live lease, with repeats."""
 
     @abstractmethod
     def audit_nodes(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> tuple[int, int]:
-        """Check these nodes of the tree, as `audit` does all; return their evictable and protected
-        pages."""
+        """Check only these nodes; return the numbers of their evictable and protected pages."""
 
     def _audit_counts(self, evictable: int, protected: int) -> None:
         if (evictable, protected) != (self.num_evictable, self.num_protected):

@@ -4,13 +4,13 @@ Edges are multiples of `page_size` tokens, siblings differ in their first page, 
 compared, not hashes. The root holds nothing, is never locked or evicted, and is never counted.
 
 A path belongs to one namespace: children of the root are found by namespace and first page, all
-others by first page alone. So paths of different namespaces share only the root.
+further nodes only by first page. So paths of different namespaces share only the root.
 
 A path has few nodes: a node and its only child merge if locks, values and use do not distinguish
 them, unless the upper edge is at least twice as long as the lower. So the lengths of edges that
 could merge halve downwards, and a page is copied about once each time its edge doubles.
 
-Components, `resumable.py`, the eviction policy and the cursors get a report of each change.
+Each change is reported to the components, `resumable.py`, the eviction policy and the cursors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,8 @@ from sgl_jax.mem_cache.tree_node import TreeNode, only_child, parent_of
 
 
 class TreeShape:
-    """The nodes of a tree over `full`, which locks paths, and `windows`.
-
-    Lengths are tokens, whole pages only. Uses and changes of edges are reported to `policy`.
-    """
+    """The nodes of a tree over `full`, which locks paths, and `windows`. Lengths are in tokens of
+    whole pages. Uses and changes of edges are reported to `policy`."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class TreeShape:
         self.page_size = page_size
         self.full = full
         self.components: tuple[TreeComponent, ...] = (full, *windows)
-        self.resumable: Resumable | None = None  # before the root is made
+        self.resumable: Resumable | None = None  # set before the root is created
         self._policy = policy
         self._hasher = PrefixHasher(page_size)
         self._clock = 0
@@ -60,11 +58,11 @@ class TreeShape:
 
     @property
     def clock(self) -> int:
-        """The tree's time, which counts uses of paths."""
+        """Return the tree's time, which counts uses of paths."""
         return self._clock
 
     def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
-        """The nodes from below `start`, or else the root, to `node`."""
+        """Return the nodes from below `start`, or else the root, to `node`."""
         start = start or self.root
         path = []
         step: TreeNode | None = node
@@ -74,8 +72,7 @@ class TreeShape:
         return path[::-1]
 
     def nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
-        """Every node but the root, or else `top` and every node below it; parents before
-        children."""
+        """Iterate over all nodes but the root, or `top` and those below it, parents first."""
         stack = list(self.root.children.values()) if top is None else [top]
         while stack:
             node = stack.pop()
@@ -83,23 +80,24 @@ class TreeShape:
             stack.extend(node.children.values())
 
     def is_listed(self, node: TreeNode) -> bool:
-        """Return whether `node` is where a lookup by its namespace and tokens finds it, or where
-        it finds none if it is withdrawn, below its own namespace."""
+        """Return whether `node` is listed under its key, in its parent's namespace. A lookup by its
+        namespace and tokens finds it, unless it is withdrawn."""
         parent = parent_of(node)
         key = self.own_key(node)
         is_of_parent = parent is self.root or parent.namespace == node.namespace
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
 
     def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
-        """The key, in `parent.children`, of the edge that begins with `tokens` (at least a page).
+        """Return the key, in `parent.children`, of the edge that begins with `tokens` (at least a
+        page).
 
         The first page has a fixed length, so no two pairs of page and namespace share a key.
         """
         return self.key_at(parent.end, tokens, namespace)
 
     def own_key(self, node: TreeNode) -> bytes:
-        """The `child_key` that `node` must have. The highest withdrawn node of a path has a key of
-        its own, in which bytes that no namespace has follow the first page."""
+        """Return the `child_key` that `node` must have. In the key of the highest withdrawn node of
+        a path, bytes that no namespace has follow the first page, so that no lookup finds it."""
         parent = parent_of(node)
         key = self.child_key(parent, node.key, node.namespace)
         if node.is_withdrawn and not parent.is_withdrawn:
@@ -107,13 +105,13 @@ class TreeShape:
         return key
 
     def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
-        """The `child_key` for a parent that ends at `start`."""
+        """Return the `child_key` for a parent that ends at `start`."""
         first_page = tokens[: self.page_size].tobytes()
         return first_page if start else first_page + namespace.encode()
 
     @staticmethod
     def hash_before(node: TreeNode) -> int:
-        """The hash of the prefix before `node`'s edge; the namespace's hash if that is empty."""
+        """Return the hash of the prefix before `node`'s edge; if empty, the namespace's hash."""
         parent = node.parent
         if parent is not None and len(parent.page_hashes):
             return int(parent.page_hashes[-1])
@@ -124,8 +122,8 @@ class TreeShape:
     def _walk(
         self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> tuple[TreeNode, int]:
-        """Return the node in whose edge the walk along `tokens` ends, and the tokens matched from
-        the root, whole pages. It ends before a withdrawn node."""
+        """Return the node with the edge in which the walk along `tokens` ends, and the tokens
+        matched from the root, whole pages. The walk ends before a withdrawn node."""
         node = below or self.root
         length = node.end
         limit = len(tokens) // self.page_size * self.page_size
@@ -182,9 +180,7 @@ class TreeShape:
 
     def _split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
         """Put a new node after the first `num_tokens` of `lower`'s edge; `lower` stays the end.
-
-        Leases point at the node where their prefix ends, so the lower node keeps its identity.
-        """
+        Leases point at the node where their prefix ends, so the lower node keeps its identity."""
         parent = parent_of(lower)
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
@@ -211,8 +207,8 @@ class TreeShape:
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
         """Return whether `lower` and its parent `upper` should be one node.
 
-        A leaf is as old as the latest use through it, so an upper edge used no later than the lower
-        one is evicted as if both had been used together.
+        A leaf is as old as the latest use through it. So if the upper edge was used no later than
+        the lower edge, it is evicted as if both had been used together.
         """
         return (
             upper is not self.root
@@ -225,10 +221,8 @@ class TreeShape:
         )
 
     def _merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Undo a split: `lower`, the only child of `upper`, takes over its edge and its place.
-
-        Leases point at the node where their prefix ends, so the lower node keeps its identity.
-        """
+        """Undo a split: move the edge and the place of `upper` to `lower`, its only child. Leases
+        point at the node where their prefix ends, so the lower node keeps its identity."""
         parent = parent_of(upper)
         for component in self.components:
             component.merge(upper, lower)
@@ -253,10 +247,7 @@ class TreeShape:
             self._merge_up(lower)
 
     def _merge_path(self, node: TreeNode, start: TreeNode | None = None) -> None:
-        """Merge just-used nodes from below `start`, or else the root, to `node`.
-
-        `start` itself stays: it has a lock of its own.
-        """
+        """Merge just-used nodes from below `start` (which has a lock) or the root to `node`."""
         while node is not (start or self.root):
             self._merge_up(node)
             node = parent_of(node)

@@ -2,14 +2,15 @@
 
 A node's value is an int32 array with a page for each page of its edge, 0 for freed pages. Locks are
 counted page by page, so they stay exact after any split or merge: a lease that ends at page p holds
-`[p - num_pages, p)`, and may release the first ones as it continues.
+`[p - num_pages, p)`, and may release the first of these pages as it continues.
 
-`resumable.py` determines the resumable positions and so the needed pages, and `window_order.py` the
-order of eviction; this file stores and counts the pages.
+`resumable.py` determines the resumable positions and thus the needed pages, and `window_order.py`
+the order of eviction. This file stores and counts the pages.
 
-The component fits anything with a lookback of a number of values; with `num_pages` 1, a state that
-needs only its last snapshot. FULL is not one with an infinite lookback: counting locks page by page
-makes a match and insert seven times as slow as counting them by node.
+The component fits anything with a lookback of a fixed number of values. With `num_pages` 1, it
+holds states, of which only the last snapshot is needed. FULL is not such a component with an
+infinite lookback: counting locks page by page makes a match and insert seven times as slow as
+counting them by node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +33,10 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 def lookback_pages(sliding_window: int, page_size: int) -> int:
-    """The number of pages that a window reads before a page-aligned position.
+    """Return the number of pages that a window reads before a page-aligned position.
 
-    The window includes the query's own token. Raises `ValueError` for a window below 2 tokens,
-    which reads nothing.
+    The window includes the query's token. Raise `ValueError` for a window below 2 tokens, which
+    reads nothing.
     """
     if sliding_window < 2:
         raise ValueError(f"a sliding window needs at least 2 tokens, got {sliding_window}")
@@ -43,11 +44,8 @@ def lookback_pages(sliding_window: int, page_size: int) -> int:
 
 
 class WindowComponent(TreeComponent):
-    """Pages of layers that see `num_pages` pages, at least 1, before a position.
-
-    `num_uses` of all nodes is below `num_classes`. If it `is_recurrent`, the values are snapshots
-    of states.
-    """
+    """Pages of layers that read `num_pages` pages, at least 1, before a position. `num_uses` of all
+    nodes is below `num_classes`. With `is_recurrent`, the values are snapshots of states."""
 
     def __init__(
         self,
@@ -64,15 +62,13 @@ class WindowComponent(TreeComponent):
         super().__init__(index, allocator, page_size, group=group, pool=pool)
         self.num_pages = num_pages
         self.order = WindowOrder(num_pages, num_classes, is_recurrent=is_recurrent)
-        self._absorbed: list[tuple[Int32Array, int]] = []  # not the tree's yet, and their owners
+        self._absorbed: list[tuple[Int32Array, int]] = []  # taken pages that rows still own
 
     # -- values -----------------------------------------------------------------------------
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """Take each offered page that the node lacks.
-
-        The row owns it until `flush_dropped`, and keeps it if it is dropped before.
-        """
+        """Take each offered page that the node lacks. The row owns a page until `flush_dropped`,
+        and keeps it if the page is dropped before."""
         end = node.end // self._page_size
         start = end - len(node.key) // self._page_size
         if node.values[self.index] is None:
@@ -90,7 +86,7 @@ class WindowComponent(TreeComponent):
         self.refresh(node)
 
     def tombstone(self, node: TreeNode, is_gone: BoolArray) -> None:
-        """Drop present, unlocked pages of the edge; `flush_dropped` frees them."""
+        """Drop present, unlocked pages of the edge. `flush_dropped` frees them."""
         pages = node.values[self.index]
         gone = pages[is_gone]
         self._dropped.append(gone)
@@ -99,10 +95,8 @@ class WindowComponent(TreeComponent):
         self.refresh(node)
 
     def drop(self, node: TreeNode, keep_tokens: int) -> None:
-        """Set aside the unlocked pages past `keep_tokens` of the edge.
-
-        Call `refresh` for the rest once the edge is shorter.
-        """
+        """Set aside the unlocked pages past `keep_tokens` of the edge. Call `refresh` for the rest
+        once the edge is shorter. Raise `LedgerError` if a page is locked."""
         keep = keep_tokens // self._page_size
         pages, locks = node.values[self.index], node.locks[self.index]
         if locks[keep:].any():
@@ -115,7 +109,7 @@ class WindowComponent(TreeComponent):
         self.forget(node)
 
     def flush_dropped(self) -> None:
-        """Free the pages set aside, and take over the absorbed pages still present."""
+        """Free the pages set aside, and give the absorbed pages still present to the tree."""
         dropped = np.concatenate(self._dropped) if self._dropped else _NO_PAGES
         for taken, owner in self._absorbed:
             is_dropped = np.isin(taken, dropped)
@@ -135,7 +129,7 @@ class WindowComponent(TreeComponent):
         self.refresh(lower)
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Join pages and locks; call `refresh` for `lower` once its edge is longer."""
+        """Join pages and locks. Call `refresh` for `lower` once its edge is longer."""
         for values in ("values", "locks"):
             above, below = getattr(upper, values), getattr(lower, values)
             below[self.index] = np.concatenate([above[self.index], below[self.index]])
@@ -176,8 +170,7 @@ class WindowComponent(TreeComponent):
     def edges_between(
         self, node: TreeNode, first: int, end: int
     ) -> Iterator[tuple[TreeNode, int, int]]:
-        """The nodes with pages [first, end) of the path to `node`, from below, and the range of
-        each edge."""
+        """Iterate upwards over the nodes with pages [first, end), each with its range of them."""
         step: TreeNode | None = node
         while step is not None and step.parent is not None and first < step.end // self._page_size:
             start = (step.end - len(step.key)) // self._page_size
@@ -189,7 +182,7 @@ class WindowComponent(TreeComponent):
     # -- eviction ---------------------------------------------------------------------------
 
     def refresh(self, node: TreeNode) -> None:
-        """List the node by the pages that may be taken while it stays on the tree."""
+        """List the node by the pages that can be taken while it stays on the tree."""
         self.order.place(node, self._may_go(node), self._levels(node))
 
     def forget(self, node: TreeNode) -> None:

@@ -1,21 +1,21 @@
-"""The order in which pages of a window leave while their tokens stay.
+"""The order in which pages of a window are evicted while their tokens stay.
 
 Pages of an edge have three levels, by their use for later prompts:
 
-- `SPARE`: no known prompt ends or branches at a position that reads them;
+- `SPARE`: no known prompt ends or branches at a position that reads them.
 - `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the edge,
   and before each multiple of 16 windows. So a prompt that newly branches off loses at most as much
-  as its distance to the end;
-- `END`: the window before the end of the edge, at the end of a prompt or at a branch. For leaves
-  that may leave the tree, these pages leave with them; only nodes that stay are listed.
+  as its distance to the end.
+- `END`: the window before the end of the edge, at the end of a prompt or at a branch. If a leaf may
+  leave the tree, these pages leave with it, so they are listed only for nodes that stay.
 
-Snapshots of states are few, and each was kept for a reason. A snapshot at the end of an edge from
-which prompts branch is an `END`; one that a single prompt has passed is `SPARE`; all others,
-including ends without a continuation, are checkpoints.
+Snapshots of states are few, and each was kept for a reason. A snapshot at the end of an edge is an
+`END` if several prompts branch there, and `SPARE` if a single prompt has passed it. All further
+snapshots, including ends without a continuation, are checkpoints.
 
 A node is listed at each level with pages to take, by its number of uses and the time when its
 windows were last read. The policy estimates its rate of use, and a level weights that rate.
-docs/measurements/eviction.md compares other orders and weights.
+docs/measurements/eviction.md compares further orders and weights.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,8 @@ Levels = NDArray[np.int8]
 
 
 class WindowOrder:
-    """The nodes with pages of one window to take, or with snapshots if it `is_recurrent`.
-
-    `num_uses` is below `num_classes`.
-    """
+    """The nodes with pages of one window to take, or with snapshots if it `is_recurrent`. Each
+    node's `num_uses` is below `num_classes`."""
 
     def __init__(self, num_pages: int, num_classes: int, *, is_recurrent: bool = False) -> None:
         self._num_pages = num_pages
@@ -49,8 +47,8 @@ class WindowOrder:
         ]
 
     def levels(self, first: int, count: int, num_children: int) -> Levels:
-        """The level of each page of an edge that begins at page `first` of its path, and whose end
-        has `num_children` children."""
+        """Return the level of each page of an edge, int8[count]. The edge begins at page `first` of
+        its path, and its end has `num_children` children."""
         if self._is_recurrent:
             levels = np.full(count, CHECKPOINT, np.int8)
             levels[-1] = (CHECKPOINT, SPARE, END)[min(num_children, 2)]
@@ -67,7 +65,7 @@ class WindowOrder:
         return levels
 
     def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
-        """List the node by its pages that may go."""
+        """List the node by its evictable pages."""
         for level, is_there in enumerate(_presence(node, may_go, levels)):
             queue = self._queues[level][node.read.num_uses]
             if not is_there:
@@ -80,7 +78,7 @@ class WindowOrder:
             queues[node.read.num_uses].discard(node.read)
 
     def oldest(self) -> Iterator[tuple[int, ReadTime]]:
-        """For each level and number of uses, the node whose windows were read longest ago."""
+        """Yield the least recently read node of each level and number of uses."""
         for level, queues in enumerate(self._queues):
             for queue in queues:
                 item = queue.oldest()
@@ -96,8 +94,7 @@ class WindowOrder:
                 raise LedgerError(f"{node!r}: it is listed wrongly for eviction")
 
     def audit(self, listed: list[tuple[TreeNode, BoolArray, Levels]]) -> None:
-        """Raise `LedgerError` unless only these nodes are listed, as `audit_node` has proved, and
-        in order of age."""
+        """Raise `LedgerError` if further nodes are listed, or one at a wrong age."""
         num_members = sum(sum(_presence(*each)) for each in listed)
         queues = [queue for of_level in self._queues for queue in of_level]
         if sum(map(len, queues)) != num_members:
