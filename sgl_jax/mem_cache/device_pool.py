@@ -53,7 +53,6 @@ class KVPoolLayout(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of one page in all layers."""
         return self.num_layers * math.prod(self.page_shape) * self.dtype.itemsize
 
 
@@ -107,7 +106,7 @@ class StatePoolLayout(NamedTuple):
 
     num_layers: int
     recurrence: GatedDeltaConfig  # config of each recurrent layer
-    conv_dtype: jnp.dtype  # dtype of convolution states, equal to that of activations
+    conv_dtype: jnp.dtype  # dtype of convolution states and activations
     dtype: jnp.dtype  # dtype of recurrent states
 
     def slot_shapes(self, tp_size: int) -> LayerStates:
@@ -128,8 +127,7 @@ class StatePoolLayout(NamedTuple):
 
 
 def state_pool_shapes(layout: StatePoolLayout, num_slots: int, mesh: Mesh) -> LayerStates:
-    """Return shapes [layers, dp * num_slots, ...]; one rank has `num_slots`, including the null
-    slot."""
+    """Return shapes [layers, dp * num_slots, ...]. A rank has `num_slots`, with the null slot."""
     slots = layout.num_layers, mesh.shape["data"] * num_slots
     shapes, dtypes = layout.slot_shapes(mesh.shape["tensor"]), (layout.conv_dtype, layout.dtype)
     return LayerStates(

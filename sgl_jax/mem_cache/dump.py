@@ -81,7 +81,7 @@ def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _rows(memory: RankMemory) -> list[dict[str, Any]]:
-    """List the rows that are held, or free but not clean."""
+    """List each row if it is held, or free but not clean."""
     rows = memory.rows
     held = set(rows.held_rows().tolist())
     return [

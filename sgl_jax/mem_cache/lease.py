@@ -78,11 +78,8 @@ class KVLease:
         self._rows.kv_allocated_len[self.row] = allocated
 
     def change_holder(self, num_tokens: int) -> None:
-        """Pass the lease to another holder, which has its first `num_tokens` tokens.
-
-        The row's epoch grows, as if the row had been freed, so results of unread steps are dropped:
-        they belong to the former holder.
-        """
+        """Pass the lease to another holder, which has its first `num_tokens` tokens. The row's
+        epoch grows, so unread results, which belong to the former holder, are dropped."""
         self.require_live()
         self._rows.epoch[self.row] += 1
         committed = min(self.kv_committed_len, num_tokens)
@@ -93,8 +90,8 @@ class KVLease:
         )
 
     def pages(self, page_size: int, start: int = 0, end: int | None = None) -> Int32Array:
-        """Copy the page ids that hold tokens [start, end); `end` is the allocated length by
-        default.
+        """Copy the page ids that hold tokens [start, end); by default, `end` is the allocated
+        length.
 
         Return int32[groups, n], 0 for pages that a window has passed. `start` must be page-aligned.
         The last page may be partly outside [start, end).

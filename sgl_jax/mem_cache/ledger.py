@@ -40,11 +40,8 @@ def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | 
 
 
 def audit(memory: RankMemory, num_running: int | None = None) -> None:
-    """Verify by a full walk that every page has exactly one owner and every lock a live lease.
-
-    This takes O(pages + nodes). Raise `LedgerError` with the rank, the pages, their owners and
-    their last moves if not.
-    """
+    """Verify by a full walk, O(pages + nodes), that every page has one owner and every lock a live
+    lease. Raise `LedgerError` with the rank, the pages, their owners and last moves if not."""
     check_balance(memory, num_running)
     findings = find_suspects(memory)
     if findings:
@@ -97,8 +94,7 @@ def _imbalance(memory: RankMemory) -> str | None:
 def _row_totals(
     protected_len: Int32Array, committed_len: Int32Array, allocated_len: Int32Array, page_size: int
 ) -> tuple[int, int, int]:
-    """Sum over rows: protected tokens (-1 if lengths are out of order), rows with any, pages
-    held."""
+    """Sum over rows: protected tokens (-1: lengths out of order), rows with any, pages held."""
     protected = num_locking = num_pages = 0
     assert len(protected_len) == len(committed_len) == len(allocated_len)
     for row in range(len(protected_len)):

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def walk_failure(error: Exception) -> Finding:
-    """Return the finding for an error that ended a walk; inconsistent records may raise any."""
+    """Return a finding for an error that ended a walk; inconsistent records may raise anything."""
     if isinstance(error, LedgerError):
         return Finding(str(error), np.array(error.pages, np.int32))
     return Finding(f"the walk itself failed: {type(error).__name__}: {error}")

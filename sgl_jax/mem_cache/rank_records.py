@@ -50,7 +50,7 @@ class RankRecords:
         self.sizes = sizes
         self.page_size = sizes.page_size
         self.groups = sizes.groups
-        # Whether every row lists every page up to its allocated length.
+        # True if every row lists every page up to its allocated length.
         self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
         # The numbers of the recurrent group and of its pool of states; None without recurrent
         # layers.
@@ -143,7 +143,7 @@ class RankRecords:
 
     @property
     def num_available_pages(self) -> int:
-        """Return the pages of the first pool that are free or can be freed by eviction."""
+        """Return the first pool's free pages plus the pages that eviction can free."""
         return self.allocator.num_free + self.cache.num_evictable[0]
 
     def pages_for(self, num_tokens: int) -> int:

@@ -58,7 +58,7 @@ def _offer_to_host(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
 
 
 def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int32Array:
-    """Publish a prefix, except in `memory.locked`; return newly locked pages, int32[groups, n]."""
+    """Publish without updating `memory.locked`; return newly locked pages, int32[groups, n]."""
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
     protected = lease.cache_protected_len

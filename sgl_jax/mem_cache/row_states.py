@@ -173,7 +173,7 @@ def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
     """Return the readable halves of `row`, the latest first, with the token counts of their first
     and last states.
 
-    If both seem to hold the same state, that of the earlier half follows rejected drafts. This
+    If both seem to hold the same state, the state of the earlier half follows rejected drafts. This
     holds because a generating row computes no chunk again before it goes back (`go_back`): a step
     after one with drafts begins at its end, and its first state follows one more token.
     """

@@ -25,7 +25,6 @@ class SessionLeases:
 
     @property
     def num_idle(self) -> int:
-        """Return how many sessions hold a lease and run nothing."""
         return len(self._idle)
 
     def idle(self) -> Iterator[tuple[str, KVLease]]:
@@ -79,7 +78,8 @@ class SessionLeases:
         self._take_back(lease)
 
     def take_over(self, lease: KVLease, num_tokens: int) -> None:
-        """Keep a turn's lease, up to `num_tokens`. Raise `LeaseError` if no session lends it."""
+        """Keep a finished turn's lease for the session, with its first `num_tokens` tokens. Raise
+        `LeaseError` if no session lends it."""
         session_id = self._take_back(lease)
         if session_id is None:
             raise LeaseError(f"{lease!r} is no session's to keep")

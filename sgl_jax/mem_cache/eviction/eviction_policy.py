@@ -64,10 +64,10 @@ class EvictionPolicy:
         return 1.0 / (now - last_access + 1)
 
     def begin(self, node: TreeNode) -> list[UseRun]:
-        """Return the earlier uses of the tokens of a new edge that is not in the set yet.
+        """Return the earlier uses of the tokens of a new edge, before it is in the set.
 
-        The runs, at least one, cover the edge from the top down. Set `node.num_uses` to that of the
-        last run. The tree splits the edge so that each node has one number.
+        The runs, at least one, cover the edge from the top down. Set `node.num_uses` to the value
+        of the last run. The tree splits the edge so that each node has one number.
         """
         return [UseRun(len(node.key), 0)]
 

@@ -108,11 +108,8 @@ def _enter(
     by_hash: Int32Array,
     last_left: UInt32Array,
 ) -> None:
-    """Write evicted pages over the oldest entries of the ring, starting at `first_place`.
-
-    `num_left` pages were evicted so far, including these. The last four arguments are columns of
-    `GhostPages`.
-    """
+    """Write evicted pages over the ring's oldest entries, from `first_place` on. `num_left` counts
+    all evicted pages, including these. The last four arguments are columns of `GhostPages`."""
     num_cells = np.uint64(len(by_hash) // 2)
     assert len(ring) == len(history)
     for i in range(len(hashes)):

@@ -2,7 +2,7 @@
 
 A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
 only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
-2015). The shadow with the most hits over the last few turnovers becomes the favourite, once it
+2015). The shadow with the most hits over the last few turnovers becomes the `favourite`, once it
 leads clearly.
 
 - `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.

@@ -32,7 +32,7 @@ class HostCopy(NamedTuple):
     namespace: str
     node: TreeNode | None  # locked end of the part that was cached before
     num_before: int  # pages of that part
-    blocks: Int32Array  # [groups, pages of the prefix]; 0 for values that are not copied
+    blocks: Int32Array  # [groups, pages of the prefix]; 0 for values not copied
     is_wanted: bool = True  # False if the copy was given up
 
 
@@ -84,7 +84,7 @@ class HostBlocks:
     def begin_copy(
         self, number: int, tokens: Int32Array, namespace: str, is_offered: BoolArray
     ) -> Int32Array | None:
-        """Take blocks for the offered values of a prefix, after the part that is cached already.
+        """Take blocks for the offered values of a prefix, after the part already cached.
 
         Args:
             number: new number of the copy, at least 1.
@@ -92,8 +92,8 @@ class HostBlocks:
             namespace: namespace of the prefix.
             is_offered: bool[groups, pages], the values that can be copied.
 
-        Return the blocks int32[groups, pages], 0 for values that are not copied. Return None,
-        changing only ages, if the whole prefix is cached or free blocks are short.
+        Return the blocks int32[groups, pages], 0 for values not copied. Return None, changing only
+        ages, if the whole prefix is cached or free blocks are short.
         """
         node = self.cache.tree.match(tokens, namespace)
         self.cache.tree.settle()
@@ -143,8 +143,8 @@ class HostBlocks:
                 Only these are kept. None if all pages have all their values.
             lock_for: if given, the prefix stays locked in `leaving` under this number.
 
-        Return the blocks int32[groups, n] of the new pages, 0 for values that are missing or not
-        locked. If nothing was kept, n is 0 and nothing is locked.
+        Return the blocks int32[groups, n] of the new pages, 0 for missing or unlocked
+        values. If nothing was kept, n is 0 and nothing is locked.
         """
         copy = self.copies.pop(number)
         node, before, unused = copy.node, copy.num_before, copy.blocks

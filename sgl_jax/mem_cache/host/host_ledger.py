@@ -57,7 +57,8 @@ def audit_host(tier: HostTier) -> None:
 
 
 def audit_host_slices(tier: HostTier) -> Iterator[None]:
-    """Walk the blocks of a rank in slices, so that steps can run between them."""
+    """Walk a rank's blocks in slices, between which steps may run; raise `LedgerError` on a defect.
+    The walk ends early if the blocks are replaced."""
     blocks = tier.blocks
     try:
         for _ in _slices(tier, blocks):

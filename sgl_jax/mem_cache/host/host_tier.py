@@ -196,11 +196,8 @@ class HostTier:
         return self.blocks.cache.peek(tokens, namespace)
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
-        """Fetch the longest prefix of `tokens` in CPU memory, if it is longer than the device's.
-
-        Return None, changing only ages, if it is not longer, if `MAX_FETCHES` are in flight, or if
-        there is no free row or too few pages.
-        """
+        """Fetch the longest prefix of `tokens` in CPU memory. Return None, changing only ages, if
+        the device has as much, `MAX_FETCHES` are in flight, or rows or pages are short."""
         memory = self._memory
         length = self.blocks.cache.peek(tokens, namespace)
         lacks_room = len(self.fetches) >= MAX_FETCHES or memory.rows.num_free == 0
@@ -275,8 +272,7 @@ class HostTier:
         release_kv_cache(self._memory, fetch.lease, fetch.tokens, insert=insert)
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Withdraw the prefix from page `length // page_size` on: from the cache, copies and
-        fetches.
+        """Withdraw the prefix from page `length // page_size` on: from cache, copies and fetches.
 
         A copy of pages that an unread step writes is still in flight when the step's result is
         read, so none of it reaches the store. The store keeps the pages that it has, but does not

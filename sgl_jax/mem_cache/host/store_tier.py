@@ -32,7 +32,7 @@ _MAX_LISTED_PAGES = 1 << 16
 # Begin one in this many loads that computing would beat, to keep the measured rate of the store
 # current. No request waits for it.
 _MEASURED_REFUSALS = 16
-# Saved prefixes that are loaded at the same time.
+# Saved prefixes loaded at the same time.
 _MAX_RESTORED = 4
 
 
@@ -102,7 +102,7 @@ class StoreTier:
         self._keys = ContentKeys(blocks.page_size, len(groups))
         self._next_number = next_number
         self.awaited: set[str] = set()
-        self._released: list[str] = []  # ids that have left `awaited` since the last take
+        self._released: list[str] = []  # ids removed from `awaited` since the last take
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
         self.is_suspended = False
@@ -272,7 +272,7 @@ class StoreTier:
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
-        """Return the saved prefixes that are not being loaded yet."""
+        """Return the saved prefixes still to be loaded."""
         return list(self._restored)
 
     def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
@@ -434,7 +434,7 @@ class StoreTier:
         self._released.append(waiter.rid)
 
     def take_released(self) -> list[str]:
-        """Return the ids that have left `awaited` since the last call. They may be in it again."""
+        """Return the ids removed from `awaited` since the last call; they may be in it again."""
         released, self._released = self._released, []
         return released
 

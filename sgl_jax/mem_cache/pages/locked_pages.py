@@ -1,4 +1,4 @@
-"""Count the leases that have locked each page of the tree.
+"""Counts of the leases with a lock on each page of the tree.
 
 The tree counts locks by node, not by holder. This file counts locks of running requests and of idle
 sessions separately, so the number of pages that only idle sessions hold is available without a
@@ -49,7 +49,7 @@ class LockedPages:
         return self._running.item(page) > 0
 
     def num_locks(self) -> Int32Array:
-        """Return the number of leases that have locked each page, int32[num_pages]."""
+        """Return the number of leases with a lock on each page, int32[num_pages]."""
         return self._running + self._idle
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:

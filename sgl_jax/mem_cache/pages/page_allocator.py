@@ -84,7 +84,8 @@ class PageAllocator:
         return self.num_pages - self.num_reserved - self.num_free - self.num_tree
 
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
-        """Take pages for row `owner` by `alloc_each`; int32[num_pages]."""
+        """Take `num_pages` free pages for row `owner`; int32[num_pages]. Raise `OutOfPagesError`,
+        changing nothing, if fewer are free."""
         return self.alloc_each(np.full(num_pages, owner, np.int32))
 
     def alloc_each(self, owners: Int32Array) -> Int32Array:
@@ -130,7 +131,7 @@ class PageAllocator:
         return self._owner.copy()
 
     def given_before(self, num_moved: int) -> BoolArray:
-        """Return bool[num_pages]: has the tree owned the page since `num_moved` had this value?"""
+        """Return bool[num_pages]: True if the tree owns the page since before `num_moved` moves."""
         is_given: BoolArray = (self._owner == TREE) & (self._stamp < num_moved)
         return is_given
 

@@ -47,7 +47,6 @@ class BlockLog:
         self._events.append(BlocksRemoved(hashes))
 
     def cleared(self) -> None:
-        """Record the removal of all blocks at once."""
         self._events.append(BlocksCleared())
 
     def take(self) -> list[BlockEvent]:

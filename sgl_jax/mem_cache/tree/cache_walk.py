@@ -109,7 +109,6 @@ class CacheWalk:
                 self._refuse(shared, pool, f"{other!r} and another node have the same pages")
 
     def _refuse(self, pages: Int32Array | IntpArray, pool: int, what: str) -> None:
-        """Raise `LedgerError` if there are any `pages`."""
         if len(pages):
             text = self._allocators[pool].describe(pages.astype(np.int32))
             raise LedgerError(f"{what}: {text}", pages.tolist())

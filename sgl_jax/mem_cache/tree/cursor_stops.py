@@ -26,10 +26,7 @@ class _Stop:
 
 class CursorStops:
     """The places of a tree's cursors. `nodes` holds the node of each place, None if it is unused.
-
-    It moves no cursor: take a cursor out before changing its `at` or `reached`, and put it back
-    after.
-    """
+    To change a cursor's `at` or `reached`, take it out before and put it back after."""
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode | None] = []

@@ -107,12 +107,8 @@ class PrefixCursor:
         return None if cursor is None else cursor.key
 
     def places(self, node_ids: Container[int]) -> list[tuple[TreeNode, bytes]]:
-        """Return the nodes with these ids, with keys, after which a new child would extend the walk
-        or its resumable part.
-
-        They are between the end of the resumable prefix and the end of the walk, since gaps are
-        there.
-        """
+        """Return the nodes with these ids, and keys, at which a new child would extend the walk or
+        its resumable part. They are between the end of the resumable prefix and of the walk."""
         live = self.live
         node, below, places = live.at, None, []
         while node is not None and node.end >= live.usable:
@@ -131,7 +127,7 @@ class PrefixCursor:
             stack.extend(cursor.children.values())
 
     def resting(self) -> "Iterator[PrefixCursor]":
-        """Iterate over this live cursor and the cursors at its place that are not live."""
+        """Iterate over this live cursor and the other cursors at its place."""
         stack = [self]
         while stack:
             cursor = stack.pop()

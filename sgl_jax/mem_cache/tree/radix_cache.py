@@ -148,11 +148,8 @@ class RadixCache:
         return self.tree.child_key(node or self.tree.root, tokens, namespace)
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        """Return whether a child under `next_key` after `node` would be useful if accepted.
-
-        It is useful if a cursor's walk ends there because the child is missing, or if another
-        request has cached it by now.
-        """
+        """Return whether a child under `next_key` after `node` would be useful if accepted: a
+        cursor's walk ends there without it, or another request has cached it by now."""
         parent = node or self.tree.root
         if parent.is_withdrawn:
             return False
@@ -161,11 +158,8 @@ class RadixCache:
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """Return, for each of at most `most` cursors, how many of `tokens` after `node` it awaits.
-
-        The cursors' walks end there because the child under `next_key` is missing. Counts are
-        tokens of whole pages.
-        """
+        """Return how many of `tokens`, in whole pages, each of at most `most` cursors awaits after
+        `node`. Their walks end there because the child under `next_key` is missing."""
         parent = node or self.tree.root
         return [
             common_prefix_len(cursor.tokens[parent.end :], tokens)
@@ -222,11 +216,8 @@ class RadixCache:
         return PrefixMatch(node.end, self._pages_behind(node, first), node)
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Withdraw the prefix `tokens` past its first `length` tokens, in whole pages.
-
-        No match finds more of it afterwards. Pages after that, and of all longer prefixes, are
-        freed once no lease locks them.
-        """
+        """Withdraw the prefix `tokens` past its first `length` tokens, in whole pages, from
+        matches. Pages after that, also of longer prefixes, are freed once no lease locks them."""
         page_size = self.tree.page_size
         self.tree.withdraw(_contiguous(tokens), namespace, length // page_size * page_size)
         self.tree.settle()
@@ -242,10 +233,7 @@ class RadixCache:
 
     def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
         """Unlock pages [first, end) of a sliding-window group, for a lease that ends at `node`.
-
-        Pages in the range that the lease has not locked, before its window or past its end, are
-        skipped.
-        """
+        Skip pages that it has not locked, before its window or past its end."""
         for window in self._windows:
             if window.group == group:
                 window.let_go(node, first, end)
@@ -253,11 +241,8 @@ class RadixCache:
         self.tree.settle()
 
     def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
-
-        For a model without windows the number is exact. With windows, up to one more page of tokens
-        may be freed, and tokens that are not resumable any more.
-        """
+        """Free `num_pages` of the pool, or all unlocked pages; return the number freed. With
+        windows, up to one more page of tokens, and tokens not resumable any more, may be freed."""
         before = sum(self.num_evictable)
         evicted = self.tree.evict(num_pages, pool)
         self.num_evicted += before - sum(self.num_evictable)

@@ -16,7 +16,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, parent_of
 
 
 class RadixTree(TreeShape):
-    """A tree with paths that leases lock. The arguments are those of `TreeShape`.
+    """A tree with paths that leases lock. It takes the arguments of `TreeShape`.
 
     `num_locks` counts the locks not yet undone. `num_locked_tokens` sums, over these locks, the
     tokens from the root to the locked node. Both must equal the sums over the live leases. If set,
@@ -49,8 +49,7 @@ class RadixTree(TreeShape):
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> TreeNode | None:
-        """Lock the longest usable prefix of `tokens` and return its last node; undo it with
-        `unlock`.
+        """Lock the longest usable prefix of `tokens` until `unlock`, and return its last node.
 
         Return None, locking nothing, if nothing matches. If `start`, a locked node on the path, is
         given, a lock moves from there to the returned node, which is `start` if nothing below it
@@ -198,7 +197,7 @@ class RadixTree(TreeShape):
         """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
 
         The last victim's edge is shortened, so without windows the number is exact. With a page of
-        tokens, its window pages are freed too, and so are tokens that are not resumable any more.
+        tokens, its window pages are freed too, and so are tokens not resumable any more.
         """
         before = self.num_evictable(pool)
         target = max(before - num_pages, 0)

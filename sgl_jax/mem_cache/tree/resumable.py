@@ -266,8 +266,8 @@ class Resumable:
     # -- proof ------------------------------------------------------------------------------
 
     def audit(self, nodes: Sequence[TreeNode]) -> None:
-        """Raise `LedgerError` if recomputed positions of `nodes` differ, or a dead page has no
-        lock."""
+        """Recompute the positions of `nodes`, and raise `LedgerError` if they differ or if a page
+        without locks is dead."""
         if self._changed:
             raise LedgerError(f"nodes not checked for dead pages: {list(self._changed.values())}")
         for node in nodes:

@@ -88,8 +88,8 @@ class TreeShape:
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
 
     def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
-        """Return the key, in `parent.children`, of the edge that begins with `tokens` (at least a
-        page).
+        """Return the key in `parent.children` of the edge that begins with `tokens`, a page or
+        more.
 
         The first page has a fixed length, so no two pairs of page and namespace share a key.
         """

@@ -33,11 +33,8 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 def lookback_pages(sliding_window: int, page_size: int) -> int:
-    """Return the number of pages that a window reads before a page-aligned position.
-
-    The window includes the query's token. Raise `ValueError` for a window below 2 tokens, which
-    reads nothing.
-    """
+    """Return how many pages a window, including the query's token, reads before a page-aligned
+    position. Raise `ValueError` for a window below 2 tokens, which reads nothing."""
     if sliding_window < 2:
         raise ValueError(f"a sliding window needs at least 2 tokens, got {sliding_window}")
     return -(-(sliding_window - 1) // page_size)
