@@ -131,7 +131,7 @@ class PageAllocator:
         return self._owner.copy()
 
     def given_before(self, num_moved: int) -> BoolArray:
-        """Return bool[num_pages]: True if the tree owns the page since before `num_moved` moves."""
+        """Return bool[num_pages]: True if the tree has owned the page since that `num_moved`."""
         is_given: BoolArray = (self._owner == TREE) & (self._stamp < num_moved)
         return is_given
 
