@@ -134,7 +134,7 @@ class HostTier:
         self._may_begin = True
 
     def _begin_copies(self) -> None:
-        """Copy offered prefixes. A prefix waits if its first new page is being copied already."""
+        """Copy offered prefixes. A prefix waits while a copy of its beginning is in flight."""
         self._may_begin = False  # until a copy ends, or another prefix is offered
         for _ in range(len(self._offers)):
             if sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES:

@@ -358,7 +358,7 @@ class StoreTier:
             tokens, namespace = self._restored.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
-            # Usually, do not evict prefixes cached since the start.
+            # Usually, this evicts no prefix cached since the start.
             if self._blocks.allocators[0].num_free >= num_pages:
                 self.search(None, tokens, namespace, num_here)
 
