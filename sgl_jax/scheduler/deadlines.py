@@ -1,7 +1,7 @@
-"""Finds requests that have taken too long, by the scheduler's ticks.
+"""Finds requests past their time limits, by the scheduler's ticks.
 
-Owns each request's arrival time, counted from the last tick before it. Must never read a clock:
-several hosts, and a replay, must reach the same result.
+Owns each request's arrival time, which is the time of the last tick before it. Must never read a
+clock: several hosts, and a replay, must reach the same result.
 """
 
 import math
@@ -13,33 +13,33 @@ from typing import NamedTuple
 class Expired(NamedTuple):
     """Ids of requests past a limit, oldest first; a request may be in both lists."""
 
-    to_start: list[str]  # to be ended only if they have not started yet
+    to_start: list[str]  # end these only if they have not started yet
     to_finish: list[str]
 
 
 class Deadlines:
-    """Arrivals in order. A limit of 0 s is none."""
+    """The arrival times of requests, in order. A limit of 0 s disables the check."""
 
     def __init__(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
         self.set_limits(waiting_timeout_s, request_timeout_s)
         self._now_s: float | None = None  # until the first tick
-        # rid -> arrival, oldest first; no entry once the limit has passed. (The first entry of a
-        # plain dictionary is found slowly once many before it were removed.)
+        # rid -> arrival, oldest first; no entry once the limit has passed. (A plain dictionary
+        # finds its first entry slowly after many removals at its start.)
         self._to_start: OrderedDict[str, float] = OrderedDict()
         self._to_finish: OrderedDict[str, float] = OrderedDict()
 
     @property
     def now_s(self) -> float:
-        """The time of the last tick; 0 before the first."""
+        """Return the time of the last tick in seconds; 0 before the first tick."""
         return self._now_s or 0.0
 
     def set_limits(self, waiting_timeout_s: float, request_timeout_s: float) -> None:
-        """Set limits, also for current requests."""
+        """Set both limits in seconds, also for current requests."""
         self._waiting_timeout_s = waiting_timeout_s or math.inf
         self._request_timeout_s = request_timeout_s or math.inf
 
     def add(self, rid: str) -> None:
-        """Record the arrival of a request, at the time of the last tick (or of the first)."""
+        """Record a request's arrival at the time of the last tick, or else of the first."""
         self._to_start[rid] = self._to_finish[rid] = self._now_s or 0.0
 
     def forget(self, rid: str) -> None:
@@ -60,8 +60,8 @@ class Deadlines:
         )
 
     def tick(self, now_s: float, most: int) -> Expired:
-        """Advance the time to `now_s`, never back; return each expiry once, `most` at a time. A
-        tick is needed as long as there are more."""
+        """Advance the time to `now_s`, never backward; return up to `most` expired requests, each
+        once. If more are left, another tick is needed."""
         if self._now_s is None:
             self._to_start = OrderedDict.fromkeys(self._to_start, now_s)
             self._to_finish = OrderedDict.fromkeys(self._to_finish, now_s)

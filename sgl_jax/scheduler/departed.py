@@ -1,4 +1,4 @@
-"""A request that left its row while a step with the row may have been in flight."""
+"""The record of a request that left its row while a step with the row may have been in flight."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,6 @@ class Departed(NamedTuple):
 
     row: int
     epoch: int  # of its lease
-    tokens: Int32Array  # that were known
+    tokens: Int32Array  # known tokens, int32[n]
     namespace: str
-    matched_len: int  # tokens that were there at its admission
+    matched_len: int  # tokens of the cached prefix at its admission

@@ -1,7 +1,7 @@
-"""The outputs of requests since the last take.
+"""Collects the outputs of requests until the next take.
 
-Most rows gain one plain token in most steps, and mostly the same rows do in successive steps. So
-the ids of a rank's requests are listed once, and again only when they change.
+Most rows gain one plain token in most steps, and successive steps mostly have the same rows. So the
+request ids of a rank's rows are listed once, and again only when the rows change.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from sgl_jax.scheduler.ranks import Ranks
 
 
 class _ListedRows(NamedTuple):
-    """Joint rows of a rank and the ids of their requests, while `active` is the rank's."""
+    """Joint rows of a rank and their requests' ids, valid while `active` is the rank's array."""
 
     active: RowIndex | None
     rows: bytes
@@ -40,7 +40,7 @@ class GainedOutputs:
         for k, (first, end) in enumerate(pairwise(bounds)):
             listed, active = self._listed[k], ranks.ranks[k].running.active
             wanted = rows[first:end].tobytes()
-            # `active` becomes another array at each arrival or departure of a request.
+            # Each arrival or departure of a request replaces `active` by a new array.
             if listed.active is not active or listed.rows != wanted:
                 rids = ranks.running.rids[rows[first:end]].tolist()
                 listed = self._listed[k] = _ListedRows(active, wanted, rids)
@@ -48,14 +48,14 @@ class GainedOutputs:
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
-        """Keep only `outputs`."""
+        """Replace all collected outputs by `outputs`."""
         self.outputs, self._rids, self._tokens = outputs, [], []
 
     def __bool__(self) -> bool:
         return bool(self.outputs or self._rids)
 
     def take(self) -> OutputBatch | None:
-        """The outputs since the last call as one batch, or None if there are none."""
+        """Return the outputs since the last call as one batch; None if there are none."""
         outputs, rids, tokens = self.outputs, self._rids, self._tokens
         self.outputs, self._rids, self._tokens = [], [], []
         return OutputBatch(outputs, rids, b"".join(tokens)) if outputs or rids else None

@@ -1,4 +1,4 @@
-"""Updates rows' states and snapshots between steps; `state_plan.py` chooses the new ones."""
+"""Updates rows' states and snapshots between steps; `state_plan.py` chooses the new snapshots."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from sgl_jax.scheduler.ranks import Ranks
 def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
     """Publish rows that crossed a snapshot interval; release superseded snapshots.
 
-    `lens` are tokens that no result can take from the joint `rows` any more.
+    `lens`, int32[n], are lengths of the joint `rows` that no result can reduce any more.
     """
     sizes = ranks.memories[0].sizes
     interval, tables = sizes.snapshot_interval, ranks.tables
@@ -32,19 +32,19 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
 
 
 def record_starts(ranks: Ranks, plan: StepPlan, launched: Records, tokens: Int32Array) -> None:
-    """Record where the next step continued, after reading the result of a step.
+    """Record the positions from which the next step continued, after reading a step's result.
 
     Args:
-        ranks: of the rows.
-        plan: of the step.
-        launched: LAUNCHED[n] of the step, with the gained tokens.
-        tokens: int32[n, w] as in `RankResult`. On the device, a row that ended continues from all
-            of them, its overshoot included.
+        ranks: all ranks.
+        plan: the plan of the step with the result.
+        launched: LAUNCHED[n], the rows of that step, with their gained tokens.
+        tokens: int32[n, w], the tokens of `RankResult`, padded with negative values. On the device,
+            a row that ended continues from all of them, its overshoot included.
     """
     states = [rank_plan.states for rank_plan in plan.ranks]
     halves = np.concatenate([each.halves for each in states if each is not None])
     index = launched["num_gained"].nonzero()[0]
-    gained, others = launched["row"][index], 1 - halves[index]  # the next step wrote the others
+    gained, others = launched["row"][index], 1 - halves[index]  # written by the next step
     overshoot = (tokens[index] >= 0).sum(axis=1) - launched["num_gained"][index]
     lens = ranks.running.known_len[gained] + overshoot.astype(np.int32)
     # The next step began with the last token.

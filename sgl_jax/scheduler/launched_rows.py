@@ -1,4 +1,4 @@
-"""The rows of a step from its launch to its result: their records, and the loops over them.
+"""Records the rows of a step from its launch to its result, and loops over them.
 
 `launch` counts the tokens that a step will sample; `append` adds the sampled tokens to their rows.
 """
@@ -13,13 +13,13 @@ from sgl_jax.core.step_plan import NON_FINITE, Int32Array, IntpArray, RowIndex
 
 Records = NDArray[Any]
 
-TOKEN_BLOCK = 64  # tokens that are written to a row's table together
+TOKEN_BLOCK = 64  # tokens written to a row's table together
 NOT_SCORED = 2**31 - 1
-# The end of a request: not yet, at its longest permitted length, by a stop token, or because its
-# results are not finite.
+# The end of a request: none yet, its longest permitted length, a stop token, or results that are
+# not finite.
 GOES_ON, TOO_LONG, STOPPED, FAILED = 0, 1, 2, 3
 
-# A running request, as far as each step reads or writes it: see `running_rows.py`.
+# The fields of a running request that each step reads or writes: see `running_rows.py`.
 ROW = np.dtype(
     [
         ("known_len", np.int32),
@@ -27,8 +27,8 @@ ROW = np.dtype(
         ("unread_drafts", np.int32),
         ("min_len", np.int32),  # no stop before this many tokens
         ("max_len", np.int32),
-        # Prompt position from which the successors' log-probabilities are requested; NOT_SCORED if
-        # none are, or all have been planned.
+        # First prompt position with a requested log-probability of its successor; NOT_SCORED if
+        # there is none, or all have been planned.
         ("score_start", np.int32),
         ("top_logprobs_num", np.int32),
         ("return_logprob", np.bool_),
@@ -42,10 +42,10 @@ ROW = np.dtype(
 LAUNCHED = np.dtype(
     [
         ("row", np.int64),  # joint: see `ranks.py`
-        ("own_row", np.int32),  # of its rank
+        ("own_row", np.int32),  # index on its rank
         ("epoch", np.int32),  # of the row's lease
         ("kv_start", np.int32),
-        ("kv_end", np.int32),  # without drafts, whose acceptance is still open
+        ("kv_end", np.int32),  # without drafts, which may be rejected
         ("q_len", np.int32),
         ("num_scored", np.int32),  # queries
         ("num_unread", np.int32),  # drafts of earlier steps
@@ -93,15 +93,18 @@ def launch(
     committed_len: Int32Array,
     epoch: Int32Array,
 ) -> Records:
-    """Count the rows of a step as launched; returns LAUNCHED[n].
+    """Count the rows of a step as launched; return LAUNCHED[n].
 
     Args:
-        own_rows: int64[n] of their ranks, rank by rank: first decode rows, then prefill chunks.
-        bounds: of each rank's part.
+        own_rows: int64[n], indices of the rows on their ranks, rank by rank: first decode rows,
+            then prefill chunks.
+        bounds: int64[ranks + 1], the bounds of each rank's part of `own_rows`.
         shares: SHARE[ranks] with `num_decode`; the other fields are filled in.
-        chunk_lens: int32 tokens of all chunks, rank by rank.
-        num_drafts: int32 of all decode rows, rank by rank; or empty if there are none.
-        records: ROW of all joint rows, as `committed_len` and `epoch`.
+        chunk_lens: int32, the tokens of all chunks, rank by rank.
+        num_drafts: int32, the drafts of all decode rows, rank by rank; empty if there are none.
+        records: ROW of all joint rows.
+        committed_len: int32, committed lengths of all joint rows.
+        epoch: int32, epochs of the leases of all joint rows.
     """
     launched = np.empty(len(own_rows), LAUNCHED)
     num_ranks, rows_per_rank = len(shares), len(records) // len(shares)
@@ -162,20 +165,24 @@ def append(
     latest: Int32Array,
     stop_ids: Int32Array,
 ) -> tuple[int, int]:
-    """Append each row's new tokens, up to the one that ends its request; returns their number, and
-    the number of rows whose results are not finite.
+    """Append each row's new tokens, up to the token that ends its request.
 
-    Accepted tokens beyond that one are overshoot and dropped here; their KV is freed with the
-    lease, which offers the cache no more than the known tokens.
+    Accepted tokens after the end are overshoot and dropped here; their KV is freed with the lease,
+    which offers the cache only the known tokens.
 
     Args:
-        launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row whose epoch is
-            another now gains nothing.
-        new_tokens: int32[n, w], as `RankResult.tokens`.
-        records: ROW of all joint rows; the others are their columns, as in `RowColumns`.
-        epoch: int32 of the rows' leases now.
-        tokens: as `latest`, of `RowColumns`.
+        launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row with another
+            epoch now gains nothing.
+        new_tokens: int32[n, w] of the step's results: after the first, negative values are padding;
+            NON_FINITE comes first in a failed row.
+        records: ROW of all joint rows.
+        epoch: int32, the current epochs of the rows' leases.
+        tokens: the column of `RowColumns` of the same name.
+        latest: the column of `RowColumns` of the same name.
         stop_ids: the columns of `RowColumns.stop_ids` to check.
+
+    Returns:
+        the number of appended tokens, and the number of rows with results that are not finite.
     """
     num_tokens, num_failed, width = 0, 0, new_tokens.shape[1]
     assert len(new_tokens) == len(launched)
@@ -220,11 +227,11 @@ def append(
 def split_gains(
     launched: Records, bounds: IntpArray, new_tokens: Int32Array, records: Records
 ) -> tuple[RowIndex, Int32Array, IntpArray, IntpArray]:
-    """Split the rows that gained tokens by `append`, which had the same arrays.
+    """Split the rows that gained tokens in `append`, called before with the same arrays.
 
     Returns the joint rows that gained one token and nothing else, int64[m], the token of each, and
-    the bounds of each rank's part; and the indices of the other rows. `bounds` are of the ranks'
-    parts of all rows.
+    the bounds of each rank's part; and the indices of the other rows. `bounds` are the bounds of
+    the ranks' parts of all rows.
     """
     num_rows = len(launched)
     assert len(new_tokens) == num_rows == bounds[len(bounds) - 1]

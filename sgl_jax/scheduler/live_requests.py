@@ -1,7 +1,7 @@
-"""The requests that wait or run: how they enter, and how they end.
+"""Adds and ends the requests that wait or run.
 
-A request that cannot be served gets its last output at once and never enters. One that enters waits
-in the queue, or at the gate for grammars and programs, and every end removes it by `forget`.
+A request that cannot be served gets its last output at once and is never added. An added request
+waits in the queue, or at the gate for grammars and programs. Every end removes it by `forget`.
 """
 
 from collections import deque
@@ -25,8 +25,7 @@ from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.sessions.service import ComposedTurn, SessionService
 from sgl_jax.sessions.store import SessionsFullError
 
-# Waiting requests that end at once, of all that are aborted or past their limits: some milliseconds
-# of the host's time.
+# Limit of aborted or expired requests that end in one call, which takes some milliseconds.
 MAX_ENDS = 256
 
 
@@ -50,13 +49,13 @@ class LiveRequests:
         max_passed_over: int,
         outputs: GainedOutputs,
     ) -> None:
-        """`outputs` get the last outputs of requests that end before their time."""
+        """Start without requests; `outputs` gets the last outputs of requests that end early."""
         self.args = args
         self.sizes = sizes
         self.by_rid: dict[str, Request] = {}
         self.ranks = ranks.ranks
         self._tenants = ranks.tenants
-        # Running requests wait, too: before their first step, and after a retract.
+        # Running requests wait in the queue before their first step, and after a retract.
         self._max_requests = args.max_queued_requests + sizes.dp_size * (sizes.num_rows - 1)
         self._shares = Shares(self._max_requests, args.share_part, args.max_queued_requests)
         hosts = [rank.host for rank in ranks.ranks if rank.host.tier is not None]
@@ -87,7 +86,7 @@ class LiveRequests:
         self.num_timed_out = 0
 
     def submit(self, message: GenerateRequest) -> None:
-        """Add a request. One that cannot be served ends at once with a clear reason."""
+        """Add a request. If it cannot be served, end it at once with a clear reason."""
         if message.rid in self.by_rid:
             self._refuse(message, f"request id {message.rid!r} is already in use", 400)
             return
@@ -134,11 +133,11 @@ class LiveRequests:
 
     @property
     def _num_counted(self) -> int:
-        """Return requests that count towards the limit: all but a probe."""
+        """Return the number of requests that count towards the limit: all but a probe."""
         return len(self.by_rid) - (self._probe is not None)
 
     def _may_queue(self, message: GenerateRequest) -> bool:
-        """Return whether the tenant's own limit, or else its share, has room for a request."""
+        """Return whether the tenant's limit, or else its share, has room for a request."""
         tenant = message.tenant
         if tenant is not None and tenant.max_queued:
             return self._tenants.may_queue(tenant)
@@ -163,15 +162,15 @@ class LiveRequests:
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        """Answer a request that never entered the queue."""
+        """Send the last output of a request that never entered the queue."""
         finish = _refusal(text, status_code, code, param)
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
-        """End one request, or all, wherever they are. Unknown ids have ended already.
+        """End one request, or all, in any state. Unknown ids have ended already.
 
-        With `abort_all` the running ones end at once, then the others, `MAX_ENDS` now and with each
-        tick; both in order of arrival.
+        With `abort_all`, running requests end at once, then the waiting ones, `MAX_ENDS` now and
+        with each tick; both in order of arrival.
         """
         self._amend(message)
         if message.abort_all:
@@ -189,7 +188,7 @@ class LiveRequests:
             self.end(self.by_rid[message.rid], finish)
 
     def _end_aborted(self) -> int:
-        """End the next requests of an `abort_all`; return how many were left to end before."""
+        """End the next requests of an `abort_all`; return the number that were left before."""
         num_left = len(self.aborted)
         for _ in range(min(num_left, MAX_ENDS)):
             request = self.aborted.popleft()
@@ -203,8 +202,8 @@ class LiveRequests:
             request.expected = (event.first, event.tokens)
 
     def open_gate(self, error: str) -> None:
-        """Queue the requests whose grammar is compiled, now that their programs are. With an
-        `error`, all requests with a grammar end with it."""
+        """Queue the requests with a compiled grammar, now that their programs are compiled. With an
+        `error`, end all requests with a grammar instead."""
         for request in self.gate.open(error):
             if error:
                 self.end(request, FinishReason("abort", message=error, status_code=500))
@@ -212,7 +211,7 @@ class LiveRequests:
                 self._pass_gate(request)
 
     def note_grammar(self, event: GrammarReady) -> None:
-        """Let the request wait in the queue once its programs are there, or refuse it."""
+        """Queue the request once its programs are compiled, or refuse it."""
         request = self.gate.awaits_grammar(event.rid)
         if request is None:
             return
@@ -222,7 +221,7 @@ class LiveRequests:
             self._pass_gate(request)
 
     def stop(self, message: StopRequest) -> None:
-        """Keep that many output tokens and drop the rest: the front found a stop string."""
+        """End a request at a stop string: keep the given number of output tokens."""
         self._amend(message)
         request = self.by_rid.get(message.rid)
         if request is None:
@@ -235,8 +234,8 @@ class LiveRequests:
         self.forget(request, succeeded=True)
 
     def expire(self, now_s: float) -> None:
-        """End requests that have waited or run too long at `now_s`, in seconds from any origin, and
-        aborted ones: at most `MAX_ENDS`, so that no other request waits for it long."""
+        """End requests past their limits at `now_s`, in seconds from any origin, and aborted
+        requests. At most `MAX_ENDS` end in one call, so that no other request waits long for it."""
         expired = self.deadlines.tick(now_s, max(MAX_ENDS - self._end_aborted(), 0))
         for rid in expired.to_finish:
             text = f"the request did not finish within {self.args.request_timeout:g} s"
@@ -248,9 +247,9 @@ class LiveRequests:
                 self._time_out(rid, text, 503)
 
     def drop_all(self, reason: str) -> None:
-        """End all requests, and release no memory, since its records are wrong.
+        """End all requests without releasing memory, since its records are wrong.
 
-        Tokens of the step that found this are dropped; ends that were already stated stand.
+        Tokens of the step that found this are dropped; finish reasons already output remain valid.
         """
         ends = [output for output in self._outputs.outputs if output.finish is not None]
         ended = {output.rid for output in ends}
@@ -274,15 +273,19 @@ class LiveRequests:
         insert: bool = True,
         is_own: bool = True,
     ) -> None:
-        """End a request before its time, in any state, with its reason (`RankScheduler.end`)."""
+        """End a request early, in any state, with its reason.
+
+        `insert` is False if the device failed: no KV of the request is kept. `is_own` is False if
+        the engine, not the client or a limit, ends the request.
+        """
         self.forget(request)
-        # Stated before the release, which may raise: the request then has its answer.
+        # Output before the release, which may raise: the client still gets its last output.
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
             self._rank_of(request).end(_row(request), insert=insert, is_own=is_own)
 
     def end_unservable(self, builder: StepBuilder) -> None:
-        """End the requests that do not fit their rank even alone."""
+        """End the requests that do not fit even an empty rank."""
         rank = builder.rank
         for row in builder.take_unservable():
             view = rank.memory.view()
@@ -317,10 +320,8 @@ class LiveRequests:
     def _make_request(
         self, message: GenerateRequest
     ) -> tuple[Request, ComposedTurn[Request] | None]:
-        """Make a request from its message, and hold it if it is a turn.
-
-        Raises `InvalidRequestError`, `SessionsFullError`.
-        """
+        """Make a request from its message; hold it if it is a turn. Raises `InvalidRequestError` or
+        `SessionsFullError` if it cannot be served."""
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
             return Request(message, self.num_arrived, max_len), None
@@ -338,7 +339,7 @@ class LiveRequests:
         self.sessions.enter_turn(turn, rid)
 
     def _pass_gate(self, request: Request) -> None:
-        """Queue a held request; a turn is refused if its session cannot take it any more."""
+        """Queue a held request; refuse a turn if its session can no longer take it."""
         if request not in self.gate:  # a turn that passed just now has replaced it
             return
         try:
@@ -358,8 +359,9 @@ class LiveRequests:
         self._tenants.queue(request.tenant, -1)
 
     def _age(self) -> int:
-        """Return the intervals of ageing that have passed. A request that arrived so much earlier
-        than another counts as so much more important, while it waits as well as while it runs."""
+        """Return the number of ageing intervals that have passed. For each interval by which a
+        request is older than another, it counts as one priority more important, waiting or
+        running."""
         interval_s = self.args.priority_aging_s
         return int(self.deadlines.now_s // interval_s) if interval_s else 0
 
@@ -368,7 +370,7 @@ class LiveRequests:
         return self.ranks[request.dp_rank]
 
     def _replace(self, request: Request) -> None:
-        """End a turn that another replaces: it keeps its tokens, as after a stop."""
+        """End a turn that another turn replaces; it keeps its tokens, as after a stop."""
         finish = FinishReason("abort", message="replaced by another turn of its session")
         self._outputs.outputs.append(_last_output(request, finish))
         if request.state is RequestState.RUNNING:
@@ -376,10 +378,10 @@ class LiveRequests:
         self.forget(request, succeeded=True)
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
-        """If the request was a turn and has ended well, its session has more than its client saw.
+        """Correct the session of a turn that ended well: the session has more than its client saw.
 
-        Turns that were sent before that was known, to continue it, would have been refused had it
-        still been in flight; so they are now.
+        Turns sent to continue it, before its end was known, are refused, as they would have been
+        while it was in flight.
         """
         text = "it continues a turn whose end its client had not seen; send it again"
         for request in self.sessions.built_on(message):
@@ -398,7 +400,7 @@ def _refusal(
 
 
 def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
-    """Return the last output of a request that ends before its time."""
+    """Return the last output of a request that ends early."""
     return RequestOutput(
         rid=request.rid,
         token_ids=[],

@@ -1,12 +1,12 @@
-"""Rows whose results are not finite: their requests end, and nothing that they computed stays.
+"""Ends requests with results that are not finite, and withdraws the KV that they computed.
 
 A step reads all earlier tokens of its rows, so a row with finite results proves that the KV before
 it is finite. If a row fails, the KV that it computed before the step is good, so its prefix is
 withdrawn from the caches from the step's first token on. If the step was the row's first, the
-prefix that it found may be the cause, but the row's own tokens are the likelier one, and many
-requests may share the prefix. It is withdrawn once another row fails in its first step on a page of
-it, unless a row has read it in its first step since, with finite results. Requests that read a
-withdrawn prefix already fail by their own results.
+cached prefix that it read may be the cause. The row's new tokens are the likelier cause, and many
+requests may share the prefix. So the prefix is withdrawn only once another row fails in its first
+step on a page of it, unless a row has since read it in its first step with finite results. Requests
+that read a withdrawn prefix already fail by their own results.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 
-# Prefixes on which rows have failed; of more, the oldest is forgotten.
+# Limit of remembered prefixes on which rows have failed; the oldest is forgotten first.
 _MAX_PREFIXES = 64
 _CODE = "internal_server_error"
 _TEXT = (
@@ -32,29 +32,29 @@ _TEXT = (
 
 
 class NonFiniteRows:
-    """Ends failed rows of all ranks. `num_rows` counts the requests that ended so."""
+    """Ends the failed rows of all ranks. `num_rows` counts the requests ended for this reason."""
 
     def __init__(self, ranks: Ranks, live: LiveRequests) -> None:
         self.num_rows = 0
         self._ranks = ranks
         self._live = live
-        # With the last step that may have their rows; the earliest first.
+        # Each with the last step that may have its row; the earliest first.
         self.departed: deque[tuple[int, RankScheduler, Departed]] = deque()
         # Rank, namespace and tokens of prefixes on which a row failed in its first step.
         self.failed_on: dict[tuple[int, str, bytes], None] = {}
         self._page_size = ranks.ranks[0].memory.page_size
 
     def after_step(self, step_id: int, rows: Records, num_failed: int, num_planned: int) -> None:
-        """Handle the failed rows of a step whose result was applied.
+        """Handle the failed rows of a step after its result was applied.
 
-        Not needed if no row failed, and `departed`, here and on each rank, and `failed_on` are
-        empty.
+        The call may be skipped if no row failed, `failed_on` is empty, and `departed` is empty here
+        and on each rank.
 
         Args:
-            step_id: of the step.
-            rows: LAUNCHED[n] of the step, with their ends.
-            num_failed: of these, FAILED; or more.
-            num_planned: steps planned so far: the next has this id.
+            step_id: id of the step.
+            rows: LAUNCHED[n], the rows of the step, with their ends.
+            num_failed: number of FAILED rows, or more.
+            num_planned: number of steps planned so far, which is the id of the next step.
         """
         for rank in self._ranks.ranks:
             if rank.departed:
@@ -89,8 +89,8 @@ class NonFiniteRows:
             rank.withdraw(tokens, namespace, start)
 
     def _has_failed_before(self, rank: RankScheduler, prefix: Int32Array, namespace: str) -> bool:
-        """Return whether a row has failed on a page of the cached `prefix` before; remember it
-        otherwise."""
+        """Return whether a row has failed on a page of the cached `prefix` before; else record
+        it."""
         prefix = prefix[: len(prefix) // self._page_size * self._page_size]
         if not len(prefix) or rank.memory.cache.peek(prefix, namespace) < len(prefix):
             return False  # nothing was read, or it is withdrawn already
@@ -105,7 +105,7 @@ class NonFiniteRows:
         return False
 
     def _forget_read(self, rows: Records) -> None:
-        """Forget the prefixes that one of these `rows`, with finite results, has read in its first
+        """Forget the prefixes that one of these `rows`, with finite results, read in its first
         step."""
         lens = [len(prefix) // 4 for _, _, prefix in self.failed_on]  # of int32
         starts = rows["kv_start"] // self._page_size * self._page_size
@@ -121,7 +121,7 @@ class NonFiniteRows:
     def _left(
         self, rank: RankScheduler, row: int, epoch: int
     ) -> Iterator[tuple[Int32Array, str, int]]:
-        """The prefix of the request that left the row, while its lease had `epoch`."""
+        """Yield the prefix of the request that left the row while its lease had `epoch`."""
         for _, its_rank, each in self.departed:
             if its_rank is rank and (each.row, each.epoch) == (row, epoch):
                 yield each.tokens, each.namespace, each.matched_len

@@ -1,8 +1,8 @@
-"""Chooses the running requests of a rank that give way to a waiting one of higher priority.
+"""Chooses the running requests of a rank that a waiting request of higher priority preempts.
 
-A set is chosen by the pages that become available if all of it leaves: a page shared with a
+A set is judged by the pages that become available if all of it is retracted: a page shared with a
 remaining request, or with the waiting one, frees nothing. The waiting request starts in the same
-step, so no other takes the freed pages.
+step, so no other request takes the freed pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,27 +24,28 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 class Preemption(NamedTuple):
-    """Rows of one rank that give way, and the number of tokens they compute again."""
+    """Rows of one rank to retract, and the number of tokens that they will recompute."""
 
     rows: list[int]
     num_lost: int
 
 
 class Preemptible:
-    """The running requests of one rank in one step, least important first, except the rows
+    """The running requests of one rank in one step, least important first, without the rows
     `started` in this step.
 
-    Within one priority, requests that cost least to recompute come first.
+    Within one priority, requests with the lowest recompute cost come first.
 
     Attributes:
         levels: the priorities that occur, ascending.
-        rooms: the rank's room if all requests up to each of these priorities give way: ROOM[n].
+        rooms: ROOM[n], the rank's capacity if all requests up to each of these priorities are
+            retracted.
     """
 
     def __init__(
         self, rank: RankScheduler, started: Sequence[int], forecast: Forecast, room: Rooms
     ) -> None:
-        """`room`, ROOM[1], is the rank's."""
+        """Sort the rank's running requests; `room`, ROOM[1], is the rank's current capacity."""
         self.rank = rank
         self._forecast = forecast
         self._room = room
@@ -66,10 +67,10 @@ class Preemptible:
     def choose(
         self, request: Request, cursor: PrefixCursor, below: int, fits: Callable[[Rooms, int], bool]
     ) -> Preemption | None:
-        """The rows of a priority below `below` that must go for `request`, at least one; None if it
-        would not fit even without all of these.
+        """Return the rows to retract for `request`, at least one, all of a priority below `below`.
 
-        `fits` returns whether it fits the room, ROOM[1], if it takes so many pages there.
+        Returns None if `request` would not fit even after retracting all of these. `fits` tests
+        whether it fits a capacity, ROOM[1], if it takes the given number of pages there.
         """
         memory = self.rank.memory
         freed, num_freed = FreedPages(memory, memory.prefix_pages(cursor)), 0
@@ -82,7 +83,7 @@ class Preemptible:
                 break
         else:
             return None
-        # A row that came early may have become superfluous by one that came later.
+        # A later row may have made an earlier one superfluous.
         for row in chosen[-2::-1]:
             rest = [other for other in chosen if other != row]
             num_less = freed.remove(memory.leases[row])
@@ -94,7 +95,8 @@ class Preemptible:
         return Preemption(chosen, int(lost.sum()))
 
     def _room_without(self, num_freed: int, gone: RowIndex | Sequence[int]) -> Rooms:
-        """The rank's room once the rows `gone` have freed `num_freed` pages: ROOM[1]."""
+        """Return the rank's capacity, ROOM[1], once the rows `gone` have freed `num_freed`
+        pages."""
         running, room = self.rank.running, self._room.copy()
         kept = running.active[~np.isin(running.active, gone)]
         self._forecast.write_for(self.rank.dp_rank, kept, num_freed, room)
@@ -114,20 +116,21 @@ class FreedPages:
         self._num_ended[kept] = np.iinfo(np.int32).min // 2
 
     def add(self, lease: KVLease) -> int:
-        """End `lease`; return the number of pages that frees."""
+        """End `lease`; return the number of pages freed by it."""
         pages, num_locks = self._pages(lease)
         self._num_ended[pages] += 1
         return int(np.count_nonzero(self._num_ended[pages] == num_locks))
 
     def remove(self, lease: KVLease) -> int:
-        """Undo `add`; return the number of pages that stay in use."""
+        """Undo `add`; return the number of pages in use again."""
         pages, num_locks = self._pages(lease)
         num_kept = int(np.count_nonzero(self._num_ended[pages] == num_locks))
         self._num_ended[pages] -= 1
         return num_kept
 
     def _pages(self, lease: KVLease) -> tuple[Int32Array, Int32Array]:
-        """The pages that a lease lists, and the number of leases that must end to free each."""
+        """Return the pages that a lease lists, and the number of leases that must end to free
+        each."""
         memory = self._memory
         pages = memory.by_pool(lease.pages(memory.page_size))[0]
         return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)

@@ -1,7 +1,7 @@
-"""Requests with a grammar wait until it is compiled, and until the programs of their steps are.
+"""Holds requests with a grammar until it is compiled, and until the programs of their steps are.
 
-Only steps with a grammar need programs of their own. Held requests stay out of the waiting queue,
-so they block nothing, preempt nothing and are not passed over.
+Only steps with a grammar need extra programs. Held requests stay out of the waiting queue, so they
+block nothing, preempt nothing and are not passed over.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,17 @@ from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """Open at first: then a request passes as soon as its own grammar is compiled.
+    """A gate for requests with a grammar. While it is open, as at first, a request passes once its
+    grammar is compiled.
 
     Attributes:
-        error: why requests with a grammar cannot be served, "" if they can.
+        error: reason why requests with a grammar cannot be served; "" if they can.
     """
 
     def __init__(self) -> None:
         self._is_open = True
         self._held: dict[str, Request] = {}  # by rid, in the order of arrival
-        self._compiled: set[str] = set()  # the held requests whose grammar is compiled
+        self._compiled: set[str] = set()  # rids of held requests with a compiled grammar
         self.error = ""
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class ProgramGate:
 
     @property
     def num_without_grammar(self) -> int:
-        """Number of held requests whose grammar is not compiled yet."""
+        """Return the number of held requests with a grammar still being compiled."""
         return len(self._held) - len(self._compiled)
 
     def awaits_grammar(self, rid: str) -> Request | None:
@@ -44,14 +45,14 @@ class ProgramGate:
         self._is_open = False
 
     def open(self, error: str) -> list[Request]:
-        """Stop waiting for programs; return the requests that may pass, or with an `error` all
-        held ones, in the order of arrival."""
+        """Stop waiting for programs; return the requests that may pass, in order of arrival. With
+        an `error`, these are all held requests."""
         self._is_open, self.error = True, error
         held = self._held.values()
         return [request for request in held if error or request.rid in self._compiled]
 
     def note_compiled(self, request: Request) -> bool:
-        """Note that the grammar of a held request is compiled; return whether it may pass."""
+        """Record that the grammar of a held request is compiled; return whether it may pass."""
         self._compiled.add(request.rid)
         return self._is_open
 

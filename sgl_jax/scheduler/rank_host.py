@@ -1,7 +1,6 @@
-"""The host's memory of one rank, if there is one: which prefixes of requests come from it.
+"""Finds prefixes of requests in the host memory of one rank, and fetches them.
 
-`HostTier` moves prefixes; here requests meet it. Without a host's memory nothing is found there,
-and nothing moves.
+`HostTier` moves the prefixes. Without host memory nothing is found, and nothing moves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +17,15 @@ from sgl_jax.mem_cache.memory_view import HostPoolView
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.request import Request
 
-# For one request: more than one if the pages of its prefix were evicted meanwhile.
+# Fetches for one request: a second one if the pages of its prefix were evicted meanwhile.
 _MAX_FETCHES = 2
 
 
 class RankHost:
-    """The host's memory behind `memory`.
+    """The host memory of the rank of `memory`.
 
     Attributes:
-        tier: the prefixes there; None without a host's memory.
+        tier: the prefixes there; None without host memory.
     """
 
     def __init__(self, memory: RankMemory, args: SchedulerArgs) -> None:
@@ -44,18 +43,19 @@ class RankHost:
 
     @property
     def store(self) -> StoreTier | None:
-        """The store behind the host's memory."""
+        """Return the store below the host memory; None if there is none."""
         return self.tier.store if self.tier is not None else None
 
     # -- prefixes of requests -----------------------------------------------------------------
 
     def num_here(self, request: Request) -> int:
-        """The tokens of the request's prefix that the host has."""
+        """Return the number of tokens of the request's prefix in host memory."""
         tier = self.tier
         return 0 if tier is None else tier.num_here(request.matchable(), request.namespace)
 
     def num_spared(self, request: Request, num_read: int) -> int:
-        """Prompt tokens whose computation a fetch would save, less its own time."""
+        """Return the prompt tokens of computation that a fetch would save, less the time of the
+        fetch."""
         if self.tier is None or request.num_fetches >= _MAX_FETCHES:
             return 0
         price = min(self.tier.prices.tokens_per_fetched, 1.0)
@@ -68,11 +68,12 @@ class RankHost:
         num_ahead: int,
         make_room: Callable[[int], None],
     ) -> tuple[int, int] | None:
-        """Fetch more of a fitting request's prefix than the `num_read` tokens on the device, if
-        that is sooner than to compute it behind `num_ahead` others. `make_room` makes room on
-        the device for a prefix of so many tokens.
+        """Fetch a fitting request's prefix if that is faster than computing it.
 
-        Returns the row that gets it and the length that it will have, as of a prompt in flight.
+        The device has `num_read` tokens of the prefix; computing the rest would wait for
+        `num_ahead` prompt tokens. `make_room` frees device memory for a prefix of the given number
+        of tokens. Returns the row that gets the prefix and its length after the fetch; None if
+        nothing is fetched.
         """
         tier, tokens, namespace = self.tier, request.matchable(), request.namespace
         if tier is None:
@@ -94,9 +95,9 @@ class RankHost:
         return fetch.lease.row, len(fetch.tokens)
 
     def search_store(self, request: Request, num_ahead: int) -> None:
-        """Search the part of the request's prefix in the store that neither the device nor the host
-        has, and load it if that is sooner than to compute it behind `num_ahead` tokens, of which
-        loads under way will spare their own."""
+        """Look up in the store the part of the request's prefix that the device and the host lack.
+        Load it if that is faster than computing it after `num_ahead` prompt tokens, less those that
+        loads under way will save."""
         if self.store is None:
             return
         tokens, namespace = request.matchable(), request.namespace
@@ -108,18 +109,17 @@ class RankHost:
             self.store.search(waiter, tokens, namespace, num_here)
 
     def awaits_store(self, request: Request) -> bool:
-        """Return whether the request waits for a search or a load that is under way on this
-        rank."""
+        """Return whether the request waits for a pending lookup or load on this rank."""
         if self.store is None or not self._waits_for_store:
             return False
         return request.rid in self.store.awaited
 
     def take_released(self) -> list[str]:
-        """The ids of requests for which a search or a load was under way, since the last call."""
+        """Return the ids of requests with a lookup or load that has ended since the last call."""
         return self.store.take_released() if self.store is not None else []
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """`HostTier.withdraw`."""
+        """Make at most `length` tokens of the prefix `tokens` available from host memory."""
         if self.tier is not None:
             self.tier.withdraw(tokens, namespace, length)
 
@@ -129,7 +129,7 @@ class RankHost:
             self.store.restore(prefixes)
 
     def saved_trees(self) -> list[SavedTree]:
-        """The prefixes that are here, and the ones that are to be loaded."""
+        """Return the prefixes in host memory, and those still to be loaded."""
         trees = [save_tree(self.tier.blocks.cache)] if self.tier is not None else []
         return trees + ([tree_of(self.store.waiting_restores)] if self.store is not None else [])
 
@@ -137,76 +137,75 @@ class RankHost:
 
     @property
     def num_fetches(self) -> int:
-        """Fetches in flight: each has a lease."""
+        """Return the number of fetches in flight; each has a lease."""
         return len(self.tier.fetches) if self.tier is not None else 0
 
     def fetching_rows(self) -> list[int]:
-        """The joint rows of fetches."""
+        """Return the joint rows of fetches in flight."""
         fetches = self.tier.fetches.values() if self.tier is not None else ()
         return [self._memory.rows.first_row + fetch.lease.row for fetch in fetches]
 
     def drop_fetches(self) -> bool:
-        """Free the pages that fetches have taken; return whether there were any."""
+        """Free the pages taken by fetches; return whether there were any."""
         return self.tier is not None and self.tier.drop_fetches()
 
     @property
     def is_restoring(self) -> bool:
-        """True until the saved prefixes are loaded."""
+        """Return whether saved prefixes are still to be loaded."""
         return self.store is not None and self.store.is_restoring
 
     def ended(self, end: TransferEnd) -> None:
-        """A transfer has ended."""
         if self.tier is not None:
             self.tier.ended(end)
 
     def overdue(self, number: int) -> None:
-        """A search or load has taken too long: its request waits no more."""
+        """Stop waiting for lookup or load `number`, which has taken too long."""
         if self.store is not None:
             self.store.overdue(number)
 
     def suspend_store(self, *, answers: bool) -> None:
-        """Leave the store alone, until it `answers`."""
+        """Suspend use of the store; with `answers`, resume it."""
         if self.store is not None:
             self.store.is_suspended = not answers
 
     # -- resets and views ---------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Keep no prefix: `HostTier.reset`."""
+        """Drop all prefixes in host memory."""
         if self.tier is not None:
             self.tier.reset()
 
     def forget(self) -> None:
-        """The executor was reset: `HostTier.forget`."""
+        """Drop all records of host memory after a reset of the executor."""
         if self.tier is not None:
             self.tier.forget()
 
     def check_balance(self) -> None:
-        """Prove the counts of blocks. Raises `LedgerError`."""
+        """Check the counts of blocks. Raises `LedgerError`."""
         if self.tier is not None:
             check_host_balance(self.tier)
 
     def audit(self) -> None:
-        """Prove by a full walk that every block has one owner. Raises `LedgerError`."""
+        """Check by a full walk that every block has one owner. Raises `LedgerError`."""
         if self.tier is not None:
             audit_host(self.tier)
 
     def audit_slices(self) -> Iterator[None]:
-        """Do the same in slices, as `RankScheduler.audit_slices`."""
+        """Run the same check in slices, between which steps may run."""
         if self.tier is not None:
             yield from audit_host_slices(self.tier)
 
     def views(self) -> list[HostPoolView]:
-        """The blocks of each pool by state."""
+        """Return the blocks of each pool by state."""
         return self.tier.views() if self.tier is not None else []
 
     @property
     def num_waiting_copies(self) -> int:
-        """Prefixes that wait to be copied."""
+        """Return the number of prefixes that wait to be copied to host memory."""
         return self.tier.num_waiting_copies if self.tier is not None else 0
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start."""
+        """Return counts since the start."""
         tier = self.tier
         return {
             "host_copied_pages": tier.num_copied_pages if tier else 0,

@@ -1,14 +1,14 @@
-"""The running requests as columns of arrays, indexed by row: of all ranks, and views for each.
+"""The running requests as columns of arrays, indexed by row.
 
-A decode step touches only these arrays, so its cost on the host hardly depends on the number of
-running requests. Each rank indexes them by its `ReqToTokenPool` rows. The arrays are the host's
-own: a step plan gets copies.
+A decode step touches only these arrays, so its host time hardly depends on the number of running
+requests. The columns cover the rows of all ranks. Each rank has views of its part, indexed by its
+`ReqToTokenPool` rows. A step plan gets copies, never these arrays.
 
     0         prompt_len        known_len        planned_len         + unread_drafts     max_len
     |  prompt  |  output, read   |  sampled by launched steps, not read yet  |  perhaps  |
 
-A launched step adds one token for certain, and one for each accepted draft: until its result is
-read, the row's length lies between `planned_len` and `planned_len` + `unread_drafts`.
+A launched step adds one token for certain, and one for each accepted draft. Until its result is
+read, the row's length is between `planned_len` and `planned_len` + `unread_drafts`.
 """
 
 import mmap
@@ -29,14 +29,14 @@ NO_TOKEN = -1
 class RowColumns:
     """The scheduler's records of n rows; a rank's columns are views of all ranks' columns."""
 
-    records: Records  # ROW[n]; each of its fields is an attribute, too
+    records: Records  # ROW[n]; each field is also an attribute
     tokens: Int32Array  # [n, max_context_len, in whole blocks]; the last block may lack the latest
-    # The token at position p is at p % TOKEN_BLOCK, for the last positions. Each step writes a
-    # token for each row close together here; their places in `tokens` are far apart.
+    # The last tokens; position p is at p % TOKEN_BLOCK. The tokens that a step writes are close
+    # together here, and far apart in `tokens`.
     latest: Int32Array  # [n, TOKEN_BLOCK]
-    prompt_len: Int32Array  # [n], as all that follow
-    regained_len: Int32Array  # at which it has gained as many tokens as it lost by retracts
-    length_class: Int32Array  # of its output: see `output_lengths.py`
+    prompt_len: Int32Array  # [n], like all following columns without a shape
+    regained_len: Int32Array  # length at which new tokens make up for tokens lost by retracts
+    length_class: Int32Array  # class of the output length: see `output_lengths.py`
     priority: NDArray[np.int64]
     tenant: Int32Array  # number of the request's tenant
     stop_ids: Int32Array  # [n, max_stop_ids], padded with NO_TOKEN
@@ -61,8 +61,7 @@ class RowColumns:
 
     @classmethod
     def empty(cls, num_rows: int, max_context_len: int, max_stop_ids: int) -> "RowColumns":
-        """Columns of `num_rows` free rows, for requests that end at `max_stop_ids` token ids at
-        most."""
+        """Return columns of `num_rows` free rows, with up to `max_stop_ids` stop token ids each."""
         lens = np.zeros((7, num_rows), np.int32)
         columns = cls(
             records=np.zeros(num_rows, ROW),
@@ -87,22 +86,21 @@ class RowColumns:
         return RowColumns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def may_run(self, rows: RowIndex) -> BoolArray:
-        """Select the `rows` that still need a step.
-
-        A row whose last permitted token was sampled, or may have been, waits for its result.
-        """
+        """Select the `rows` that still need a step. A row only waits for its result if its last
+        permitted token was sampled, or may have been."""
         most = self.planned_len[rows] + self.unread_drafts[rows]
         is_open: BoolArray = most < self.max_len[rows]
         return is_open
 
     def expected_steps_to_ends(self, rows: RowIndex) -> Int32Array:
-        """Steps until each of `rows` may end, if it generates half of its remaining tokens."""
+        """Return the steps until each of `rows` may end, if it generates half of its remaining
+        tokens: int32[n]."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
 
 
 def _zeros(num_rows: int, num_columns: int) -> Int32Array:
-    """int32[num_rows, num_columns], which takes memory only for written pages.
+    """Return zeros, int32[num_rows, num_columns], that take memory only for written pages.
 
     The operating system zeroes it in small pages. It would zero a numpy array by 2 MiB, and delay
     the first step that writes there by milliseconds.
@@ -171,16 +169,16 @@ class RunningRows(RowColumns):
         return tokens
 
     def known_tokens(self, row: int) -> Int32Array:
-        """The known tokens of `row`, int32[known_len]; a view."""
+        """Return the known tokens of `row`, int32[known_len], as a view."""
         count = int(self.known_len[row])
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
         self.tokens[row, last_block:count] = self.latest[row, : count - last_block]
         return self.tokens[row, :count]
 
     def expected_steps_to_end(self, row: int) -> int:
-        """`expected_steps_to_ends` of one row."""
+        """Return the steps until `row` may end, if it generates half of its remaining tokens."""
         return int(self.max_len[row] - self.planned_len[row]) // 2
 
     def runnable(self) -> RowIndex:
-        """Active rows that still need a step, oldest first."""
+        """Return the active rows that still need a step, oldest first."""
         return self.active[self.may_run(self.active)]

@@ -23,7 +23,7 @@ _NO_DRAFTS = np.zeros(0, np.int32)
 def build_plan(
     ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
 ) -> tuple[StepPlan, LaunchedRows]:
-    """Build the plan from each rank's builder. Commits lengths, publishes prefill chunks."""
+    """Build the plan from each rank's builder. Commits lengths and publishes prefill chunks."""
     for builder in builders:
         if builder.chunks:
             builder.trim_to_shape()
@@ -45,8 +45,8 @@ def build_plan(
         tables.kv_committed_len,
         tables.epoch,
     )
-    # Before chunks are published, since publishing may replace a row's own pages by the tree's
-    # while the step still writes them.
+    # Take the page log before chunks are published: publishing may replace a row's pages by the
+    # tree's while the step still writes them.
     pages = tables.page_log.take()
     plans = tuple(
         _rank_plan(ranks, builder, rows[first:end], share)
@@ -64,7 +64,8 @@ def build_plan(
 
 
 def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) -> RankPlan:
-    """The plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of them.
+    """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of
+    them.
 
     `share` has the fields of the rank's SHARE.
     """

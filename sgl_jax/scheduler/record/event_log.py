@@ -1,8 +1,8 @@
-"""Recordings of a scheduler's events, written as they happen and read one by one.
+"""Writes recordings of a scheduler's events as they happen, and reads them one by one.
 
 A file is a line that names the format, then frames: four bytes of length (little-endian) and a
-value in msgpack. The first frame is the layout of the recorded structures, every other an event.
-Each frame is handed to the operating system at once, so a crash of this process costs none.
+value in msgpack. The first frame is the layout of the recorded structures, every later frame an
+event. Each frame is handed to the operating system at once, so a crash of this process loses none.
 """
 
 import logging
@@ -24,12 +24,12 @@ _MAX_FRAME_BYTES = 1 << 30  # far more than any event; a larger length is an err
 
 
 class RecordingError(ValueError):
-    """A file that is no recording, or not one that this version can read."""
+    """The file is not a recording, or has a format that this version cannot read."""
 
 
 class EventWriter:
-    """Appends events to `file`, up to `max_bytes` (None: no limit). Never raises for the disk:
-    when that is full the recording ends, and the engine goes on."""
+    """Appends events to `file`, up to `max_bytes` (None: no limit). If the disk is full, the
+    recording ends without an error, and the engine continues."""
 
     def __init__(self, file: BinaryIO, max_bytes: int | None = None) -> None:
         self._file = file
@@ -40,14 +40,11 @@ class EventWriter:
 
     @classmethod
     def create(cls, path: str | PathLike[str]) -> Self:
-        """A writer to a new file, readable for this user alone: it holds clients' texts.
-
-        Raises `OSError` if it cannot be made.
-        """
+        """Return a writer to a new file, readable only for this user: it holds clients' texts.
+        Raises `OSError` if the file cannot be created."""
         return cls(open(path, "wb", opener=open_private))
 
     def write(self, record: Record) -> None:
-        """Append one event."""
         if not self._has_ended:
             self._append(_frame(self._encoder.encode(record)))
 
@@ -77,8 +74,8 @@ class EventWriter:
 class EventReader:
     """Reads the events of `file` in order; holds one of them at a time.
 
-    Raises `RecordingError` for any other file. A last frame that was cut off (a crash in the midst
-    of writing) ends the events and sets `is_truncated`.
+    Raises `RecordingError` for any other file. A last frame that was cut off by a crash during the
+    write ends the events and sets `is_truncated`.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -96,7 +93,7 @@ class EventReader:
         self.started = started
 
     def __iter__(self) -> Iterator[Record]:
-        """The records not read yet."""
+        """Yield the records not read yet."""
         while (payload := self._next_frame()) is not None:
             try:
                 event = self._decoder.decode(payload)

@@ -1,4 +1,4 @@
-"""A scheduler whose events and decisions are recorded, for `python -m sgl_jax.replay`."""
+"""Records the events and decisions of a scheduler, for `python -m sgl_jax.replay`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 
 
 class RecordedScheduler(Scheduler):
-    """Passes to `write` every event before it is handled, and the decision that follows."""
+    """Passes to `write` every event before it is handled, and its decision afterwards."""
 
     def __init__(
         self,
