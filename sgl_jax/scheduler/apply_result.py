@@ -1,8 +1,8 @@
 """Applies a step's results to its requests: new tokens, stops, releases.
 
 A result belongs to a row's request only if the row's epoch is still the launch's. If the request
-finished, was aborted or retracted meanwhile, its result is dropped; a retracted request computes it
-again.
+finished, was aborted or retracted meanwhile, its result is dropped; after a retract it is
+recomputed.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ def apply_result(
     results: Sequence[RankResult],
     outputs: GainedOutputs,
 ) -> tuple[list[Request], int]:
-    """Apply the results of `plan`, which was launched with `launched`.
+    """Apply the results of `plan`, which was launched with `launched`; add new tokens to `outputs`.
 
-    Adds the requests' new tokens to `outputs`; returns the finished requests, and the number of
-    rows whose results are not finite, which gain nothing (`non_finite.py`).
+    Returns the finished requests, and the number of rows with results that are not finite, which
+    gain nothing (`non_finite.py`).
     """
     rows, bounds = launched.rows, launched.bounds.tolist()
     running, epoch = ranks.running, ranks.tables.epoch
@@ -101,11 +101,8 @@ def _finish_reason(end: int, last_token: int) -> FinishReason | None:
 
 
 def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
-    """Update the rows' lengths and draft statistics with the number of accepted drafts.
-
-    `launched` LAUNCHED[n] and `tokens` cover all rows of the step; rows without new tokens are
-    skipped.
-    """
+    """Update the rows' lengths and draft statistics with the number of accepted drafts. `launched`
+    LAUNCHED[n] and `tokens` cover all rows of the step; rows without new tokens are skipped."""
     index = launched["num_gained"].nonzero()[0]
     launched = launched[index]
     rows = launched["row"]
@@ -170,7 +167,7 @@ def _token_logprobs(
 
 
 def _of_ids(values: Float32Array | None, at: int | tuple[int, int], count: int) -> list[float]:
-    """At one position, for the `count` tokens that the request named."""
+    """Return the values at one position for the `count` tokens named by the request."""
     if not count:
         return []
     assert values is not None, "the plan asked for them"

@@ -1,13 +1,13 @@
 """Chooses the running requests that draft tokens in a step, and the number of drafts, by the
 success of their recent drafts.
 
-A rejected draft wastes a query token, so a request drafts somewhat more than it has lately had
-accepted, and pauses drafting if that is next to nothing, longer each time that another try fails.
-The statistics are columns of the running rows (`draft_gain`, `draft_from_len`, `draft_pause`); the
+A rejected draft wastes a query token. So a request drafts somewhat more than its recent accepted
+drafts. If these are close to zero, it pauses drafting, longer each time that another try fails. The
+statistics are columns of the running rows (`draft_gain`, `draft_from_len`, `draft_pause`); the
 executor chooses the drafts themselves.
 
-An output held to a grammar drafts only the tokens that the grammar forces: the tokens allowed after
-a guess depend on the guess.
+An output held to a grammar drafts only tokens forced by the grammar: the tokens allowed after a
+guess depend on the guess.
 """
 
 import numpy as np
@@ -17,10 +17,10 @@ from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The weight of each new result in the moving average of accepted tokens per step.
 _WEIGHT = 0.3
-# Below this many accepted tokens per step, as a share of those drafted, drafting pauses.
+# Drafting pauses if the accepted share of drafted tokens falls below this.
 _USEFUL_SHARE = 0.1
-# A row drafts one token more than this many times its accepted tokens per step: drafts come right
-# in bursts, and a number that they reach grows.
+# A row drafts one token more than this many times its accepted tokens per step: drafts are accepted
+# in bursts, and if all are, the number grows.
 _AHEAD = 1.5
 _FIRST_PAUSE = 8  # tokens
 _LONGEST_PAUSE = 64
@@ -34,8 +34,8 @@ def start_drafting(running: RowColumns, row: int | RowIndex, most: int) -> None:
 
 
 def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
-    """The number of drafts of each of `rows`, int32[len(rows)]: at most `most`, none in a pause,
-    and no more than it may still generate."""
+    """Return the number of drafts of each of `rows`, int32[len(rows)]: at most `most`, none in a
+    pause, and no more than it may still generate."""
     wanted = 1 + np.ceil(_AHEAD * running.draft_gain[rows]).astype(np.int32)
     is_drafting = running.known_len[rows] >= running.draft_from_len[rows]
     longest = running.planned_len[rows] + running.unread_drafts[rows] + 1
@@ -47,11 +47,11 @@ def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
 def choose_expected(
     running: RunningRows, rows: RowIndex, most: int
 ) -> tuple[Int32Array, Int32Array] | None:
-    """Drafts for rows whose grammar allows only one continuation.
+    """Return drafts for rows with a grammar that allows only one continuation.
 
     Returns:
         the number of drafts of each of `rows`, int32[len(rows)], and the drafts, int32[len(rows),
-        most], filled up with NO_DRAFT; None if no row has any.
+        most], padded with NO_DRAFT; None if no row has any.
     """
     counts = np.zeros(len(rows), np.int32)
     drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
@@ -72,8 +72,8 @@ def choose_expected(
 def rate_drafts(
     running: RowColumns, rows: RowIndex, drafted: Int32Array, accepted: Int32Array
 ) -> None:
-    """Update the statistics of rows that drafted `drafted` tokens each, whose results were just
-    read."""
+    """Update the statistics of `rows` from newly read results: the numbers of `drafted` and
+    `accepted` tokens, each int32[len(rows)]."""
     tried = drafted > 0
     rows, drafted, accepted = rows[tried], drafted[tried], accepted[tried]
     gain = running.draft_gain[rows]

@@ -1,7 +1,7 @@
 """Events that a scheduler handles, and records of its decisions, in the form of a recording.
 
-Requests and calls about sessions are events as they are. Every other event is a struct tagged by
-its class name. Arrays travel as `core.array_codec` has them.
+Requests and calls about sessions are recorded unchanged. Every other event is a struct tagged by
+its class name. `core.array_codec` encodes arrays.
 """
 
 from dataclasses import fields
@@ -53,7 +53,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class AwaitPrograms(msgspec.Struct, frozen=True, tag=True):
-    """The programs of steps with a grammar are being compiled: such requests wait."""
+    """The programs of steps with a grammar are being compiled: requests with a grammar wait."""
 
 
 class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class ProgramsReady(msgspec.Struct, frozen=True, tag=True):
 class GrammarReady(msgspec.Struct, frozen=True, tag=True):
     """The grammar of a request is compiled; if there is a `refusal`, the request ends with it.
 
-    Every request with a grammar waits for this. It has no effect on a request that has ended.
+    Every request with a grammar waits for this. It has no effect on an ended request.
     """
 
     rid: str
@@ -73,13 +73,13 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    """Empty all prefix caches. Its decision is False, and nothing changes, while requests run or
-    prefixes are on their way to the store."""
+    """Empty all prefix caches. While requests run or prefixes are on their way to the store,
+    nothing changes and the decision is False."""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Plan no step until `Resume`. Running requests stay, are retracted, or end together with all
-    waiting ones."""
+    """Plan no step until `Resume`. By mode, running requests keep their memory, are retracted, or
+    end together with all waiting ones."""
 
     mode: PauseMode
 
@@ -89,12 +89,12 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
 
 
 class RetractAll(msgspec.Struct, frozen=True, tag=True):
-    """Take the memory of every running request; with its tokens, it waits to run again."""
+    """Retract every running request; it keeps its tokens and waits to run again."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """Other settings from the next step on: order, balance, deadlines, the threshold of preemption,
-    and the prompt tokens of a step on a rank, no more than the sizes allow."""
+    """Change settings from the next step on: order, balance, deadlines, the threshold of
+    preemption, and the prompt tokens of a step on a rank, no more than the sizes allow."""
 
     args: SchedulerArgs
     chunk_tokens: int
@@ -128,27 +128,27 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 class RestoreCache(msgspec.Struct, frozen=True, tag=True):
     """Open saved sessions, and load saved prefixes from the store, first to last, while requests
-    are served. Its decision is the number of sessions that could not be opened."""
+    are served. The decision is the number of sessions that could not be opened."""
 
     sessions: list[SavedSession]
     prefixes: list[SavedPrefix]
 
 
 class TakeTransfers(msgspec.Struct, frozen=True, tag=True):
-    """Its decision are the `Transfers` to begin before the next step is planned.
+    """Return the `Transfers` to begin before the next step is planned.
 
-    Every step that was planned before must have been launched.
+    Every step planned before must have been launched.
     """
 
 
 class TransferEnded(msgspec.Struct, frozen=True, tag=True):
-    """A transfer has ended; one that began before `FailAll` or `Rebuild` is ignored."""
+    """A transfer has ended. It is ignored if it began before `FailAll` or `Rebuild`."""
 
     end: TransferEnd
 
 
 class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
-    """A search or a load has taken too long: its request starts without it. The transfer may still
+    """A lookup or load has taken too long: its request starts without it. The transfer may still
     end, and its blocks are kept."""
 
     dp_rank: int
@@ -156,36 +156,36 @@ class StoreOverdue(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreSuspended(msgspec.Struct, frozen=True, tag=True):
-    """A call of the store failed or took too long: nothing is searched, loaded or put any more.
-    Each failed probe repeats the event. With `answers`, a probe succeeded: the store is in use."""
+    """A call of the store failed or took too long: lookups, loads and writes stop. Each failed
+    probe repeats the event. With `answers`, a probe succeeded: the store is in use again."""
 
     answers: bool
 
 
 class PrefillRate(msgspec.Struct, frozen=True, tag=True):
-    """The prompt tokens that a rank computes in a second, as measured: the price of not loading a
-    prefix from the host or the store."""
+    """The measured number of prompt tokens that a rank computes per second. It is the price of not
+    loading a prefix from the host or the store."""
 
     tokens_per_s: float
 
 
 class FetchRate(msgspec.Struct, frozen=True, tag=True):
-    """The tokens that a rank fetches from the host's memory in a second, as measured at the start.
-    Later fetches report their own time (`TransferEnded`)."""
+    """The tokens per second that a rank fetches from host memory, measured at the start. Later
+    fetches report their time (`TransferEnded`)."""
 
     tokens_per_s: float
 
 
 class StoreRate(msgspec.Struct, frozen=True, tag=True):
-    """The tokens that a rank loads from the store in a second, as measured at the start. Later
-    loads report their own time (`TransferEnded`)."""
+    """The tokens per second that a rank loads from the store, measured at the start. Later loads
+    report their time (`TransferEnded`)."""
 
     tokens_per_s: float
 
 
 class PlanStep(msgspec.Struct, frozen=True, tag=True):
-    """Plan the next step. Its decision is a `StepPlan`, its memory taken and its lengths committed,
-    or None if nothing can run. The caller must launch the step, or send `FailAll`."""
+    """Plan the next step. The decision is a `StepPlan`, with its memory taken and its lengths
+    committed, or None if nothing can run. The caller must launch the step, or send `FailAll`."""
 
 
 class ResultRead(msgspec.Struct, frozen=True, tag=True):
@@ -197,7 +197,7 @@ class ResultRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeOutputs(msgspec.Struct, frozen=True, tag=True):
-    """Its decision is the `OutputBatch` that requests gained since the last, or None."""
+    """Return the `OutputBatch` that requests gained since the last call, or None."""
 
 
 Event: TypeAlias = (
@@ -270,7 +270,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """No event: a text for the reader of the recording."""
+    """A text for the reader of the recording; not an event."""
 
     text: str
 
@@ -279,7 +279,7 @@ Decision: TypeAlias = SessionReply | Planned | TransfersTaken | OutputsTaken | R
 Record: TypeAlias = Event | Decision | Started | Note
 
 
-# These are recorded by position: a file is only read by code with the same fields.
+# These are recorded by position: only code with the same fields can read a file.
 _TUPLES = (
     *(EngineSizes, CacheGroup, RowAdmission, RankPlan, StatePlan, PageChanges),
     *(PromptLogprobs, RankResult, PageTransfer, StoreTransfer),

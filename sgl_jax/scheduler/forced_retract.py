@@ -1,8 +1,8 @@
-"""Retracts without a shortage, so that tests meet them often (`--test-retract`).
+"""Retracts without a shortage, so that tests meet retracts often (`--test-retract`).
 
 Every `interval` steps each rank gives up half of the allowed requests, whether they decode, are in
-the middle of a chunked prefill, or wait for their last result. The choice depends on the count of
-steps alone. Must never take a request that gained nothing since its last retract: so every request
+the middle of a chunked prefill, or wait for their last result. The choice depends only on the count
+of steps. Must never take a request that gained nothing since its last retract: so every request
 advances, even without a prefix cache and with chunks of a token.
 """
 
@@ -22,8 +22,8 @@ class ForcedRetract:
         self._next_step = self._interval
 
     def take(self, ranks: Sequence[RankScheduler], num_steps: int) -> list[Request]:
-        """Retract the due requests once `num_steps` steps were planned; the caller queues them
-        again."""
+        """Retract the chosen requests if `num_steps` steps were planned and an interval has passed.
+        The caller queues them again."""
         if num_steps < self._next_step:
             return []
         self._next_step = num_steps + self._interval
@@ -31,14 +31,14 @@ class ForcedRetract:
         return [rank.retract(row, "forced") for rank in ranks for row in _victims(rank, turn)]
 
     def may_start(self, ranks: Sequence[RankScheduler]) -> bool:
-        """Return whether a request may start beside the requests that run on `ranks`."""
+        """Return whether a request may start next to the requests that run on `ranks`."""
         return (
             not self._most_running or sum(len(rank.running) for rank in ranks) <= self._most_running
         )
 
 
 def _victims(rank: RankScheduler, turn: int) -> list[int]:
-    """Half (rounded up) of the rows that may be taken, continuing from the end of the last turn."""
+    """Return half (rounded up) of the rows that may be taken, continuing after the last turn's."""
     running = rank.running
     rows = []
     for row in running.active.tolist():

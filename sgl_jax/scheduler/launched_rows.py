@@ -96,15 +96,14 @@ def launch(
     """Count the rows of a step as launched; return LAUNCHED[n].
 
     Args:
-        own_rows: int64[n], indices of the rows on their ranks, rank by rank: first decode rows,
-            then prefill chunks.
+        own_rows: int64[n], rows by their index on their rank, rank by rank: first decode rows, then
+            prefill chunks.
         bounds: int64[ranks + 1], the bounds of each rank's part of `own_rows`.
         shares: SHARE[ranks] with `num_decode`; the other fields are filled in.
         chunk_lens: int32, the tokens of all chunks, rank by rank.
         num_drafts: int32, the drafts of all decode rows, rank by rank; empty if there are none.
         records: ROW of all joint rows.
-        committed_len: int32, committed lengths of all joint rows.
-        epoch: int32, epochs of the leases of all joint rows.
+        committed_len, epoch: int32, of all joint rows.
     """
     launched = np.empty(len(own_rows), LAUNCHED)
     num_ranks, rows_per_rank = len(shares), len(records) // len(shares)
@@ -168,21 +167,18 @@ def append(
     """Append each row's new tokens, up to the token that ends its request.
 
     Accepted tokens after the end are overshoot and dropped here; their KV is freed with the lease,
-    which offers the cache only the known tokens.
+    which offers the cache only the known tokens. Returns the number of appended tokens, and the
+    number of rows with results that are not finite.
 
     Args:
         launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row with another
             epoch now gains nothing.
-        new_tokens: int32[n, w] of the step's results: after the first, negative values are padding;
-            NON_FINITE comes first in a failed row.
+        new_tokens: int32[n, w], padded with negative values; NON_FINITE comes first in a failed
+            row.
         records: ROW of all joint rows.
         epoch: int32, the current epochs of the rows' leases.
-        tokens: the column of `RowColumns` of the same name.
-        latest: the column of `RowColumns` of the same name.
+        tokens, latest: columns of `RowColumns`.
         stop_ids: the columns of `RowColumns.stop_ids` to check.
-
-    Returns:
-        the number of appended tokens, and the number of rows with results that are not finite.
     """
     num_tokens, num_failed, width = 0, 0, new_tokens.shape[1]
     assert len(new_tokens) == len(launched)
@@ -230,8 +226,7 @@ def split_gains(
     """Split the rows that gained tokens in `append`, called before with the same arrays.
 
     Returns the joint rows that gained one token and nothing else, int64[m], the token of each, and
-    the bounds of each rank's part; and the indices of the other rows. `bounds` are the bounds of
-    the ranks' parts of all rows.
+    the bounds of each rank's part; and the indices of the other rows. `bounds` are of all rows.
     """
     num_rows = len(launched)
     assert len(new_tokens) == num_rows == bounds[len(bounds) - 1]

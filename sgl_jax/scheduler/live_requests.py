@@ -273,11 +273,9 @@ class LiveRequests:
         insert: bool = True,
         is_own: bool = True,
     ) -> None:
-        """End a request early, in any state, with its reason.
-
-        `insert` is False if the device failed: no KV of the request is kept. `is_own` is False if
-        the engine, not the client or a limit, ends the request.
-        """
+        """End a request early, in any state, with its reason. `insert` is False if the device
+        failed: its KV is not kept. `is_own` is False if the engine, not the client or a limit, ends
+        it."""
         self.forget(request)
         # Output before the release, which may raise: the client still gets its last output.
         self._outputs.outputs.append(_last_output(request, finish))
@@ -359,9 +357,8 @@ class LiveRequests:
         self._tenants.queue(request.tenant, -1)
 
     def _age(self) -> int:
-        """Return the number of ageing intervals that have passed. For each interval by which a
-        request is older than another, it counts as one priority more important, waiting or
-        running."""
+        """Return the number of ageing intervals that have passed. A request older than another by
+        one interval counts as one priority more important, waiting or running."""
         interval_s = self.args.priority_aging_s
         return int(self.deadlines.now_s // interval_s) if interval_s else 0
 
@@ -379,10 +376,7 @@ class LiveRequests:
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
         """Correct the session of a turn that ended well: the session has more than its client saw.
-
-        Turns sent to continue it, before its end was known, are refused, as they would have been
-        while it was in flight.
-        """
+        Refuse turns sent before that was known, to continue it, as if it were still in flight."""
         text = "it continues a turn whose end its client had not seen; send it again"
         for request in self.sessions.built_on(message):
             self.end(request, FinishReason("abort", message=text, status_code=400))

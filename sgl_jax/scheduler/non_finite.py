@@ -89,8 +89,7 @@ class NonFiniteRows:
             rank.withdraw(tokens, namespace, start)
 
     def _has_failed_before(self, rank: RankScheduler, prefix: Int32Array, namespace: str) -> bool:
-        """Return whether a row has failed on a page of the cached `prefix` before; else record
-        it."""
+        """Return whether a row failed on a page of the cached `prefix` before; record it if not."""
         prefix = prefix[: len(prefix) // self._page_size * self._page_size]
         if not len(prefix) or rank.memory.cache.peek(prefix, namespace) < len(prefix):
             return False  # nothing was read, or it is withdrawn already
@@ -105,8 +104,7 @@ class NonFiniteRows:
         return False
 
     def _forget_read(self, rows: Records) -> None:
-        """Forget the prefixes that one of these `rows`, with finite results, read in its first
-        step."""
+        """Forget the prefixes read by these `rows`, with finite results, in their first step."""
         lens = [len(prefix) // 4 for _, _, prefix in self.failed_on]  # of int32
         starts = rows["kv_start"] // self._page_size * self._page_size
         may_read = self._ranks.tables.epoch[rows["row"]] == rows["epoch"]

@@ -32,14 +32,11 @@ class Preemption(NamedTuple):
 
 class Preemptible:
     """The running requests of one rank in one step, least important first, without the rows
-    `started` in this step.
-
-    Within one priority, requests with the lowest recompute cost come first.
+    `started` in it. Within one priority, requests with the lowest recompute cost come first.
 
     Attributes:
         levels: the priorities that occur, ascending.
-        rooms: ROOM[n], the rank's capacity if all requests up to each of these priorities are
-            retracted.
+        rooms: ROOM[n], the rank's capacity after retracting all requests up to each priority.
     """
 
     def __init__(
@@ -67,11 +64,9 @@ class Preemptible:
     def choose(
         self, request: Request, cursor: PrefixCursor, below: int, fits: Callable[[Rooms, int], bool]
     ) -> Preemption | None:
-        """Return the rows to retract for `request`, at least one, all of a priority below `below`.
-
-        Returns None if `request` would not fit even after retracting all of these. `fits` tests
-        whether it fits a capacity, ROOM[1], if it takes the given number of pages there.
-        """
+        """Return the rows to retract for `request`, at least one, of priorities below `below`; None
+        if it would not fit even without all of these. `fits` tests whether it fits a capacity,
+        ROOM[1], if it takes the given number of pages there."""
         memory = self.rank.memory
         freed, num_freed = FreedPages(memory, memory.prefix_pages(cursor)), 0
         num_needed = self.rank.num_pages_needed(request, cursor)
@@ -95,8 +90,7 @@ class Preemptible:
         return Preemption(chosen, int(lost.sum()))
 
     def _room_without(self, num_freed: int, gone: RowIndex | Sequence[int]) -> Rooms:
-        """Return the rank's capacity, ROOM[1], once the rows `gone` have freed `num_freed`
-        pages."""
+        """Return the rank's capacity, ROOM[1], once the rows `gone` freed `num_freed` pages."""
         running, room = self.rank.running, self._room.copy()
         kept = running.active[~np.isin(running.active, gone)]
         self._forecast.write_for(self.rank.dp_rank, kept, num_freed, room)
@@ -129,8 +123,7 @@ class FreedPages:
         return num_kept
 
     def _pages(self, lease: KVLease) -> tuple[Int32Array, Int32Array]:
-        """Return the pages that a lease lists, and the number of leases that must end to free
-        each."""
+        """Return the pages of a lease, and the number of leases that must end to free each."""
         memory = self._memory
         pages = memory.by_pool(lease.pages(memory.page_size))[0]
         return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)

@@ -1,12 +1,9 @@
-"""Counts the priorities of a set of requests, for its lowest and highest without a scan."""
+"""Counts the priorities of a set of requests, to find its lowest and highest without a scan."""
 
 
 class PriorityCounts:
-    """The number of requests of each priority. A scan over the priorities is needed only when the
-    last request of an extreme leaves.
-
-    `lowest` and `highest` are None while there is no request.
-    """
+    """The number of requests of each priority. The priorities are scanned only when one appears or
+    disappears. `lowest` and `highest` are None while there is no request."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

@@ -10,8 +10,8 @@ from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """A gate for requests with a grammar. While it is open, as at first, a request passes once its
-    grammar is compiled.
+    """A gate for requests with a grammar; open at first, it passes each once its grammar is
+    compiled.
 
     Attributes:
         error: reason why requests with a grammar cannot be served; "" if they can.

@@ -54,8 +54,7 @@ class RankHost:
         return 0 if tier is None else tier.num_here(request.matchable(), request.namespace)
 
     def num_spared(self, request: Request, num_read: int) -> int:
-        """Return the prompt tokens of computation that a fetch would save, less the time of the
-        fetch."""
+        """Return the prompt tokens of computation that a fetch would save, less its cost."""
         if self.tier is None or request.num_fetches >= _MAX_FETCHES:
             return 0
         price = min(self.tier.prices.tokens_per_fetched, 1.0)
@@ -70,10 +69,9 @@ class RankHost:
     ) -> tuple[int, int] | None:
         """Fetch a fitting request's prefix if that is faster than computing it.
 
-        The device has `num_read` tokens of the prefix; computing the rest would wait for
-        `num_ahead` prompt tokens. `make_room` frees device memory for a prefix of the given number
-        of tokens. Returns the row that gets the prefix and its length after the fetch; None if
-        nothing is fetched.
+        The device has `num_read` tokens of it; computing the rest would wait for `num_ahead` prompt
+        tokens. `make_room` frees device memory for a prefix of the given number of tokens. Returns
+        the row that gets the prefix and its length after the fetch; None if nothing is fetched.
         """
         tier, tokens, namespace = self.tier, request.matchable(), request.namespace
         if tier is None:
@@ -95,9 +93,9 @@ class RankHost:
         return fetch.lease.row, len(fetch.tokens)
 
     def search_store(self, request: Request, num_ahead: int) -> None:
-        """Look up in the store the part of the request's prefix that the device and the host lack.
-        Load it if that is faster than computing it after `num_ahead` prompt tokens, less those that
-        loads under way will save."""
+        """Look up in the store the part of the request's prefix missing on device and host. Load it
+        if that is faster than computing it after `num_ahead` prompt tokens, less those being
+        loaded."""
         if self.store is None:
             return
         tokens, namespace = request.matchable(), request.namespace
@@ -115,7 +113,7 @@ class RankHost:
         return request.rid in self.store.awaited
 
     def take_released(self) -> list[str]:
-        """Return the ids of requests with a lookup or load that has ended since the last call."""
+        """Return the ids of requests that stopped waiting for the store since the last call."""
         return self.store.take_released() if self.store is not None else []
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:

@@ -34,13 +34,12 @@ from sgl_jax.scheduler.rank_host import RankHost
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
-# The most waiting requests checked for the tokens they await from a row.
+# Limit of waiting requests checked for the tokens that they await from a row.
 _MAX_BRANCHES = 16
 
 
 class RankScheduler:
-    """The running requests of rank `dp_rank`; `tables` and `columns` are views of all ranks'
-    ones."""
+    """The running requests of rank `dp_rank`; `tables` and `columns` are views of all ranks'."""
 
     def __init__(
         self,
@@ -65,13 +64,13 @@ class RankScheduler:
         self.on_retract: Callable[[Request], None] | None = None
         self.num_retracted = 0
         self.num_evicted_sessions = 0
-        self.num_force_retracted = 0  # of these, for tests
-        self.num_preempted = 0  # of these, for requests of higher priority
-        self.num_retracted_input_tokens = 0  # prompts of these, and their outputs so far:
+        self.num_force_retracted = 0  # of the retracts, for tests
+        self.num_preempted = 0  # of the retracts, for requests of higher priority
+        self.num_retracted_input_tokens = 0  # prompts of retracted requests, and outputs so far:
         self.num_retracted_output_tokens = 0
         # Requests that left their rows since `NonFiniteRows` took this list.
         self.departed: list[Departed] = []
-        self.num_prompt_tokens = 0  # of all requests admitted, and of these from the cache:
+        self.num_prompt_tokens = 0  # of all admitted requests, and from the cache:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
         self._has_states = sizes.state_group is not None
@@ -81,11 +80,11 @@ class RankScheduler:
         self._random_seed = args.random_seed
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
-        # `SHORT_PART` times the tokens that short prompts got beyond their part of earlier steps.
+        # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
         self.short_debt = 0
-        # For the device, with the next launched step; by row.
+        # Admissions to send to the device with the next launched step, by row.
         self.unsent_admissions: dict[int, RowAdmission] = {}
-        # Rows with partly computed prompts that are not published yet; a set in order.
+        # Rows with unpublished, partly computed prompts; an ordered set.
         self.unpublished: dict[int, None] = {}
         # By row, the length of its published part and the key of the next page.
         self._next_keys: dict[int, tuple[int, bytes | None]] = {}
@@ -96,7 +95,7 @@ class RankScheduler:
 
     @property
     def num_prompt_tokens_left(self) -> int:
-        """Return tokens of prompts that running requests have not computed."""
+        """Return the number of prompt tokens of running requests still to be computed."""
         rows = self.running.active
         num_left = self.running.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
         return int(np.maximum(num_left, 0).sum())
@@ -107,23 +106,23 @@ class RankScheduler:
         return len(self.running) + self.host.num_fetches
 
     def reset_caches(self) -> None:
-        """Empty the prefix cache, and the host's. No request may run."""
+        """Empty the prefix caches of device and host. No request may run."""
         self.host.reset()
         self.memory.cache.reset()
         self.departed.clear()  # the caches have nothing of them
 
     def check_balance(self) -> None:
-        """Prove the rank's counts. Raises `LedgerError`."""
+        """Check the rank's counts. Raises `LedgerError`."""
         check_balance(self.memory, self.num_leases)
         self.host.check_balance()
 
     def audit(self) -> None:
-        """Prove by a full walk that every page and block has one owner. Raises `LedgerError`."""
+        """Check by a full walk that every page and block has one owner. Raises `LedgerError`."""
         audit(self.memory, self.num_leases)
         self.host.audit()
 
     def audit_slices(self) -> Iterator[None]:
-        """Prove it in slices, between which steps may run; raises `LedgerError`."""
+        """Run the audit in slices, between which steps may run. Raises `LedgerError`."""
         yield from audit_slices(self.memory, lambda: self.num_leases)
         yield from self.host.audit_slices()
 
@@ -131,25 +130,24 @@ class RankScheduler:
 
     @property
     def num_rows_left(self) -> int:
-        """Return rows that are free, or available from idle sessions."""
+        """Return the number of rows that are free, or available from idle sessions."""
         return self.memory.rows.num_free + self.memory.sessions.num_idle
 
     @property
     def has_row(self) -> bool:
-        """Return whether a row is free, or available from an idle session."""
         return self.num_rows_left > 0
 
     def num_pages_at_most(self, request: Request) -> int:
-        """Return pages that `request` would take if no running request read its prefix."""
+        """Return the pages that `request` would take if no running request read its prefix."""
         return self.memory.request_pages(len(request.tokens) + 1)
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
-        """Return pages that `request` would take: for its known tokens and one more, except pages
-        that running requests also read."""
+        """Return the pages that `request` would take: for its known tokens and one more, except
+        pages that running requests also read."""
         return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
-        """Return tokens of `request` that the tree, or its session's lease, has computed here."""
+        """Return tokens of `request` computed here already, in the tree or its session's lease."""
         if request.kept_by is None:
             return cursor.length
         lease = request.session_lease(self.memory)
@@ -158,15 +156,12 @@ class RankScheduler:
         return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
-        """Return steps until each running request may end, if it generates half of its remaining
-        tokens."""
+        """Return int32[n], steps until each running request may end, at half of its tokens left."""
         return self.running.expected_steps_to_ends(self.running.active)
 
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
-        """Give a fitting request a row and the cached part of its prefix; return the row.
-
-        Idle sessions are evicted for it as needed, used longest ago first.
-        """
+        """Give a fitting request a row and the cached part of its prefix; return the row. Idle
+        sessions are evicted as needed, least recently used first."""
         memory = self.memory
         num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
@@ -200,11 +195,11 @@ class RankScheduler:
         return lease.row
 
     def _take_lease(self, request: Request, kept: KVLease | None) -> tuple[KVLease, int]:
-        """Return a lease with the request's available prefix; evict one session if rows lack.
+        """Return a lease with the request's available prefix; evict one session if no row is free.
 
         `kept` is the lease that the request's session keeps, if the request can resume from it.
-        Also returns the position of the first token that the device needs: a continued row still
-        has the tokens before it.
+        Also returns the position of the first token that the device needs, since a continued row
+        has the rest.
         """
         memory, session_id = self.memory, request.kept_by
         goes_on = kept is not None and resumable_len(memory, kept, request.resumable_len) >= 0
@@ -214,7 +209,7 @@ class RankScheduler:
             adopt_prefix(memory, lease, request.matchable())
             return lease, start
         if session_id is not None:
-            release_idle_lease(memory, session_id)  # it is of no use to the turn
+            release_idle_lease(memory, session_id)  # the turn cannot use it
         if memory.rows.num_free == 0:
             self.evict_idle_session()
         lease = memory.open_lease(request.matchable(), request.namespace)
@@ -223,26 +218,23 @@ class RankScheduler:
         return lease, 0
 
     def evict_sessions_for(self, num_pages: int) -> bool:
-        """Evict idle sessions until `num_pages` are available or none is left; return whether any
-        was evicted."""
+        """Evict idle sessions until `num_pages` are available; return whether any was evicted."""
         num_before = self.num_evicted_sessions
         while self.memory.num_available_pages < num_pages and self.evict_idle_session():
             pass
         return self.num_evicted_sessions > num_before
 
     def evict_sessions_for_prefix(self, cursor: PrefixCursor, length: int) -> None:
-        """Evict idle sessions until a row, and the pages of a prefix of `length` tokens, of which
-        `cursor` has a part, are available, as `admit` does for a request."""
+        """Evict idle sessions until a row, and the pages of a prefix of `length` tokens, are
+        available. `cursor` finds the part of the prefix in the tree."""
         if self.memory.rows.num_free == 0:
             self.evict_idle_session()
         num_pages = self.memory.request_pages(length) - self.memory.num_pages_in_use(cursor)
         self.evict_sessions_for(num_pages)
 
     def evict_idle_session(self) -> bool:
-        """Take the memory of the session used longest ago; False if none is idle.
-
-        It keeps its tokens: its next turn computes again the part that the tree no longer has.
-        """
+        """Free the least recently used idle session's memory; False if none is idle. The session
+        keeps its tokens: its next turn recomputes the part that the tree no longer has."""
         session_id = self.memory.sessions.oldest_idle()
         if session_id is None:
             return False
@@ -251,19 +243,16 @@ class RankScheduler:
         return True
 
     def offer_chunks(self, rows: Sequence[int]) -> None:
-        """Make prompt tokens of `rows`, from a launched step, readable by other requests.
-
-        Tokens of an incomplete prompt are published only once another request could continue from
-        them (`publish_awaited`).
-        """
+        """Make prompt tokens of `rows`, from a launched step, readable by other requests. Tokens of
+        an incomplete prompt are published once another request could continue from them."""
         for row in rows:
             # A later turn of a session is published when it has succeeded: until then the session
             # may have to return to its start.
             if self.running.request(row).kept_len:
                 continue
             lease = self.memory.leases[row]
-            # A last token is computed as in decode rows, not in a chunk. Publish before a window
-            # passes pages, or another prompt that continues from there finds them gone.
+            # The last token is computed in a decode row, not in a chunk. Publish before a window
+            # passes pages: another prompt that continues from there needs them.
             if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
                 self.unpublished.pop(row, None)
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
@@ -276,7 +265,7 @@ class RankScheduler:
             self._branch_lens[row].add(length)
 
     def branch_lens(self, row: int) -> list[int]:
-        """Return the positions where other prompts branch off from `row`'s: the cached length at
+        """Return the positions at which other prompts branch off from `row`'s: the cached length at
         its admission, and the lengths shared with waiting requests."""
         lens = list(self._branch_lens[row])
         if not self.running.request(row).kept_len:  # else nothing is published yet
@@ -289,8 +278,8 @@ class RankScheduler:
         return lens
 
     def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
-        """Return the step's `rows` that run for the first time since their admission: index and
-        row. Each is returned once."""
+        """Return index and row of the step's `rows` that run for the first time since their
+        admission. Each is returned once."""
         if not self._starting:
             return []
         found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._starting]
@@ -305,8 +294,8 @@ class RankScheduler:
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:
-        """Return the key of the first page after the published part of `row`; None until all
-        tokens of that page are known."""
+        """Return the key of the first page after the published part of `row`; None if it is
+        incomplete."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
         if self.running.known_len[row] < length + self.memory.page_size:
@@ -319,8 +308,7 @@ class RankScheduler:
         return key
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
-        """End the request in `row` normally; its first `num_tokens` tokens (all by default) are
-        kept."""
+        """End the request in `row` normally; keep its first `num_tokens` tokens (default: all)."""
         running = self.running
         has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]
         self._count_output(row, num_tokens or int(running.known_len[row]), has_ended=has_ended)
@@ -330,7 +318,7 @@ class RankScheduler:
         return request
 
     def _count_output(self, row: int, num_tokens: int, *, has_ended: bool) -> None:
-        """Count the output of a request that leaves with so many tokens."""
+        """Count the output of a request that leaves with `num_tokens` tokens."""
         output_len = max(num_tokens - int(self.running.prompt_len[row]), 0)
         number = int(self.running.length_class[row])
         self._output_lengths.add(number, output_len, has_ended=has_ended)
@@ -339,9 +327,8 @@ class RankScheduler:
         """End the request in `row` before its output is complete.
 
         If it is a session's turn, the session keeps the KV of the history before it. `insert` is
-        False if the device failed: then no KV of the request is kept. `is_own` is False if the
-        engine, not the request's client or its limits, ends it: then its output is no longer one
-        that has ended, but one that was cut off.
+        False if the device failed: no KV of the request is kept. `is_own` is False if the engine,
+        not the client or a limit, ends it: its output then counts as cut off instead of ended.
         """
         if insert:
             self._count_output(row, int(self.running.known_len[row]), has_ended=is_own)
@@ -359,10 +346,7 @@ class RankScheduler:
     def retract(
         self, row: int, cause: Literal["short", "forced", "preempted", "asked"] = "short"
     ) -> Request:
-        """Take the memory of the request in `row` away; it keeps its tokens, to run again.
-
-        `cause` is counted.
-        """
+        """Free the memory of the request in `row`; it keeps its tokens, to run again."""
         lease = self.running.request(row).lease
         assert lease is not None, "a running request holds a lease"
         # A session does not keep the lease: the retract must free memory.
@@ -384,7 +368,7 @@ class RankScheduler:
         return request
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start."""
+        """Return counts since the start."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.num_cached_tokens,
@@ -412,10 +396,8 @@ class RankScheduler:
         self.departed.clear()
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Let no request find more than `length` tokens of the prefix `tokens` in any cache.
-
-        Idle sessions that keep more of it lose their memory.
-        """
+        """Keep requests from finding more than `length` tokens of the prefix `tokens` in any cache.
+        Idle sessions that keep more of it lose their memory."""
         self.memory.cache.withdraw(tokens, namespace, length)
         self.host.withdraw(tokens, namespace, length)
         for session_id, lease in list(self.memory.sessions.idle()):
@@ -448,7 +430,7 @@ class RankScheduler:
         return request
 
     def _bound_sessions(self) -> None:
-        """Evict the idle sessions used longest ago, down to their share of memory."""
+        """Evict the least recently used idle sessions, down to their share of memory."""
         while self.memory.num_session_pages > self._max_session_pages:
             self.evict_idle_session()
 

@@ -1,8 +1,8 @@
 """All ranks of the scheduler, with the rows of all of them as one range.
 
-Step work that is equal for many rows of all ranks runs once, on columns over the rows of all ranks;
-the columns of a rank are views of these. Row r of rank k is row k * num_rows + r there, its *joint*
-row. Owns the columns; other files decide their contents.
+Step work that is equal for many rows runs once, on columns over the rows of all ranks; the columns
+of a rank are views of these. Row r of rank k is row k * num_rows + r there, its *joint* row. Owns
+the columns; other files decide their contents.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants
 
-# A step's fixed time, mostly to read the weights, equals the time of so many prompt tokens: the
+# A step's fixed time, mostly to read the weights, equals the time of this many prompt tokens: the
 # operations per byte of a TPU's peak rates are 166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e. A
-# high value, since requests that wait gain, too. No step is worth more prompt tokens than it takes.
+# high value, since waiting requests also gain. No step is worth more prompt tokens than it takes.
 STEP_PRICE = 512
 
 
@@ -35,14 +35,12 @@ class Outlook(NamedTuple):
     """The ends and the growth of a rank's running requests."""
 
     soonest_end: int | None  # steps until the first may end (`expected_steps_to_ends`), if any run
-    most_growth: int  # pages that they may come to take, or more
+    most_growth: int  # upper bound on pages that they may still take
 
 
 class Ranks:
-    """The ranks of an engine of the given sizes; `tables` and `running` are of joint rows.
-
-    `host_tiers` are the ranks' memories on the host, if there are any.
-    """
+    """The ranks of an engine of the given sizes; `tables` and `running` are indexed by joint row,
+    and `host_tiers` are the ranks' host memories, if any."""
 
     def __init__(self, sizes: EngineSizes, args: SchedulerArgs) -> None:
         num_rows = sizes.dp_size * sizes.num_rows
@@ -66,8 +64,8 @@ class Ranks:
         self.pages_per_row = sizes.pages_per_row
         self.num_generated_tokens = 0  # by requests of all ranks
         self.num_verified = 0  # rows with drafts and a read result; of all these rows:
-        self.num_drafted = 0  # tokens with a read result, and of these:
-        self.num_accepted = 0  # including tokens past a stop
+        self.num_drafted = 0  # drafted tokens with a read result
+        self.num_accepted = 0  # accepted tokens, including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
         self._empty_rooms: Rooms = np.zeros(sizes.dp_size, ROOM)
         self._empty_rooms["total"] = sizes.pool_pages[0] - 1
@@ -78,22 +76,19 @@ class Ranks:
         self._empty_rooms["most_tokens"] = NO_LIMIT
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
         self._first_rows = np.arange(sizes.dp_size) * sizes.num_rows
-        # Each rank's rows, and as returned by `active`.
+        # Each rank's rows, and the cached result of `active` for them.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self._join(self._active_parts)
 
     def set_chunk_size(self, num_tokens: int) -> None:
-        """Set the prompt tokens of a step."""
+        """Set the number of prompt tokens of a step."""
         self._chunk_size = num_tokens
         self._empty_rooms["chunk_size"] = num_tokens
         self._empty_rooms["step_price"] = min(STEP_PRICE, num_tokens)
 
     def active(self) -> tuple[RowIndex, IntpArray]:
         """Return the joint rows of all running requests, oldest first on each rank, and their
-        bounds.
-
-        Rank k's rows lie in [bounds[k], bounds[k + 1]).
-        """
+        bounds. Rank k's rows are in [bounds[k], bounds[k + 1])."""
         parts = [rank.running.active for rank in self.ranks]
         # A rank replaces its array of rows at each change.
         if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
@@ -106,18 +101,17 @@ class Ranks:
         return joint, np.array([0, *accumulate(lens)])
 
     def forecast(self) -> Forecast:
-        """Return a forecast of the ranks' needs, to which their running requests are to be
-        added."""
+        """Return a forecast of the ranks' needs without any requests yet."""
         return Forecast(
             self.output_lengths, self.memories, self.tables, self.running, self._chunk_size
         )
 
     def rooms(self) -> Rooms:
-        """Return a room of each rank, ROOM[ranks], without its requests yet."""
+        """Return the capacity of each rank, ROOM[ranks], without its requests yet."""
         return self._empty_rooms.copy()
 
     def forecast_rooms(self) -> Rooms:
-        """Return the room of each rank beside its running requests: ROOM[ranks]."""
+        """Return the capacity of each rank next to its running requests, ROOM[ranks]."""
         forecast, rooms = self.forecast(), self.rooms()
         rooms["is_open"] = True
         forecast.add(*self.active(), np.ones(len(self.ranks), np.bool_))
@@ -144,15 +138,16 @@ class Ranks:
         ]
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the memory, load and counts of each rank, as JSON values: `MemoryView` and
+        """Return the memory, load and counts of each rank, as JSON values: the fields of
+        `MemoryView` and
 
-        - num_running: requests.
-        - session_pages: that idle sessions alone hold, the tree's included.
-        - forecast_pages: by which running requests are forecast to grow, at the peak.
-        - most_growth_pages: that they may come to take at most.
-        - host_pools: `HostPoolView` of each pool, if the host's memory holds prefixes.
-        - host_copies_waiting: prefixes that wait to be copied there.
-        - counters: of this rank.
+        - num_running: running requests.
+        - session_pages: pages held only by idle sessions, including the tree's.
+        - forecast_pages: pages by which running requests are forecast to grow, at the peak.
+        - most_growth_pages: upper bound on pages that running requests may still take.
+        - host_pools: `HostPoolView` of each pool, if the host memory holds prefixes.
+        - host_copies_waiting: prefixes that wait to be copied to host memory.
+        - counters: counts of this rank.
         """
         states = []
         for rank, room in zip(self.ranks, self.forecast_rooms(), strict=True):
@@ -185,8 +180,7 @@ def _outlooks(
     allocated_len: Int32Array,
     page_size: int,
 ) -> IntpArray:
-    """Return the fields of each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 for
-    a rank without rows."""
+    """Return each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 without rows."""
     outlooks = np.zeros((len(bounds) - 1, 2), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
     assert len(records) == len(allocated_len)

@@ -1,4 +1,4 @@
-"""One request's life in the scheduler, from arrival to its last output.
+"""The scheduler's record of one request, from arrival to its last output.
 
 While it runs, its tokens and lengths are columns of its rank's `RunningRows`; while it waits,
 `tokens` holds them here. A request has no mode: it has tokens, and KV for some of them.
@@ -30,7 +30,7 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """The scheduler's record of one request; owned by the scheduler alone."""
+    """The scheduler's record of one request; only the scheduler owns it."""
 
     __slots__ = (
         "arrival",
@@ -71,7 +71,7 @@ class Request:
         prompt: Int32Array | None = None,
         session: Session | None = None,
     ) -> None:
-        """`prompt` is the whole prompt if that is more than the message's `input_ids`."""
+        """Create a waiting request; `prompt` replaces `message.input_ids` if it is longer."""
         # `tokens` needs a ninth of the memory of a list of objects, which the garbage collector
         # would also scan.
         self.message = replace(message, input_ids=[])
@@ -83,9 +83,9 @@ class Request:
         self.session = session
         self.namespace = message.namespace if session is None else session.namespace
         self.priority = 0  # larger is more important; set by the scheduler if it uses priorities
-        self.tenant = 0  # number of the tenant that it belongs to; set by the scheduler
-        # Id of the streaming session that keeps the lease at the end, and the part of the prompt
-        # that is that session's history: if the turn fails, the session keeps that part.
+        self.tenant = 0  # number of its tenant; set by the scheduler
+        # Id of the streaming session that keeps the lease at the end, and the length of the
+        # session's history in the prompt: if the turn fails, the session keeps that part.
         self.kept_by: str | None = None
         self.kept_len = 0
         if isinstance(session, StreamingSession):
@@ -93,8 +93,8 @@ class Request:
             self.kept_len = session.kept_len()
         self.prompt_len = len(self.tokens)
         self.is_prompt_told = session is None  # then the client sent all of it
-        # Follows the output in its grammar, from before the request passes the gate to its end; set
-        # and read by the engine, which has grammars.
+        # Matches the output to its grammar, from before the request passes the gate to its end; set
+        # and read by the engine, which compiles grammars.
         self.matcher: Any = None
         # Tokens that the grammar forces, and the position of the first.
         self.expected: tuple[int, Int32Array] = (0, np.zeros(0, np.int32))
@@ -104,11 +104,11 @@ class Request:
         self.line = -1  # in the waiting queue, while it waits
         self.dp_rank: int | None = message.dp_rank
         self.cached_tokens = 0
-        self.matched_len = 0  # tokens that were there at its last admission
+        self.matched_len = 0  # tokens of the cached prefix at its last admission
         self.num_retractions = 0
         self.num_fetches = 0  # of its prefix from the host
-        # Tokens that were computed at the last retract, and the tokens, over all retracts, that
-        # were computed again and not yet matched by new ones.
+        # Tokens computed before the last retract, and tokens recomputed over all retracts, less the
+        # new tokens gained since.
         self.computed_len = 0
         self.num_lost = 0
         # Next prompt position whose log-probability is to be reported; prompt_len if none is.
@@ -139,21 +139,21 @@ class Request:
             return None
         length = min(lease.kv_committed_len, self.resumable_len)
         if self.resumable_len < lease.cache_protected_len or not memory.can_go_back(lease, length):
-            # The tree owns more of it than the turn may read, or a window has passed needed pages:
-            # match the tree instead.
+            # The tree owns more of it than the turn may read, or needed pages have left a window.
+            # Match the tree instead.
             return None
         return lease
 
     @property
     def resumable_len(self) -> int:
-        """Return tokens of its session's history that a turn may read from the session's lease."""
+        """Return the length of its session's history that it may read from the session's lease."""
         return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:
-        """Return the prefix a cache may serve.
+        """Return the prefix that a cache may serve.
 
-        It leaves out the last token, whose logits are needed, and every position from which a
-        prompt log-probability must still be computed.
+        It leaves out the last token, which must be computed for its logits, and every position from
+        which a prompt log-probability must still be computed.
         """
         limit = len(self.tokens) - 1
         if self.logprob_next < self.prompt_len:
@@ -164,11 +164,11 @@ class Request:
 def max_request_len(
     message: GenerateRequest, prompt_len: int, sizes: EngineSizes, capacity: int = 0
 ) -> int:
-    """Return prompt and output tokens at most. Raises `InvalidRequestError` if it cannot be served.
+    """Return the maximum number of prompt and output tokens.
 
-    `prompt_len` counts a session's history, which the front does not have when it sets a default
-    length: such a length is reduced (`is_length_default`). `capacity` is the session's limit of
-    tokens; 0 for none.
+    `prompt_len` includes a session's history. The front sets a default length without that history,
+    so such a length is reduced here (`is_length_default`). `capacity` is the session's limit of
+    tokens; 0 for none. Raises `InvalidRequestError` if the request cannot be served.
     """
     limit = sizes.max_request_tokens
     if capacity:

@@ -1,8 +1,7 @@
-"""Selects the running requests that need tokens from the next step, and reserves slots for decode
-rows.
+"""Selects the running requests that need tokens from the next step; reserves slots for decode rows.
 
-The first part of planning a step, done for the rows of all ranks at once. On a rank with too little
-memory, nothing is reserved here: `step_builder.py` chooses the rows that give way.
+This is the first part of planning a step, done for the rows of all ranks at once. On a rank with
+too little memory, nothing is reserved here: `step_builder.py` chooses the rows to retract.
 """
 
 from itertools import pairwise
@@ -25,9 +24,9 @@ class Runnable(NamedTuple):
     """The rows of one rank that need tokens, oldest first."""
 
     decoding: RowIndex  # need one token, without drafts
-    has_slots: bool  # whether every decode row has a slot; else none has
-    # By each row that needs more or is scored: the tokens that it needs, in this step or later, and
-    # the number of them before the first scored position.
+    has_slots: bool  # whether every decode row has a slot; otherwise none has
+    # For each row that needs more or is scored: the tokens that it needs, in this step or later,
+    # and the number of them before the first scored position.
     prefilling: dict[int, tuple[int, int]]
 
 
@@ -44,7 +43,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         rows, bounds, running.records, tables.kv_committed_len
     )
     fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
-    # A copy, since compiled loops take rows that lie side by side.
+    # A copy, since compiled loops take contiguous rows.
     own_decoding, own_prefilling = decoding["own_row"].copy(), prefilling["own_row"].tolist()
     needs = prefilling[["num_wanted", "num_unscored"]].tolist()
     return [
@@ -63,8 +62,8 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
 _NEED = np.dtype(
     [
         ("row", np.int64),  # joint
-        ("own_row", np.int64),  # of its rank
-        ("end", np.int32),  # `decode_ends` of a row that decodes
+        ("own_row", np.int64),  # index on its rank
+        ("end", np.int32),  # `decode_ends` of a decode row
         ("num_wanted", np.int32),  # tokens
         ("num_unscored", np.int32),  # of these, before the first scored position
     ],
@@ -76,12 +75,12 @@ _NEED = np.dtype(
 def _find_needs(
     rows: RowIndex, bounds: IntpArray, records: Records, committed_len: Int32Array
 ) -> tuple[Records, IntpArray, Records, IntpArray]:
-    """Select the rows that need tokens: decode rows, which need one that is not scored, and others.
+    """Select the rows that need tokens: decode rows, which need one without a score, and prefill
+    rows.
 
-    Returns `_NEED` records of both, each with the bounds of the ranks' parts. `rows` are joint,
-    rank k's in [bounds[k], bounds[k + 1]); `records` ROW and `committed_len` are of all joint rows.
-    A row whose last permitted token was sampled, or may have been, waits for its result: it needs
-    no token.
+    Returns `_NEED` records of both, each with the bounds of the ranks' parts. `rows` are joint;
+    rank k's are in [bounds[k], bounds[k + 1]). `records` ROW and `committed_len` are of all joint
+    rows. A row needs no token if its last permitted token was, or may have been, sampled.
     """
     num_ranks = len(bounds) - 1
     rows_per_rank = len(records) // num_ranks
@@ -112,6 +111,6 @@ def _find_needs(
 
 
 def decode_ends(tables: RowTables, running: RowColumns, rows: RowIndex) -> Int32Array:
-    """Slots each row needs to decode one token, if all its unread drafts were accepted."""
+    """Return int32[n], slots that each row needs for one token, if all its drafts were accepted."""
     ends: Int32Array = tables.kv_committed_len[rows] + running.unread_drafts[rows] + np.int32(1)
     return ends

@@ -93,8 +93,7 @@ class RowColumns:
         return is_open
 
     def expected_steps_to_ends(self, rows: RowIndex) -> Int32Array:
-        """Return the steps until each of `rows` may end, if it generates half of its remaining
-        tokens: int32[n]."""
+        """Return steps until each of `rows` may end, at half of its remaining tokens: int32[n]."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
 
@@ -176,7 +175,7 @@ class RunningRows(RowColumns):
         return self.tokens[row, :count]
 
     def expected_steps_to_end(self, row: int) -> int:
-        """Return the steps until `row` may end, if it generates half of its remaining tokens."""
+        """Return steps until `row` may end, at half of its remaining tokens."""
         return int(self.max_len[row] - self.planned_len[row]) // 2
 
     def runnable(self) -> RowIndex:

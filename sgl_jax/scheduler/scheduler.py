@@ -4,7 +4,7 @@ The scheduler is a function of its event stream (`handle`; `events.py` lists the
 calls, programs of the device, the time, planned steps and results. It reads no clock and draws
 nothing at random, so several hosts can run it in lockstep and a run can be replayed.
 
-The caller launches the steps that `PlanStep` returns, and may plan and launch the next step before
+The caller launches the steps that `PlanStep` returns. It may plan and launch the next step before
 it reads the result of the last: input tokens come from the device, so nothing waits for the host.
 """
 
@@ -74,7 +74,7 @@ from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.store import SessionStore
 
-# Steps between two looks at the lengths of outputs.
+# Steps between two updates of the output lengths.
 OUTPUT_LENGTHS_INTERVAL = 8
 
 
@@ -115,13 +115,13 @@ class Scheduler:
         self._chunk_tokens = sizes.max_chunk_tokens
         self._steps = 0
         self._num_store_failures = 0
-        # By step id, until the result is read.
+        # Launched steps by id, until the result is read.
         self._launched: dict[int, tuple[StepPlan, LaunchedRows]] = {}
 
     # -- events -----------------------------------------------------------------------------
 
     def handle(self, event: Event) -> Any:
-        """Handle one event; returns its decision, if it has one (`record/events.py`)."""
+        """Handle one event; return its decision, if any (`events.py`)."""
         match event:
             case PlanStep():
                 return self._plan()
@@ -201,8 +201,8 @@ class Scheduler:
         self._all_ranks.set_chunk_size(self._chunk_tokens)
 
     def needs_tick(self, now_s: float) -> bool:
-        """Return whether a tick would change anything but the time. Until then, or until another
-        event, no tick is needed."""
+        """Return whether a tick would change anything but the time. If not, no tick is needed until
+        then, or until another event."""
         return (
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
@@ -211,17 +211,17 @@ class Scheduler:
 
     @property
     def is_aborting(self) -> bool:
-        """True until ticks have ended all requests of an `abort_all`."""
+        """Return whether ticks must still end requests of an `abort_all`."""
         return bool(self._live.aborted)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open."""
+        """Return the number of open sessions."""
         return len(self.session_store)
 
     @property
     def session_store(self) -> SessionStore:
-        """The open sessions, to be read only."""
+        """Return the open sessions, for reading only."""
         return self._sessions.store
 
     def _flush(self) -> bool:
@@ -237,21 +237,21 @@ class Scheduler:
         return self._sessions.restore(event.sessions)
 
     def saved_sessions(self) -> list[SavedSession]:
-        """The open sessions, for `RestoreCache` of another scheduler."""
+        """Return the open sessions, for `RestoreCache` of another scheduler."""
         return self._sessions.save()
 
     def saved_trees(self) -> list[SavedTree]:
-        """The prefixes of each rank that has a host's memory, and the ones that it is to load."""
+        """Return the prefixes of each rank with host memory, and those still to be loaded there."""
         return [tree for rank in self.ranks for tree in rank.host.saved_trees()]
 
     @property
     def is_restoring(self) -> bool:
-        """True until all saved prefixes are loaded."""
+        """Return whether saved prefixes are still to be loaded."""
         return any(rank.host.is_restoring for rank in self.ranks)
 
     def _search_store(self, rid: str) -> None:
-        """Search a new request's prefix in the store, on the rank whose host has most of it, or
-        which runs the fewest requests."""
+        """Look up a new request's prefix in the store, on the rank with most of it in host memory,
+        else with the fewest running requests."""
         request = self._requests.get(rid)
         if request is None or request.state is not RequestState.WAITING:
             return
@@ -267,7 +267,7 @@ class Scheduler:
         self._waiting.note_event(rid)
 
     def _release(self, host: RankHost) -> None:
-        """Requests may be candidates again whose prefix was awaited from the store."""
+        """Recheck requests after a pending lookup or load of their prefix ended."""
         for rid in host.take_released():
             self._waiting.note_event(rid)
 
@@ -309,28 +309,28 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without memory."""
+        """Return the number of requests without memory."""
         return len(self._waiting) + len(self._gate)
 
     def waiting(self) -> Iterator[Request]:
-        """The requests without memory, oldest first; requests at the gate come last."""
+        """Return the requests without memory, oldest first; requests at the gate come last."""
         return chain(self._waiting, self._gate)
 
     @property
     def num_waiting_retracted(self) -> int:
-        """Waiting requests that ran before."""
+        """Return the number of waiting requests that ran before."""
         at_gate = sum(request.num_retractions > 0 for request in self._gate)
         return self._waiting.num_retracted + at_gate
 
     def num_waiting_for(self, dp_rank: int) -> int:
-        """Waiting requests that can run on no other rank than this."""
+        """Return the number of waiting requests that can run only on this rank."""
         if self.sizes.dp_size == 1:
             return self.num_waiting
         at_gate = sum(request.message.dp_rank == dp_rank for request in self._gate)
         return self._waiting.num_pinned[dp_rank] + at_gate
 
     def count_waiting(self) -> dict[WaitKind, int]:
-        """Number of waiting requests by reason (`WaitReason`), as of the last planned step."""
+        """Return the number of waiting requests by kind of `WaitReason`, as of the last step."""
         if self.is_paused:
             return {"paused": self.num_waiting}
         rooms = self._all_ranks.forecast_rooms()
@@ -340,14 +340,14 @@ class Scheduler:
         return counts | {"grammar": num_without_grammar, "program": num_without_program}
 
     def why_waiting(self, rid: str) -> WaitReason:
-        """The reason why a request waits. Raises KeyError if it does not wait."""
+        """Return the reason why a request waits. Raises KeyError if it does not wait."""
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
         return self._why_waiting(request, self._all_ranks.forecast_rooms())
 
     def waiting_for(self, most: int) -> list[tuple[Request, WaitReason]]:
-        """The first waiting requests, `most` of them, each with its reason."""
+        """Return up to `most` of the first waiting requests, each with its reason."""
         rooms = self._all_ranks.forecast_rooms()
         first = islice(self.waiting(), most)
         return [(request, self._why_waiting(request, rooms)) for request in first]
@@ -366,17 +366,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Running requests of all ranks: the ones that hold KV memory."""
+        """Return the number of running requests of all ranks: those with KV memory."""
         return sum(len(rank.running) for rank in self.ranks)
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits or runs."""
+        """Return whether no request waits or runs."""
         return not self._requests
 
     @property
     def is_resting(self) -> bool:
-        """True if no step can be planned before another event."""
+        """Return whether no step can be planned before another event."""
         return self.is_paused or len(self._requests) == len(self._gate)
 
     def _plan(self) -> StepPlan | None:
@@ -420,10 +420,10 @@ class Scheduler:
         return self._gate.awaits_grammar(rid)
 
     def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:
-        """The rows of a step in flight that draw a token by a grammar.
+        """Yield the rows of a step in flight that draw a token by a grammar.
 
-        Yields for each its rank, its index in that rank's plan, its request, and the output that
-        the host has read, int32[n]: all of it, if the results of earlier steps were applied.
+        Each has its rank, its index in that rank's plan, its request, and the output read by the
+        host, int32[n]: all of it, if the results of earlier steps were applied.
         """
         _, (rows, bounds) = self._launched[plan.step_id]
         is_masked = rows["samples"] & self._all_ranks.running.has_grammar[rows["row"]]
@@ -451,23 +451,22 @@ class Scheduler:
 
     @property
     def has_outputs(self) -> bool:
-        """True if `TakeOutputs` would return any."""
+        """Return whether `TakeOutputs` would return any."""
         return bool(self._outputs)
 
     @property
     def has_transfers(self) -> bool:
-        """True if `TakeTransfers` may return any."""
+        """Return whether `TakeTransfers` may return any."""
         return any(tier.has_work for tier in self._all_ranks.host_tiers)
 
     @property
     def is_storing(self) -> bool:
-        """True while prefixes are on their way to the store behind the host's memory."""
+        """Return whether prefixes are on their way to the store below the host memory."""
         return any(tier.is_storing for tier in self._all_ranks.host_tiers)
 
     @property
     def is_moving_out(self) -> bool:
-        """True while prefixes are on their way to the host's memory or the store, or wait for
-        that."""
+        """Return whether prefixes move, or wait to move, to host memory or the store."""
         return any(tier.is_moving_out for tier in self._all_ranks.host_tiers)
 
     def _take_transfers(self) -> Transfers:
@@ -477,28 +476,28 @@ class Scheduler:
     # -- views ------------------------------------------------------------------------------
 
     def check_balance(self) -> None:
-        """Prove every rank's counts. Raises `LedgerError`."""
+        """Check every rank's counts. Raises `LedgerError`."""
         for rank in self.ranks:
             rank.check_balance()
 
     def audit(self) -> None:
-        """Prove by a full walk that every page and block of every rank has one owner."""
+        """Check by a full walk that every page and block has one owner. Raises `LedgerError`."""
         for rank in self.ranks:
             rank.audit()
 
     def audit_slices(self) -> Iterator[None]:
-        """Prove it in slices, each a few milliseconds at most; events may be handled between them.
-        A slice raises `LedgerError`."""
+        """Run the audit in slices of a few milliseconds at most; events may be handled between
+        them. A slice raises `LedgerError`."""
         return chain.from_iterable(rank.audit_slices() for rank in self.ranks)
 
     def memory_views(self) -> list[MemoryView]:
-        """The place of every page, per rank."""
+        """Return each rank's `MemoryView`: the place of every page."""
         return [rank.memory.view() for rank in self.ranks]
 
     def rank_states(self) -> list[dict[str, Any]]:
-        """The memory, load and counts of each rank, as JSON values: `Ranks.states`, and
+        """Return the memory, load and counts of each rank, as JSON values: `Ranks.states`, and
 
-        - num_waiting: requests that can run on no other rank.
+        - num_waiting: requests that can run only on this rank.
         """
         states = self._all_ranks.states()
         for dp_rank, state in enumerate(states):
@@ -506,11 +505,11 @@ class Scheduler:
         return states
 
     def tenants(self) -> dict[str, TenantCounts]:
-        """Counts of each tenant by its name; "" has the counts of requests without a tenant."""
+        """Return counts of each tenant by its name; "" counts requests without a tenant."""
         return self._all_ranks.tenants.counts()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start, of all ranks together."""
+        """Return counts since the start, of all ranks together."""
         of_ranks: Counter[str] = Counter()
         for rank in self.ranks:
             of_ranks.update(rank.counters())

@@ -1,12 +1,12 @@
 """Divides the prompt tokens of a step among prompts of one priority that need more of them.
 
-By age, one long prompt would delay all younger ones until it is complete. So the short part, a
+By age, one long prompt would delay all younger prompts until it is complete. So the short part, a
 quarter of the tokens, goes to the prompts with the fewest tokens left, and the rest to the oldest.
-A prompt gets tokens of the short part only if the older ones leave none for it in this step and the
-next, and if that completes it sooner than its turn by age would come. So prompts of about the same
-length are still computed one after another: to share a step would delay the first and gain nothing
-for the others. Both sides of that condition shrink alike as the prompts are computed, so it remains
-true.
+A prompt gets tokens of the short part only if the older prompts leave none for it in this step and
+the next, and if that completes it sooner than its turn by age would come. So prompts of about the
+same length are still computed one after another: sharing a step would delay the first and gain
+nothing for the rest. Both sides of that condition shrink equally as the prompts are computed, so it
+remains true.
 
 If tenants have shares, each tenant's prompts get its share of the tokens, the oldest first.
 """
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray
 
-# The short part is one in so many prompt tokens, on average over steps.
+# The short part is one in this many prompt tokens, on average over steps.
 SHORT_PART = 4
-# Tenants whose prompts are computed at the same time; others wait, and take no memory yet.
+# Limit of tenants with prompts computed at the same time; further tenants wait without memory.
 MAX_TENANTS_AT_ONCE = 4
 
 
@@ -30,12 +30,12 @@ class SharedTokens:
     """The division of `num_tokens` prompt tokens of a step.
 
     Args:
-        priority: of the rows.
+        priority: the priority of the rows.
         needs: tokens to compute by row, oldest first; together `num_tokens` or more.
-        num_tokens: of the step for these rows.
+        num_tokens: tokens of the step for these rows.
         num_short: tokens of the short part.
-        tenants: numbers by row.
-        weights: of the tenants by number, float64[n]; None if they have no shares.
+        tenants: int32, tenant numbers by row.
+        weights: float64[n], weights of the tenants by number; None if they have no shares.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SharedTokens:
         self.priority = priority
         self.num_tokens, self.num_short = num_tokens, num_short
         self._needs, self._total = needs, sum(needs.values())
-        # The rows of the short part in the order of their tokens left, and these.
+        # The rows of the short part by ascending number of tokens left, and these numbers.
         self.short_rows: list[int] = []
         self._short_lens: list[int] = []
         self._weights = weights
@@ -82,8 +82,8 @@ class SharedTokens:
     # -- further prompts ----------------------------------------------------------------------
 
     def most_tokens(self) -> int:
-        """Return the tokens of the longest further prompt that gets any of the short part; 0 if
-        none does. Each shorter one does, too."""
+        """Return the length in tokens of the longest further prompt that gets any of the short
+        part; 0 if none does. Each shorter prompt also gets some."""
         most = num_shorter = 0
         for left in self._short_lens:
             if num_shorter >= self.num_short:
@@ -96,8 +96,8 @@ class SharedTokens:
         return max(most, _most_after(num_shorter, self._total, self.num_tokens))
 
     def open_tenants(self) -> BoolArray | None:
-        """Return, by number, the tenants whose next prompt gets tokens at any length; None if there
-        is none."""
+        """Return, by number, the tenants with a next prompt that gets tokens at any length, as
+        bool[n]; None if there is none."""
         if self._weights is None or len(self._by_tenant) >= MAX_TENANTS_AT_ONCE:
             return None
         present = list(self._by_tenant)
@@ -107,8 +107,8 @@ class SharedTokens:
         return is_open
 
     def num_left(self, num_tokens: int, tenant: int) -> int:
-        """Return the tokens of the short part for another prompt of `num_tokens`, or of its
-        tenant's share."""
+        """Return the tokens left for another prompt of `num_tokens`: of the short part, or of the
+        share of its tenant if that is more."""
         taken = sum(self._short_lens[: bisect_right(self._short_lens, num_tokens)])
         num_left = max(self.num_short - taken, 0)
         if self._weights is not None and tenant not in self._by_tenant:
@@ -120,8 +120,8 @@ class SharedTokens:
 
     def parts(self) -> list[tuple[Sequence[int], int]]:
         """Return the parts in the order in which they take tokens: rows in their order, and the
-        most tokens of the step that they get together, earlier parts included. The oldest rows get
-        the rest."""
+        most tokens of the step that these get together, including tokens from earlier parts. The
+        oldest rows get the rest."""
         parts: list[tuple[Sequence[int], int]] = []
         if self.short_rows:
             parts.append((self.short_rows, self.num_short))
@@ -146,8 +146,8 @@ class SharedTokens:
 
 def _most_after(num_shorter: int, num_older: int, num_tokens: int) -> int:
     """Return the most tokens of a prompt that gets any of the short part: completed there, after
-    `num_shorter` tokens of shorter prompts, before steps of `num_tokens` would complete `num_older`
-    tokens of older prompts, and the prompt."""
+    `num_shorter` tokens of shorter prompts, before steps of `num_tokens` would complete both
+    `num_older` tokens of older prompts and the prompt."""
     if SHORT_PART * num_older <= (2 * SHORT_PART - 1) * num_tokens:
         return 0  # the next step completes one of up to a quarter of its tokens
     return max(num_older - SHORT_PART * num_shorter - 1, 0) // (SHORT_PART - 1)

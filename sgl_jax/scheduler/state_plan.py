@@ -1,5 +1,4 @@
-"""Plans the states of a step: the states its rows start from, the slots they write, and the
-snapshots.
+"""Plans the states of a step: states to start from, slots to write, and snapshots.
 
 A prompt keeps snapshots at positions where another prompt may continue: its last whole page, its
 branch from the tree, and each multiple of the snapshot interval. A generating row keeps the last
@@ -21,7 +20,7 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
     """Plan the states of one rank's rows in a step, LAUNCHED[n]; take slots for the snapshots.
 
-    `builder` is of the rank's share of the step; decode rows come first.
+    `builder` has the rank's part of the step; decode rows come first.
     """
     rows = launched["own_row"].astype(np.intp)
     kv_starts, q_lens = launched["kv_start"], launched["q_len"]
@@ -37,8 +36,8 @@ def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
     num_decode = len(builder.decode_rows)
     ends = kv_starts + q_lens
     tables.state_half[rows] = halves
-    # The tokens before the first state that the step writes; with unread drafts, the result of the
-    # previous step gives it.
+    # The number of tokens before the first state that the step writes. With unread drafts, only the
+    # result of the previous step determines it.
     is_decode = np.arange(len(rows)) < num_decode
     firsts = np.where(is_decode, kv_starts + 1, ends)
     tables.state_drafts[halves, rows] = np.where(is_decode, q_lens - 1, 0)
@@ -59,7 +58,7 @@ def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
 
 
 def _half_of(sizes: EngineSizes, row: int, slot: int, otherwise: int) -> int:
-    """The half of `row` that contains `slot`; `otherwise` for a snapshot's slot."""
+    """Return the half of `row` with `slot`; `otherwise` for a snapshot's slot."""
     first = sizes.own_slot(row, 0)
     return (slot - first) // (1 + sizes.max_draft_tokens) if slot >= first else otherwise
 
@@ -71,7 +70,8 @@ def _decode_snapshots(
     unread_drafts: Int32Array,
     ends: Int32Array,
 ) -> list[tuple[int, int]]:
-    """For decode rows that may cross one: the multiples of the tail interval up to `ends`.
+    """Return index and length of decode rows' snapshots: multiples of the tail interval up to
+    `ends`.
 
     A row begins between `kv_starts` and `kv_starts` + `unread_drafts`. A length that a step in
     flight may cross is requested again until a crossing is certain: so each step that may cross it
@@ -93,7 +93,7 @@ def _decode_snapshots(
 def _prompt_snapshots(
     builder: StepBuilder, num_decode: int, kv_starts: Int32Array
 ) -> list[tuple[int, int]]:
-    """For prefill rows: the prompt's last whole page, its branch, multiples of the interval."""
+    """Return index and length of prefill rows' snapshots: last whole page, branches, interval."""
     wanted = []
     for i, (row, count) in enumerate(builder.chunks.items()):
         start = int(kv_starts[num_decode + i])

@@ -65,10 +65,7 @@ def build_plan(
 
 def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) -> RankPlan:
     """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of
-    them.
-
-    `share` has the fields of the rank's SHARE.
-    """
+    them. `share` has the fields of the rank's SHARE."""
     num_decode, longest, num_scored, top_logprobs_num, _ = share
     num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
     reports = num_scored > 0 or top_logprobs_num >= 0

@@ -1,19 +1,17 @@
 """Chooses the rows of one rank's next step.
 
 Each running request needs the tokens between its committed length and its end: one token if it
-decodes, more if it (still or again) prefills. Decode rows come first and all of them run, with
-drafts if these are useful and memory allows. Prefill chunks come on top of them while the step's
-prompt tokens last: the highest priority first, then the oldest request. If the prompts of one
-priority need more tokens than the step has for them, a part of these goes to the prompts with the
-fewest tokens left, so that a long prompt delays no short one by more than a few steps
-(`shared_tokens.py`). A prompt with requested log-probabilities gets only as many tokens as the step
-may score, so that a scored row delays no other.
+decodes, more if it (still or again) prefills. All decode rows run, first in the step, with drafts
+if these are useful and memory allows. Prefill chunks follow while the step's prompt tokens last:
+the highest priority first, then the oldest request. If the prompts of one priority need more tokens
+than the step has for them, a part goes to the prompts with the fewest tokens left, so that a long
+prompt delays no short prompt by more than a few steps (`shared_tokens.py`). A prompt with requested
+log-probabilities gets only as many tokens as the step may score, so that it delays no other.
 
-Running rows get their decode slots before other requests start, and their chunks afterwards: so a
-request of a higher priority starts ahead of the chunks of lower ones.
+Running rows get their decode slots before other requests start, and their chunks afterwards. So a
+request of a higher priority starts ahead of the chunks of lower priorities.
 
-A shortage of pages is ordinary: evict, then retract the request on this rank that costs least to
-compute again.
+A shortage of pages is ordinary: evict, then retract the request that costs least to recompute.
 """
 
 from bisect import bisect_left, insort_right
@@ -44,8 +42,8 @@ class StepBuilder:
 
     Args:
         rank: its memory provides the step's pages.
-        sizes: of the engine.
-        runnable: the rank's share of `choose_runnable`.
+        sizes: the sizes of the engine.
+        runnable: the rank's part of `choose_runnable`.
         chunk_tokens: prompt tokens that the step may hold, at most `sizes.max_chunk_tokens`.
         tenants: the tenants of the requests.
     """
@@ -61,14 +59,14 @@ class StepBuilder:
         self.rank = rank
         self.retracted: list[Request] = []  # since memory is short
         self.preempted: list[Request] = []  # for requests that start
-        self.unservable: list[int] = []  # rows that do not fit the rank even alone
-        self._is_short = False  # whether there was such a row
+        self.unservable: list[int] = []  # rows that do not fit even an empty rank
+        self._is_short = False  # whether there was an unservable row
         self._has_admitted = False
         self.decode_rows = runnable.decoding
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
-        self.drafts: Int32Array | None = None  # as in `RankPlan`
+        self.drafts: Int32Array | None = None  # `RankPlan.drafts`
         self.chunks: dict[int, int] = {}  # prompt tokens by row
-        # Needed, in this step or later.
+        # Tokens needed in this step or later.
         self.num_prefill_tokens = 0
         if runnable.prefilling:
             self.num_prefill_tokens = sum(wanted for wanted, _ in runnable.prefilling.values())
@@ -86,9 +84,9 @@ class StepBuilder:
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         # Priorities of prompts, the highest first, with the tokens that higher ones leave.
         self._levels: list[tuple[int, int]] = []
-        # The step has prompt tokens for another request if its priority is above this; if it is so
-        # by one, only if it has no more than `most_tokens` tokens to compute, or its tenant, by
-        # number, is one of `open_tenants`.
+        # The step has prompt tokens for another request if its priority is above this floor. If it
+        # is above by one, it must also have at most `most_tokens` tokens to compute, or a tenant,
+        # by number, of `open_tenants`.
         self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
         self.open_tenants: BoolArray | None = None
         self._tenants = tenants
@@ -98,7 +96,7 @@ class StepBuilder:
             self._plan_tokens()
 
     def grow_decoding(self) -> None:
-        """Reserve the slots of the decode rows; if memory is short, requests are `retracted`."""
+        """Reserve the slots of the decode rows; if memory is short, retract requests."""
         self.decode_rows = self._grow_or_retract(self.decode_rows)
         if self.retracted:
             self._plan_tokens()
@@ -117,13 +115,12 @@ class StepBuilder:
 
     @property
     def can_admit(self) -> bool:
-        """Return whether a new request could start in this step. Not right after a retract: the
-        memory taken from one request belongs to the requests that needed it."""
+        """Return whether a new request could start in this step. None can right after a retract:
+        the memory taken from one request belongs to the requests that needed it."""
         return not self.retracted and not self._is_short
 
     def take_unservable(self) -> list[int]:
-        """Return the rows that do not fit the rank even alone, at least one: their requests must
-        end."""
+        """Return the rows, at least one, that do not fit even an empty rank and must end."""
         rows = self.unservable
         self.unservable, self._is_short = [], True
         return rows
@@ -137,8 +134,8 @@ class StepBuilder:
         return is_open or num_tokens <= self.most_tokens
 
     def num_tokens_left(self, priority: int, tenant: int, num_tokens: int) -> int:
-        """Return prompt tokens that the step has for another request of that priority and tenant,
-        with `num_tokens` to compute."""
+        """Return the number of prompt tokens that the step has for another request of that priority
+        and tenant, with `num_tokens` to compute."""
         if not self.takes(priority, tenant, num_tokens):
             return 0
         if self._shared is not None and priority == self._shared.priority:
@@ -162,7 +159,7 @@ class StepBuilder:
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Start a waiting request that fits, and return its row."""
         row = self.rank.admit(request, cursor)
-        self._needs.pop(row, None)  # of a request that was preempted in this step
+        self._needs.pop(row, None)  # of a request preempted in this step
         self._has_admitted = True
         priority = self.rank.running.priority
         insort_right(self._prefilling, row, key=lambda each: -priority[each])
@@ -181,14 +178,14 @@ class StepBuilder:
         return row
 
     def preempt(self, row: int) -> None:
-        """Retract the request in `row` for one that starts in this step."""
+        """Retract the request in `row` for a request that starts in this step."""
         self.decode_rows = self.decode_rows[self.decode_rows != row]
         self._drop_prompt(row)
         self.preempted.append(self.rank.retract(row, "preempted"))
         self._plan_tokens()
 
     def _drop_prompt(self, row: int) -> None:
-        """Forget the prompt of a row whose request is about to leave."""
+        """Forget the prompt of a row before its request leaves."""
         if row in self._prefilling:
             self._prefilling.remove(row)
             self.num_prefill_tokens -= self._count_left(row)
@@ -221,8 +218,7 @@ class StepBuilder:
             self._divide(*self._levels[-1])
 
     def _divide(self, priority: int, num_tokens: int) -> None:
-        """Divide the prompt tokens that higher priorities leave among the rows of `priority`, which
-        need all of them."""
+        """Divide the prompt tokens left by higher priorities among the rows of `priority`."""
         running = self.rank.running
         num_short = 0
         if not self.rank.short_debt:
@@ -242,7 +238,7 @@ class StepBuilder:
         self._limit()
 
     def _limit(self) -> None:
-        """Let only requests start that get prompt tokens."""
+        """Limit admission to requests that get prompt tokens."""
         assert self._shared is not None
         self.open_tenants = self._shared.open_tenants()
         self.most_tokens = self._shared.most_tokens()
@@ -252,8 +248,7 @@ class StepBuilder:
             self.most_tokens = NO_LIMIT  # of higher priorities
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
-        """Return how many more of `num_left` prompt tokens `row` takes, and how many of them it
-        scores."""
+        """Return how many of `num_left` prompt tokens `row` takes, and how many it scores."""
         num_wanted, num_unscored = self._needs.get(row) or self._count_needs(row)
         num_planned = self.chunks.get(row, 0)
         num_unscored = max(num_unscored - num_planned, 0)
@@ -261,12 +256,12 @@ class StepBuilder:
         return count, max(count - num_unscored, 0)
 
     def _count_left(self, row: int) -> int:
-        """Return the prompt tokens that `row` needs, in this step or later."""
+        """Return the number of prompt tokens that `row` needs, in this step or later."""
         return (self._needs.get(row) or self._count_needs(row))[0]
 
     def _count_needs(self, row: int) -> tuple[int, int]:
-        """Return the prompt tokens that `row` needs, and the number before the first scored
-        position, which use no scores of the step. They change only as the step is launched."""
+        """Return the prompt tokens that `row` needs, and those before its first scored position,
+        which use no scores of the step. They change only as the step is launched."""
         running, committed = self.rank.running, int(self.rank.memory.rows.kv_committed_len[row])
         num_wanted = int(running.planned_len[row]) - committed
         num_unscored = max(int(running.score_start[row]) - committed, 0)
@@ -285,11 +280,11 @@ class StepBuilder:
         return np.concatenate([self.decode_rows, np.array(list(self.chunks), np.intp)])
 
     def trim_to_shape(self) -> None:
-        """Leave a few prefill tokens to the next step if that fills this one's shape exactly.
+        """Leave a few prefill tokens to the next step if that fills this step's shape exactly.
 
         A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135 tokens
-        would waste 377; instead it takes 128, and the next step the rest. Not if it would delay
-        more tokens than it takes, or more than the padding it saves.
+        would waste 377; instead it takes 128, and the next step the rest. Nothing is left if it
+        would delay more tokens than it takes, or more than the padding that it saves.
         """
         num_prefill = sum(self.chunks.values())
         num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
@@ -318,7 +313,7 @@ class StepBuilder:
                 continue
             victim = self._retract_one()
             if victim is None:
-                # Alone and still short: wait until any finished requests are read.
+                # The only row, and still short: wait until any finished requests are read.
                 if len(self.rank.running) == 1:
                     self.unservable.append(int(rows[0]))
                 return rows[:0]
@@ -326,8 +321,7 @@ class StepBuilder:
         return rows
 
     def _evict_for(self, rows: RowIndex) -> bool:
-        """Evict idle sessions until `rows` have their next slots; return whether any was
-        evicted."""
+        """Evict idle sessions until `rows` have their next slots; return whether any was."""
         lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
         return self.rank.evict_sessions_for(int(lacking.sum()))
 
@@ -360,8 +354,8 @@ class StepBuilder:
         return drafts
 
     def _retract_one(self) -> int | None:
-        """Retract, among the runnable requests of the lowest priority, the one that costs least to
-        compute again; never the only one."""
+        """Retract the runnable request of the lowest priority with the lowest recompute cost; never
+        the only one. Return its row, or None."""
         running = self.rank.running
         candidates = running.runnable()
         if len(candidates) <= 1:
@@ -373,7 +367,7 @@ class StepBuilder:
         return victim
 
     def _add_chunks(self) -> None:
-        """Add a chunk of each prefilling row that the step's prompt tokens and memory allow."""
+        """Add a chunk of each prefilling row within the step's prompt tokens and memory."""
         running = self.rank.running
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
@@ -385,7 +379,7 @@ class StepBuilder:
                 shared = None
             self._add_chunk(row, self._num_left, self._num_scored_left)
         if self._has_admitted:
-            return  # a request that has just started may have its first chunk in the next step
+            return  # a request just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
         while self.is_empty and not self.unservable and len(running.runnable()):
             if len(running.runnable()) < len(running):
@@ -399,11 +393,9 @@ class StepBuilder:
                 return
 
     def _add_parts(self, shared: SharedTokens) -> None:
-        """Add chunks of each part of the tokens. Tokens of scored positions are divided alike.
-
-        A short part of a page may be more than its part of the step: the next steps have none until
-        that is made up for.
-        """
+        """Add chunks of each part of the tokens. Tokens of scored positions are divided in
+        proportion. A short part of a page may exceed its part of the step: the next steps have none
+        until that is made up for."""
         num_scored_before, num_taken = self._num_scored_left, 0
         for rows, most in shared.parts():
             num_left = min(most - sum(self.chunks.get(row, 0) for row in rows), self._num_left)

@@ -1,15 +1,15 @@
 """Counts the service of each tenant, and orders tenants by turns.
 
-Every tenant has a virtual counter: its weighted served tokens, over its own weight (virtual token
-counters; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Prompt tokens count
-once and only if they are computed, output tokens twice. A tenant that returns to the queue is
-lifted to the lowest counter of the waiting tenants, so that no share is saved up.
+Every tenant has a virtual counter: its weighted served tokens, divided by the tenant's weight
+(virtual token counters; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+Prompt tokens count once and only if they are computed, output tokens twice. A tenant that returns
+to the queue is lifted to the lowest counter of the waiting tenants, so that no share is saved up.
 
 Counters that differ by less than a quantum are equal, and the ordinary order decides among their
 requests, so that a cached prefix is used while present (a deficit; Cao et al., "Locality-aware Fair
-Scheduling in LLM Serving", 2025). Within a tenant's turn, requests whose prefix most other waiting
-requests continue go first: the others then find it cached. Tenants served early are served before
-their conversations' next requests arrive, and find their prefixes evicted by then.
+Scheduling in LLM Serving", 2025). Within a tenant's turn, requests with the prefix that most other
+waiting requests continue go first: the rest then find it cached. If tenants are served early, the
+next requests of their conversations arrive later, and find their prefixes evicted.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -25,13 +25,13 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-# The number of remembered tenants; among tenants without a request the least served is dropped
-# first. A returning tenant is lifted anyway.
+# Limit of remembered tenants; among tenants without a request the least served is dropped first. A
+# returning tenant is lifted anyway.
 MAX_TENANTS = 4096
-# Levels of counters above the lowest that are distinguished.
+# Number of distinguished levels of counters, from the lowest up.
 NUM_LEVELS = 64
 # A quantum is this part of the tokens in the KV pools: enough to use cached prefixes, and less than
-# the running requests are served until they end.
+# the service of the running requests until they end.
 _QUANTUM_PART = 8
 NO_TENANT = 0  # the number of all requests without a tenant
 
@@ -44,7 +44,7 @@ class TenantCounts(NamedTuple):
     num_queued: int
     num_running: int
     prompt_tokens: int
-    cached_tokens: int  # of these
+    cached_tokens: int  # part of `prompt_tokens`
     generated_tokens: int
 
 
@@ -53,7 +53,7 @@ class Turns(NamedTuple):
 
     level: NDArray[np.int64]  # quanta above the lowest counter of the waiting tenants
     order: Int32Array  # 0 for the lowest counter
-    is_lagging: BoolArray  # another was served so much more that no request may pass its requests
+    is_lagging: BoolArray  # another tenant is so far ahead that no request may pass its requests
 
 
 class Tenants:
@@ -91,7 +91,7 @@ class Tenants:
         return number is None or int(self._num_queued[number]) < tenant.max_queued
 
     def enter(self, tenant: Tenant | None) -> int:
-        """Add a request of a tenant and return the tenant's number. Ended by `leave`."""
+        """Add a request of a tenant and return the tenant's number; `leave` removes the request."""
         number = NO_TENANT if tenant is None else self._number(tenant.name)
         if tenant is not None and number != NO_TENANT:
             self._weight[number], self._max_running[number] = tenant.weight, tenant.max_running
@@ -116,12 +116,11 @@ class Tenants:
             heappush(self._idle, (float(self._served[number]), number))
 
     def queue(self, number: int, change: int) -> None:
-        """Count a request more (1) or less (-1) in the queue."""
+        """Change the number of the tenant's queued requests by `change`."""
         self._num_queued[number] += change
 
     def _number(self, name: str) -> int:
-        """Return the tenant's number; `NO_TENANT` if the remembered tenants are full and all have
-        requests."""
+        """Return the tenant's number; `NO_TENANT` if none is free and all tenants have requests."""
         number = self._numbers.get(name)
         if number is not None:
             return number
@@ -138,7 +137,7 @@ class Tenants:
         return number
 
     def _take_idle(self) -> int | None:
-        """Unlist the least served tenant without a request; None if there is none."""
+        """Unlist and return the least served tenant without a request; None if there is none."""
         while self._idle:
             served, number = self._idle[0]
             now = float(self._served[number])
@@ -209,7 +208,7 @@ class Tenants:
         return Turns(level, order, is_lagging)
 
     def counts(self) -> dict[str, TenantCounts]:
-        """By name; requests without a tenant are under the empty name."""
+        """Return counts by name; requests without a tenant are under the empty name."""
         numbers = list(self._numbers.values())
         queued, requests = self._num_queued[numbers], self._num_requests[numbers]
         columns = (queued, requests - queued, *self._tokens[:, numbers])

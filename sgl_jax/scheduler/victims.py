@@ -1,9 +1,9 @@
 """Costs of retracting running requests, and the requests that are spared.
 
-A retracted request computes its tokens again, unless the tree still has them. Its own pages are
-soon evicted, since memory is short; pages that other leases have locked too stay. A retracted
-request is spared until it has gained as many new tokens as it lost, so at most every second
-computed token of an engine is computed again.
+A retracted request recomputes its tokens, unless the tree still has them. Pages that only it held
+are soon evicted, since memory is short; pages locked by other leases stay. A retracted request is
+spared until it has gained as many new tokens as it lost, so at most half of all computed tokens are
+recomputed.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from sgl_jax.scheduler.running_rows import RunningRows
 
 
 def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
-    """Tokens that each of `rows` would compute again after a retract: int32[n]."""
+    """Return the number of tokens that each of `rows` would recompute after a retract: int32[n]."""
     tables = memory.rows
     committed: Int32Array = tables.kv_committed_len[rows]
     if memory.groups[0].sliding_window is not None:
@@ -27,17 +27,14 @@ def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
 
 
 def is_protected(running: RunningRows, rows: RowIndex) -> BoolArray:
-    """Return which `rows` have gained fewer tokens than they had lost when they started:
-    bool[n]."""
+    """Return which `rows` have gained fewer tokens than they had lost at their start: bool[n]."""
     spared: BoolArray = running.known_len[rows] < running.regained_len[rows]
     return spared
 
 
 def by_cost(memory: RankMemory, running: RunningRows, rows: RowIndex) -> IntpArray:
-    """Indices of `rows`, oldest first, in the order of retracting.
-
-    Protected rows come last, then the cost counts; among equals the youngest comes first.
-    """
+    """Return the indices of `rows`, oldest first, in the order of retracting: protected rows last,
+    then by cost; among equals the youngest first."""
     costs, spared = recompute_cost(memory, rows), is_protected(running, rows)
     order: IntpArray = np.lexsort((-np.arange(len(rows)), costs, spared))
     return order
