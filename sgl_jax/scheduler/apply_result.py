@@ -45,8 +45,8 @@ def apply_result(
 ) -> tuple[list[Request], int]:
     """Apply the results of `plan`, which was launched with `launched`; add new tokens to `outputs`.
 
-    Returns the finished requests, and the number of rows with results that are not finite, which
-    gain nothing (`non_finite.py`).
+    Returns the finished requests, and the number of rows with non-finite results, which gain
+    nothing (`non_finite.py`).
     """
     rows, bounds = launched.rows, launched.bounds.tolist()
     running, epoch = ranks.running, ranks.tables.epoch

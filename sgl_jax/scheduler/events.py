@@ -79,7 +79,7 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
     """Plan no step until `Resume`. By mode, running requests keep their memory, are retracted, or
-    end together with all waiting ones."""
+    end with all waiting requests."""
 
     mode: PauseMode
 

@@ -15,8 +15,7 @@ Records = NDArray[Any]
 
 TOKEN_BLOCK = 64  # tokens written to a row's table together
 NOT_SCORED = 2**31 - 1
-# The end of a request: none yet, its longest permitted length, a stop token, or results that are
-# not finite.
+# The end of a request: none yet, its longest permitted length, a stop token, or non-finite results.
 GOES_ON, TOO_LONG, STOPPED, FAILED = 0, 1, 2, 3
 
 # The fields of a running request that each step reads or writes: see `running_rows.py`.
@@ -168,7 +167,7 @@ def append(
 
     Accepted tokens after the end are overshoot and dropped here; their KV is freed with the lease,
     which offers the cache only the known tokens. Returns the number of appended tokens, and the
-    number of rows with results that are not finite.
+    number of rows with non-finite results.
 
     Args:
         launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row with another

@@ -1,4 +1,4 @@
-"""Ends requests with results that are not finite, and withdraws the KV that they computed.
+"""Ends requests with non-finite results, and withdraws the KV that they computed.
 
 A step reads all earlier tokens of its rows, so a row with finite results proves that the KV before
 it is finite. If a row fails, the KV that it computed before the step is good, so its prefix is
@@ -6,7 +6,7 @@ withdrawn from the caches from the step's first token on. If the step was the ro
 cached prefix that it read may be the cause. The row's new tokens are the likelier cause, and many
 requests may share the prefix. So the prefix is withdrawn only once another row fails in its first
 step on a page of it, unless a row has since read it in its first step with finite results. Requests
-that read a withdrawn prefix already fail by their own results.
+that read a withdrawn prefix already fail by their results.
 """
 
 from collections import deque

@@ -88,8 +88,8 @@ class RankScheduler:
         self.unpublished: dict[int, None] = {}
         # By row, the length of its published part and the key of the next page.
         self._next_keys: dict[int, tuple[int, bytes | None]] = {}
-        # With recurrent layers: rows whose first step was not launched yet, and the positions where
-        # other prompts branch off from rows' prompts.
+        # With recurrent layers: rows before the launch of their first step, and the positions at
+        # which other prompts branch off from rows' prompts.
         self._starting: set[int] = set()
         self._branch_lens: dict[int, set[int]] = {}
 
@@ -294,7 +294,7 @@ class RankScheduler:
                 publish_prefix(self.memory, lease, self.running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:
-        """Return the key of the first page after the published part of `row`; None if it is
+        """Return the key of the first page after `row`'s published part; None while that page is
         incomplete."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
@@ -423,7 +423,7 @@ class RankScheduler:
         self.departed.append(Departed(row, epoch, tokens, request.namespace, request.matched_len))
         unsent = self.unsent_admissions.pop(row, None)
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
-            # No later turn can continue from a row whose tokens were never sent to the device.
+            # No later turn can continue from a row with tokens that were never sent to the device.
             self.memory.sessions.unbind(request.lease)
         release_kv_cache(self.memory, request.lease, tokens, insert=insert)
         request.lease = None

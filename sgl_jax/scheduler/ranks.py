@@ -1,8 +1,8 @@
 """All ranks of the scheduler, with the rows of all of them as one range.
 
-Step work that is equal for many rows runs once, on columns over the rows of all ranks; the columns
-of a rank are views of these. Row r of rank k is row k * num_rows + r there, its *joint* row. Owns
-the columns; other files decide their contents.
+Step work common to many rows runs once, on columns over the rows of all ranks; the columns of a
+rank are views of these. Row r of rank k is row k * num_rows + r there, its *joint* row. Owns the
+columns; other files decide their contents.
 """
 
 from collections.abc import Sequence

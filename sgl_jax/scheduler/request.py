@@ -111,7 +111,7 @@ class Request:
         # new tokens gained since.
         self.computed_len = 0
         self.num_lost = 0
-        # Next prompt position whose log-probability is to be reported; prompt_len if none is.
+        # Next prompt position to report the log-probability of; prompt_len if there is none.
         start = message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
         self.pending_prompt_logprobs: list[TokenLogprobs] = []

@@ -202,7 +202,7 @@ class Tenants:
         level[waiting] = np.minimum(excess // self._quantum, NUM_LEVELS - 1)
         present = np.flatnonzero(self._num_requests)
         order[present[np.argsort(self._served[present], kind="stable")]] = np.arange(len(present))
-        # In the tenant's own weighted tokens.
+        # In weighted tokens of the tenant.
         lag = (self._served[present].max() - self._served) * self._weight
         is_lagging = (self._num_queued > 0) & (lag > self._max_lag)
         return Turns(level, order, is_lagging)

@@ -1,1 +1,1 @@
-"""The start of waiting requests, and the memory that is reserved for running ones."""
+"""Starts waiting requests, and reserves memory for running ones."""

@@ -1,15 +1,15 @@
 """Chooses the waiting requests that start in the step being planned, and their ranks.
 
-A request starts on a rank that it fits (`waiting/fits.py`), if a row is free there and the step has
-prompt tokens for it, unless a wait costs fewer prompt tokens: a wait for a prefix that a running
-request is computing (`in_flight.py`), or for a rank with so much more of its prefix cached that the
-wait is shorter than the work elsewhere. Each such wait has an end fixed at its start.
+A request starts on a rank that it fits (`forecast/fits.py`), if a row is free there and the step
+has prompt tokens for it. It is deferred if a wait costs fewer prompt tokens: a wait for a prefix
+that a running request computes (`in_flight.py`), or for a rank with so much more of its prefix
+cached that the wait is shorter than the work elsewhere. Each such wait has a fixed end.
 
-A request that fits nowhere may preempt running ones of a lower priority (`preemption.py`), and
-starts in their place in the same step. Otherwise it blocks no fitting request, until the ones that
-passed it over have had as much service as it needs. Then it is due, and a rank is held for it:
-others of its own or a lower priority start there only if they leave it enough at the step at which
-it is expected to start. That step is fixed as the hold begins; after it, none passes.
+A request that fits nowhere may preempt running requests of a lower priority (`preemption.py`), and
+starts in their place in the same step. Otherwise it blocks no fitting request, until the requests
+that passed it over have had as much service as it needs. Then it is due, and a rank is held for it:
+other requests of the same or a lower priority start there only if they leave it enough at the step
+at which it is expected to start. That step is fixed as the hold begins; after it, none passes.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ from sgl_jax.scheduler.waiting.candidate_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
-# A rank may run this many requests more than the least busy one, or this share of them more; each
-# further one counts as a step full of prompt tokens.
+# A rank may run this many requests more than the least busy rank, or this share of them more; each
+# further request counts as a step full of prompt tokens.
 MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
-# Requests that begin to wait for a prefix in one step; the others that would wait for the same one
-# are passed by in it. So many may begin to wait for a rank.
+# Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
+# for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
 MAX_PUT_OFF = 128
 # Requests tried for preemption in a step until this many fail.
 MAX_FAILED_PREEMPTIONS = 32
@@ -46,7 +46,7 @@ _T = TypeVar("_T", RankScheduler, RankRoom)
 
 
 class Hold(NamedTuple):
-    """A rank is held for a due request, which is expected to start there at a step."""
+    """A rank held for a due request, and the step at which it is expected to start there."""
 
     dp_rank: int
     until_step: int
@@ -57,8 +57,8 @@ class Admission:
 
     Args:
         waiting: the queue.
-        args: the scheduler's; may be replaced later.
-        home_of: the memory with the lease of a request's session, if any.
+        args: the scheduler's arguments; may be replaced later.
+        home_of: returns the memory with the lease of a request's session, if any.
         tenants: the tenants of the requests.
     """
 
@@ -73,12 +73,12 @@ class Admission:
         self._tenants = tenants
         self.args = args
         self._home_of = home_of
-        # By rid of a due request; a rank is held for the last of several.
+        # By rid of a due request; of several for one rank, the last applies.
         self._holds: dict[str, Hold] = {}
-        self._next_rank = 0  # of round_robin
+        self._next_rank = 0  # for round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
-        """Start waiting requests in step number `step`; `builders` are the ranks' shares of it."""
+        """Start waiting requests in step number `step`; `builders` are the ranks' parts of it."""
         highest = self._waiting.highest_priority
         if highest is None:
             return
@@ -115,8 +115,8 @@ class Admission:
             is_changed = self._start_some(rooms, offer, step)
 
     def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
-        """Return whether the step may have prompt tokens for a waiting request, of the priority
-        `highest` or lower."""
+        """Return whether the step may have prompt tokens for a waiting request up to priority
+        `highest`."""
         num_above = highest - builder.priority_floor
         if num_above == 1 and builder.most_tokens < NO_LIMIT:
             return self._waiting.has_short(
@@ -125,8 +125,8 @@ class Admission:
         return num_above > 0
 
     def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
-        """Start requests in the queue's order, up to the first that preempted others. Returns
-        whether to try the rest anew."""
+        """Start requests in the queue's order, up to the first that preempted others. Return
+        whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_following = num_staying = num_failed = 0
@@ -164,7 +164,7 @@ class Admission:
         return False
 
     def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
-        """Make `request` wait for a rank, or for a prefix that is computed there."""
+        """Defer `request` until a rank has room, or a prefix is computed there."""
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.keep_branch(*chosen.leader)
@@ -172,8 +172,8 @@ class Admission:
         room.stay(room.rank.num_pages_needed(request, cursor))
 
     def _fetches_for(self, room: RankRoom, request: Request) -> bool:
-        """Make `request` wait for its prefix from the host, if that has more of it than the device
-        and a fetch is sooner than to compute it."""
+        """Defer `request` until its prefix is fetched, if the host has more of it than the device
+        and a fetch is faster than computing it. Return whether it is deferred."""
         if room.rank.host.tier is None:
             return False
         found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank])
@@ -184,10 +184,10 @@ class Admission:
     # -- requests that do not fit -------------------------------------------------------------
 
     def _preempt_for(self, rooms: list[RankRoom], request: Request, threshold: int) -> bool:
-        """Retract running requests for one of higher priority, and start it.
+        """Retract running requests for a request of higher priority, and start it.
 
-        False, retracting nothing, if it would still fit nowhere, or a prefix of it is in flight.
-        Among several ranks, the one with the fewest tokens to compute is chosen.
+        Returns False, retracting nothing, if it would still fit nowhere, or if a prefix of it is in
+        flight. Among several ranks, the rank with the fewest tokens to compute is chosen.
         """
         cursors, best = self._waiting.cursors(request), None
         for room in _allowed(rooms, request):
@@ -211,8 +211,8 @@ class Admission:
         return True
 
     def _hold_for(self, rooms: list[RankRoom], request: Request, step: int) -> RankRoom | None:
-        """Hold a rank for a due request and return its room; None if it is held already, for a
-        request before this one."""
+        """Hold a rank for a due request and return its room; None if it is held for an earlier
+        request."""
         cursors, hold = self._waiting.cursors(request), self._holds.get(request.rid)
         if hold is None:
             open_rooms = [room for room in _allowed(rooms, request) if not room.is_held]
@@ -232,7 +232,7 @@ class Admission:
         return room
 
     def _least_short(self, rooms: Sequence[RankRoom], request: Request) -> RankRoom:
-        """Return the rank where a request lacks the fewest pages; among equals, the least busy."""
+        """Return the rank on which a request lacks the fewest pages, then the least busy."""
         cursors = self._waiting.cursors(request)
 
         def shortage(room: RankRoom) -> tuple[int, int, int]:
@@ -247,7 +247,7 @@ class Admission:
     def why_waiting(self, request: Request, ranks: Ranks, rooms: Rooms, step: int) -> WaitReason:
         """Return the reason why `request` waits, with step number `step` planned next.
 
-        `rooms`, ROOM[ranks], are the forecast of the ranks.
+        `rooms`, ROOM[ranks], are the forecast capacities of the ranks.
         """
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
@@ -285,8 +285,8 @@ class Admission:
         )
 
     def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:
-        """Return `rooms` with the holds of the last planned step, and the ids of the requests that
-        ranks are held for."""
+        """Return `rooms` with the holds of the last planned step, and each held rank's request
+        id."""
         held, holders = rooms.copy(), {}
         for rid, hold in reversed(self._holds.items()):
             request = self._waiting.find_due(rid)
@@ -301,7 +301,8 @@ class Admission:
         return held, holders
 
     def count_waiting(self, ranks: Ranks, rooms: Rooms, step: int) -> dict[WaitKind, int]:
-        """Return the number of waiting requests by reason; arguments as for `why_waiting`."""
+        """Return the number of requests that wait by reason, with step number `step` planned next.
+        `rooms`, ROOM[ranks], are the forecast capacities of the ranks."""
         has_row = np.array([rank.has_row for rank in ranks.ranks])
         fetching = [row for rank in ranks.ranks for row in rank.host.fetching_rows()]
         held_rooms, _ = self._held(rooms, ranks, step)
@@ -312,10 +313,10 @@ class Admission:
     def _choose(
         self, rooms: list[RankRoom], records: Rooms, request: Request, step: int
     ) -> Option | None:
-        """Return the best rank for a request that fits on one now, even if it must wait there; else
-        None."""
+        """Return the best rank for a request, even if it must wait there; None if it fits no rank
+        now."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
-        # A lone rank's cost is compared with none: the host need not be searched for it.
+        # With one rank there is no cost to compare: skip the lookup in host memory.
         bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
         most_short = self._waiting.most_short(request, records)
 
@@ -349,7 +350,7 @@ class Admission:
         best = min([*fitting, *longer])
         if best.fits or best.leader is not None:
             return best
-        # It waits once in its life, for as many steps as the saved tokens take.
+        # A request waits for a rank only once, for as many steps as the saved tokens take.
         if stayed is None:
             num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
             self._waiting.stay(request, best.dp_rank, step + num_steps)
@@ -370,18 +371,18 @@ class Admission:
 
 
 def _may_preempt(builder: StepBuilder, below: int) -> bool:
-    """Return whether a request with a priority below `below` runs there and may give way."""
+    """Return whether a request with a priority below `below` runs there and may be preempted."""
     lowest = builder.rank.running.priorities.lowest
     return builder.can_admit and lowest is not None and lowest < below
 
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:
-    """Return requests that may run on a rank before they count as too many."""
+    """Return the number of requests that a rank may run before further ones count as too many."""
     least = min(room.num_running for room in rooms)
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
 
 
 def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:
-    """Keep the entries for the ranks that `request` may run on."""
+    """Return the entries for the ranks that `request` may run on."""
     pinned = request.message.dp_rank
     return ranks if pinned is None else [ranks[pinned]]

@@ -1,14 +1,14 @@
-"""Prefixes that running requests are computing now, so that others can wait for them and read.
+"""Finds prefixes being computed by running requests, for other requests to wait for and read.
 
 The computed tokens of a running request are on its rank's tree as soon as the step was launched.
-The rest of its prompt is its share in flight: a waiting request with the same tokens can wait for
-it instead of computing it a second time.
+The rest of its prompt is in flight: a waiting request with the same tokens can wait for it instead
+of computing it a second time.
 
 The wait pays if it saves at least as many prompt tokens as it loses. It saves the shared tokens,
 once for each request that would otherwise start in this step and compute them: the requests waiting
 at the same place of the tree, while the step has room. It loses that room, but at most the price of
-a step, since a step that computes less ends sooner. A request whose prompt the step cannot complete
-gets its first token no later by the wait.
+a step, since a step that computes less ends sooner. If the step cannot complete a request's prompt,
+the wait does not delay its first token.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _STEP_PRICE_PART = 8
 
 
 class Leader(NamedTuple):
-    """A running request, by its row, and the number of another's tokens it will have computed."""
+    """A running request, by its row, and how many of another request's tokens it will compute."""
 
     row: int
     length: int
@@ -34,12 +34,12 @@ class InFlight:
     """The remaining prompts of one rank's prefilling requests, as of one step.
 
     Args:
-        rank: with the running requests.
-        rows: of the prefilling requests, the highest priority first, then the oldest.
+        rank: the rank of the running requests.
+        rows: rows of the prefilling requests, the highest priority first, then the oldest.
         chunk_size: prompt tokens of a step.
-        num_tokens_left: the tokens that the step has left for a request of a priority and tenant,
-            with so many to compute.
-        is_served: whether a row gets prompt tokens of the step.
+        num_tokens_left: returns the tokens that the step has left for a request, by priority,
+            tenant and number of tokens to compute.
+        is_served: returns whether a row gets prompt tokens of the step.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class InFlight:
         self._is_served = is_served
         self._page_size = rank.memory.page_size
         self._step_price = chunk_size // _STEP_PRICE_PART
-        # By the tree's node at the end of the row's published part, and the key of the next page.
+        # Row by the tree's node at the end of its published part, and the key of the next page.
         self._rows: dict[tuple[int, bytes], int] = {}
-        self._node_ids: set[int] = set()  # of these
+        self._node_ids: set[int] = set()  # the nodes in `_rows`
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
         self._branches: dict[tuple[int, int, bytes], int] = {}
@@ -65,7 +65,7 @@ class InFlight:
             self.add(row)
 
     def add(self, row: int) -> None:
-        """Add the request that prefills in `row`; of two with a shared beginning, the one of higher
+        """Add the request that prefills in `row`. Of two with a shared beginning, the one of higher
         priority leads, else the first."""
         rank, memory = self._rank, self._rank.memory
         request, lease = rank.running.request(row), memory.leases[row]
@@ -94,17 +94,17 @@ class InFlight:
             self._branches[other, shared, page.tobytes()] = row
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """Return the row computing more of `request`'s tokens than the tree holds, if worth the
+        """Return the row that computes more of `request`'s tokens than the tree holds, if worth the
         wait.
 
         Args:
-            request: waiting.
-            cursor: of its tokens on the rank's tree.
+            request: a waiting request.
+            cursor: the cursor of its tokens on the rank's tree.
             num_read: tokens that it could read if it started now.
         """
         memory = self._rank.memory
         if not self._rows or not memory.can_keep_state:
-            return None  # nothing could go on from where the row comes past
+            return None  # no recurrent state is kept there, so nothing can resume from it
         for node, key in cursor.places(self._node_ids):
             first = self._rows.get((node.node_id, key))
             if first is None:
@@ -128,7 +128,7 @@ class InFlight:
 
     def _furthest(self, row: int, tokens: Int32Array, start: int) -> tuple[int, int]:
         """Return the row with the longest beginning shared with `tokens`, and its length: `row`,
-        which shares `start` and the next page, or a branch of it."""
+        which shares `start` tokens and the next page, or a branch of it."""
         while True:
             start += common_prefix_len(self._tokens(row)[start:], tokens[start:])
             page = tokens[start : start + self._page_size]
@@ -138,7 +138,7 @@ class InFlight:
             row = branch
 
     def _tokens(self, row: int) -> Int32Array:
-        """Return the row's tokens that are computed at a step's pace; scored tokens come a few at a
+        """Return the row's tokens before any scored token. Scored tokens are computed a few at a
         time, so they are not worth a wait."""
         running = self._rank.running
         return running.known_tokens(row)[: running.score_start[row]]

@@ -1,7 +1,7 @@
-"""The room of each rank in the step being planned, and the cost of running a request there.
+"""The capacity of each rank in the step being planned, and the cost of running a request there.
 
-Costs are counted in prompt tokens, the unit of a step's budget. So computing a prefix again, though
-another rank has it cached, is comparable to waiting for room there.
+Costs are counted in prompt tokens, the unit of a step's budget. So recomputing a prefix cached on
+another rank can be compared with waiting for room there.
 """
 
 from collections.abc import Sequence
@@ -29,31 +29,31 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
-# A rank is full if so much of its pages is forecast to be in use: a retract is likely then.
+# A rank is full if this part of its pages is forecast to be in use: a retract is likely then.
 FULL_PART = 0.9
 
 
 class Option(NamedTuple):
     """A rank that a request may run on. Options compare by cost, then by load, then by rank."""
 
-    cost: int  # prompt tokens: to compute, ahead of them, and computed elsewhere while waiting
+    cost: int  # prompt tokens: to compute, ahead of it, and computed elsewhere while waiting
     is_full: bool  # whether most of its pages are forecast to be in use, at the peak
     num_running: int
     dp_rank: int
     fits: bool  # in this step
-    num_read: int  # tokens that are there, or that the leader computes
-    leader: Leader | None = None  # that computes a part of the request's prefix
+    num_read: int  # tokens present, or computed by the leader
+    leader: Leader | None = None  # computes a part of the request's prefix
 
 
 class RankRoom:
-    """The room of one rank in the step being planned.
+    """The capacity of one rank in the step being planned.
 
     Args:
-        builder: the rank's share of the step.
+        builder: the rank's part of the step.
         waiting: the queue.
-        forecast: of the ranks' needs, empty yet.
+        forecast: the forecast of the ranks' needs, still without requests.
         rooms: ROOM[ranks]; this rank's record is kept up to date.
-        outlook: of the rank's running requests.
+        outlook: the ends and growth of the rank's running requests.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class RankRoom:
     ) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
-        self.num_staying = 0  # requests that wait for room here though other ranks have it
-        self._staying_pages = 0  # that these take
+        self.num_staying = 0  # requests that wait for room here though other ranks have room
+        self._staying_pages = 0  # pages that these take
         self._builder = builder
         self._waiting = waiting
         self._forecast = forecast
         self._rooms = rooms
         self.chunk_size = builder.chunk_size
         self._soonest_end = outlook.soonest_end
-        self._most_growth = outlook.most_growth  # or more
+        self._most_growth = outlook.most_growth  # upper bound
         self._num_total = self.rank.memory.allocator.num_pages - 1
         self._peak = 0.0  # of the forecast
         self._enough = self.rank.most_request_pages
@@ -111,8 +111,8 @@ class RankRoom:
         self.take_forecast()
 
     def _is_ample(self, num_left: int) -> bool:
-        """Return whether any request fits, next to `num_left` pages, if the running ones come to
-        take all that they may: then no forecast is needed."""
+        """Return whether any request fits `num_left` pages even after the greatest growth of the
+        running requests: then no forecast is needed."""
         return num_left - self._most_growth >= self._enough
 
     def _write_ample(self, num_left: int) -> None:
@@ -127,30 +127,30 @@ class RankRoom:
 
     @property
     def num_free(self) -> int:
-        """Return pages that no running request holds, nor needs for its known tokens."""
+        """Return the pages that no running request holds, or needs for its known tokens."""
         return self._num_total - int(self._rooms["pages"][self.dp_rank, 0])
 
     def pages_short(self, request: Request, num_pages: int) -> int:
-        """Return the pages that `request` lacks if it takes `num_pages` to start here; not above 0
-        if it has enough."""
+        """Return the pages that `request` lacks if it takes `num_pages` to start here; <= 0 if
+        none."""
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
     def takes(self, request: Request, num_read: int) -> bool:
-        """Return whether `request` can start here in this step, if it has enough pages; it reads
-        `num_read` of its tokens."""
+        """Return whether `request` can start in this step if it has enough pages, reading
+        `num_read` tokens."""
         num_tokens = len(request.tokens) - num_read
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
     @property
     def open_tenants(self) -> BoolArray | bool:
-        """Return whether a tenant's next prompt gets tokens of the step at any length: by number,
-        or of all."""
+        """Return, by number or for all, whether a tenant's next prompt gets tokens at any
+        length."""
         open_tenants = self._builder.open_tenants
         return False if open_tenants is None else open_tenants
 
     def reads(self, request: Request, cursor: PrefixCursor) -> tuple[int, Leader | None]:
         """Return the tokens that `request` would read here, and the row that computes some of them
-        first, if the wait for it is worth them."""
+        first, if that is worth the wait."""
         num_read = self.rank.reusable_len(request, cursor)
         leader = self.leader(request, cursor, num_read)
         return (num_read if leader is None else leader.length), leader
@@ -158,22 +158,19 @@ class RankRoom:
     def pages_to_start(
         self, request: Request, cursor: PrefixCursor, num_read: int, most_short: int
     ) -> int | None:
-        """Return the pages that `request` takes to start here in this step, or, if it fits even so,
-        some more; None if it cannot.
-
-        It reads `num_read` of its tokens, and lacks `most_short` pages if no running request has
-        its prefix in use.
-        """
+        """Return the pages that `request` takes to start here in this step, or an upper bound if
+        that fits; None if it cannot start. It reads `num_read` of its tokens, and lacks
+        `most_short` pages if no running request has its prefix in use."""
         if not self.takes(request, num_read):
             return None
         num_pages, short = self._pages(request, cursor, most_short)
         return num_pages if short <= 0 else None
 
     def _pages(self, request: Request, cursor: PrefixCursor, most_short: int) -> tuple[int, int]:
-        """Return the pages that `request` takes to start here, or, if it fits even so, some more;
-        and the number that it lacks: not above 0 if it has enough."""
+        """Return the pages that `request` takes to start here and those that it lacks (<= 0 if
+        none), or upper bounds of both if it fits."""
         num_pages = self.rank.num_pages_at_most(request)
-        # Mostly there are enough without a look at how much of its prefix is in use.
+        # Usually there are enough pages, however much of its prefix is in use.
         if most_short <= 0 or not (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
             return num_pages, most_short
         num_pages -= num_in_use
@@ -194,11 +191,14 @@ class RankRoom:
         """Return the cost of running `request` here, with or without room for it.
 
         Args:
-            num_read: as `leader`, from `reads`.
+            request: a waiting request.
+            cursor: the cursor of its tokens on the rank's tree.
+            num_read, leader: the tokens that it would read, and the row that computes some of them
+                first.
             most_short: pages that it lacks if no running request has its prefix in use.
-            num_pages: from `pages_to_start`.
-            num_unskewed: more requests on the rank are too many.
-            reads_host: False if the cost ignores the host's memory.
+            num_pages: the result of `pages_to_start`.
+            num_unskewed: more requests than this on the rank are too many.
+            reads_host: whether the cost considers host memory.
         """
         num_ahead = self._builder.num_prefill_tokens
         if self.num_running > num_unskewed:
@@ -216,8 +216,8 @@ class RankRoom:
         return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """Return the row computing more of the request's tokens here than the `num_read` present,
-        if worth the wait."""
+        """Return the row that computes more of the request's tokens here than the `num_read`
+        present, if worth the wait."""
         if not self._builder.is_prefilling:
             return None
         if self._in_flight is None:
@@ -229,7 +229,8 @@ class RankRoom:
         return self._in_flight.leader(request, cursor, num_read)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
-        """Fetch the request's prefix from the host: `RankHost.fetch_for`."""
+        """Fetch the request's prefix from the host if that is faster; return its row and length, or
+        None."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
         make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
@@ -239,18 +240,18 @@ class RankRoom:
         return found
 
     def stay(self, num_pages: int) -> None:
-        """Count a request that takes so many pages and waits for room here although other ranks
-        have it."""
+        """Count a request that takes `num_pages` and waits for room here though other ranks have
+        it."""
         self.num_staying += 1
         self._staying_pages += num_pages
 
     def steps_to_room(self, num_pages: int) -> int:
-        """Return the number of steps until the forecast leaves so many pages; 0 if it does now."""
+        """Return the steps until the forecast leaves `num_pages`; 0 if it does now."""
         return int(steps_to_room(self._rooms, self.dp_rank, num_pages, MOMENTS))
 
     def hold(self, request: Request, num_pages: int, num_steps: int) -> None:
-        """Let requests of its priority or a lower one start here only if they leave the rank to
-        `request`, which takes so many pages to start, in so many steps."""
+        """Hold the rank for `request`, which takes `num_pages` to start, in `num_steps`. Requests
+        of its priority or lower start here only if they leave it enough."""
         self._waiting.hold(request, self._rooms, self.dp_rank, num_pages, num_steps)
 
     @property
@@ -259,7 +260,7 @@ class RankRoom:
 
     @property
     def preemptible(self) -> Preemptible:
-        """Return the running requests here that others may preempt."""
+        """Return the running requests here that may be preempted."""
         if self._preemptible is None:
             own = self._rooms[self.dp_rank : self.dp_rank + 1]
             self._preemptible = Preemptible(self.rank, self._started, self._forecast, own)
@@ -268,7 +269,7 @@ class RankRoom:
     def preemption(
         self, request: Request, cursor: PrefixCursor, threshold: int
     ) -> Preemption | None:
-        """Return the rows that give way to `request`, of priorities lower by more than `threshold`;
+        """Return the rows to retract for `request`, of priorities lower by more than `threshold`;
         None if it cannot start here in this step even so."""
         num_tokens = len(request.tokens) - self.rank.reusable_len(request, cursor)
         has_tokens = self._builder.takes(request.priority, request.tenant, num_tokens)
@@ -308,8 +309,8 @@ class RankRoom:
             self._in_flight.add(row)
 
     def _steps_to_room(self, num_pages: int) -> int:
-        """Return steps until the rank has rows and pages for the requests that stay for it, and for
-        one more of so many pages."""
+        """Return the steps until the rank has rows and pages for the requests deferred to it, and
+        for one more that takes `num_pages`."""
         num_steps = self.steps_to_room(num_pages + self._staying_pages)
         last = self.num_staying - self.rank.num_rows_left  # of the ends that leave a row
         if last < 0 or self._soonest_end is None:
